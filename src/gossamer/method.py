@@ -1,0 +1,179 @@
+"""Automatic Sparse Connectivity Learning, the method of the paper, as functions of tensors.
+
+| paper | here             | meaning                                                        |
+|-------|------------------|----------------------------------------------------------------|
+| w̃     | `weight`         | weight variable: dense, always trained                         |
+| m̃     | `mask_variable`  | mask variable: real, trained, starts positive                  |
+| m     | `mask`           | H(m̃): True where there is a connection                         |
+| w     | masked weight    | w̃ ⊙ m: what the layer uses                                     |
+| ∂L/∂w | `gradient`       | gradient that back-propagation delivers for w                  |
+| s_j   | `scale`          | size of the mask gradient of output feature j                  |
+| λ1    | `decay`          | connectivity decay: pushes every mask variable down            |
+| λ2    | `l2`             | coefficient of the L2 term on w̃                                |
+
+One step of the method: masks and weights of the forward pass by Eqs. (step) and (mask); the weight variable is
+updated with the gradient of Eq. (weight_redefine) by whatever optimizer the user has; the mask variable with that
+of Eqs. (step_redefine), (grad_norm) and (connectivity) by `update_mask_variable`. Every `Eq. (name)` carries the
+paper's label and is claimed by a test.
+
+Two departures, both measured and both optional: the scale may be one number for the whole network (`global`)
+instead of one a feature, and λ1 may be solved for instead of chosen (see budget.py).
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+# Far below the smallest mask gradients seen in deep networks (about 1e-7 in ResNet-110).
+EPSILON = 1e-12
+
+
+def unit_step(mask_variable: Tensor) -> Tensor:
+    """Eq. (step): m = H(m̃), which is 0 at exactly 0."""
+    return mask_variable > 0
+
+
+def masked_weight(weight: Tensor, mask: Tensor) -> Tensor:
+    """Eq. (mask) and, after training, Eq. (sparseweights): w = w̃ ⊙ m. Pruned weights are exactly +0."""
+    return torch.where(mask, weight, 0.0)
+
+
+# --- the straight-through estimators: σ' stands in for the derivative of the unit step ------------------------------
+
+
+def _identity(m: Tensor, alpha: float) -> Tensor:
+    """Eq. (identity): σ(x) = x. Also Eq. (step_redefine3)."""
+    return torch.ones_like(m)
+
+
+def _leaky_relu(m: Tensor, alpha: float) -> Tensor:
+    """Eq. (lrelu): σ(x) = max(x, αx)."""
+    return torch.where(m > 0, 1.0, alpha).to(m.dtype)
+
+
+def _softplus(m: Tensor, alpha: float) -> Tensor:
+    """Eq. (softplus): σ(x) = log(1 + exp x)."""
+    return torch.sigmoid(m)
+
+
+def _relu(m: Tensor, alpha: float) -> Tensor:
+    """Eq. (relu): σ(x) = max(0, x). A mask variable that falls to 0 or below never moves again."""
+    return (m > 0).to(m.dtype)
+
+
+def _clipped_relu(m: Tensor, alpha: float) -> Tensor:
+    """Eq. (crelu): σ(x) = min(max(0, x), α). Dead below 0 and from α on."""
+    return ((m > 0) & (m < alpha)).to(m.dtype)
+
+
+ESTIMATORS: Mapping[str, Callable[[Tensor, float], Tensor]] = MappingProxyType(
+    {
+        "identity": _identity,
+        "leaky_relu": _leaky_relu,
+        "softplus": _softplus,
+        "relu": _relu,
+        "clipped_relu": _clipped_relu,
+    }
+)
+"""Proxy derivatives σ'(m̃). The paper's principle, Eq. (ste_l2_gradient_0): only a positive σ' moves every mask
+variable towards its optimum; identity, leaky ReLU and softplus satisfy it."""
+
+
+# --- the gradients, redefined ---
+
+
+def weight_gradient(gradient: Tensor) -> Tensor:
+    """Eq. (weight_redefine): ∂L/∂w̃ := ∂L/∂w. Pruned weights go on training, unlike in Eq. (w_gradient)."""
+    return gradient
+
+
+def mask_gradient(
+    gradient: Tensor,
+    weight: Tensor,
+    mask_variable: Tensor,
+    *,
+    estimator: str = "identity",
+    alpha: float = 0.1,
+    l2: float = 0.0,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Eq. (step_redefine): ∂L/∂m̃ := (∂L/∂w ⊙ w̃) · σ'(m̃).
+
+    With `l2` the gradient of the L2 term of Eq. (loss) counts too: (∂C/∂w + 2·λ2·w̃) ⊙ w̃. The paper says that this
+    term pushes masks down, although as it is written, on w̃, it does not depend on m.
+    """
+    if l2:
+        gradient = gradient + weight * (2.0 * l2)
+    result = torch.mul(gradient, weight, out=out)
+    if estimator != "identity":
+        result.mul_(ESTIMATORS[estimator](mask_variable, alpha))
+    return result
+
+
+# --- the scale of the mask gradient ---
+
+
+def by_feature(tensor: Tensor, axis: int = 0, groups: int = 1) -> Tensor:
+    """View `tensor` as (output features, connections of the feature).
+
+    The features of a transposed convolution lie on axis 1, once for each group of input channels.
+    """
+    if axis == 0:
+        return tensor.reshape(tensor.shape[0], -1)
+    grouped = tensor.reshape(groups, tensor.shape[0] // groups, tensor.shape[1], -1)
+    return grouped.transpose(1, 2).reshape(groups * tensor.shape[1], -1)
+
+
+def along_features(scale: Tensor, tensor: Tensor, axis: int = 0, groups: int = 1) -> Tensor:
+    """Lay one number a feature out so that it multiplies `tensor`: the inverse of `by_feature`."""
+    ones = [1] * (tensor.dim() - 2)
+    if axis == 0:
+        return scale.reshape(-1, 1, *ones)
+    rows = scale.reshape(groups, 1, -1).expand(groups, tensor.shape[0] // groups, -1)
+    return rows.reshape(tensor.shape[0], tensor.shape[1], *ones)
+
+
+def feature_scale(gradient: Tensor, axis: int = 0, groups: int = 1) -> Tensor:
+    """The `batch` reading of Eq. (grad_norm): s_j = root mean square of the mini-batch mask gradient of feature j."""
+    rows = by_feature(gradient, axis, groups)
+    return rows.square().mean(dim=1).sqrt()
+
+
+def sample_scale(total: Tensor, samples: int, connections: int) -> Tensor:
+    """The literal Eq. (grad_norm), `per_sample`, from Q_j = Σ_b Σ_k (g_bk w̃_k)² as moments.py sums it.
+
+    A mean-reduced loss delivers g_b already divided by |B|, hence |B|²·Q / (|B|·|w_j|).
+    """
+    return (total * (samples / connections)).sqrt()
+
+
+def global_scale(sums_of_squares: Tensor, connections: int) -> Tensor:
+    """One root mean square of the mask gradient for the whole network, from one sum of squares a tensor (ours)."""
+    return (sums_of_squares.sum() / connections).sqrt()
+
+
+def divisor(scale: Tensor, power: float = 1.0) -> Tensor:
+    """What the mask gradient is divided by, Eq. (grad_norm): (s + ε) to a power between 0 (raw) and 1 (the paper).
+
+    A feature without any gradient in this step (s = 0, such as a token that did not occur) is left alone.
+    """
+    bounded = scale + EPSILON
+    return torch.where(scale > 0, bounded if power == 1.0 else bounded**power, 1.0)
+
+
+# --- the update ---
+
+
+def update_mask_variable(
+    mask_variable: Tensor, scaled_gradient: Tensor, *, decay: float | Tensor, learning_rate: float | Tensor
+) -> Tensor:
+    """Eq. (connectivity): λ1·Σm adds λ1, never scaled, to each mask gradient; then gradient descent."""
+    return mask_variable - (scaled_gradient + decay) * learning_rate
+
+
+def cosine(progress: float) -> float:
+    """Factor of the mask learning rate: 1 at the beginning of the mask phases, 0 at their end (ours)."""
+    return 0.5 * (1.0 + math.cos(math.pi * min(max(progress, 0.0), 1.0)))

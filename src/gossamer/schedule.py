@@ -1,0 +1,124 @@
+"""The phases of a run as a frozen value: `plan.at(step)` says, for any step, what happens in it.
+
+    warm-up     masks frozen at one: plain dense training
+    sparsify    masks train; connectivity decay removes connections until the target is met
+    stabilise   masks train on at the target and settle
+    fine-tune   masks frozen: what is zero stays exactly zero
+
+Durations carry units: '150ep' (epochs), '2000it' (steps of the optimizer), '0.3run' (share of the run).
+"""
+
+import re
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+
+class Phase(StrEnum):
+    WARMUP = "warm-up"
+    SPARSIFY = "sparsify"
+    STABILISE = "stabilise"
+    FINETUNE = "fine-tune"
+    FINISHED = "finished"
+
+    @property
+    def masks_train(self) -> bool:
+        return self in (Phase.SPARSIFY, Phase.STABILISE)
+
+
+_DURATION = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*(ep|it|run)\s*")
+
+
+def steps_of(duration: str, *, total_steps: int, steps_per_epoch: int | None) -> int:
+    """The number of optimizer steps in a duration such as '150ep', '2000it' or '0.3run'."""
+    match = _DURATION.fullmatch(duration)
+    if match is None:
+        raise ValueError(f"expected a duration with its unit, such as '150ep', '2000it' or '0.3run', got {duration!r}")
+    number, unit = float(match[1]), match[2]
+    if unit == "it":
+        if number != int(number):
+            raise ValueError(f"expected a whole number of steps, got {duration!r}")
+        return int(number)
+    if unit == "run":
+        if number > 1:
+            raise ValueError(f"expected a share of the run between 0 and 1, got {duration!r}")
+        return round(number * total_steps)
+    if steps_per_epoch is None:
+        raise ValueError(
+            f"{duration!r} counts epochs, but the length of an epoch is not known: "
+            "give steps_per_epoch=len(loader), or use 'it' or 'run'"
+        )
+    return round(number * steps_per_epoch)
+
+
+@dataclass(frozen=True)
+class Moment:
+    """What the plan says of one step."""
+
+    phase: Phase
+    ramp: float  # 0 to 1: how far the budget has come from everything to its target
+    settling: float  # 0 to 1: how far the mask phases (sparsify and stabilise) have come
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Lengths of the four phases in optimizer steps. Steps past the end belong to fine-tuning."""
+
+    warmup: int
+    sparsify: int
+    stabilise: int
+    finetune: int
+
+    def __post_init__(self) -> None:
+        if min(self.warmup, self.sparsify, self.stabilise, self.finetune) < 0:
+            raise ValueError(f"expected phases of at least 0 steps, got {self}")
+        if self.sparsify == 0:
+            raise ValueError("expected a sparsify phase of at least one step, got none: make it or the run longer")
+
+    @property
+    def total(self) -> int:
+        return self.warmup + self.sparsify + self.stabilise + self.finetune
+
+    def at(self, step: int) -> Moment:
+        start, end = self.warmup, self.warmup + self.sparsify + self.stabilise
+        if step < start:
+            return Moment(Phase.WARMUP, 0.0, 0.0)
+        if step >= end:
+            return Moment(Phase.FINETUNE, 1.0, 1.0)
+        done = step - start
+        # The last step of the sparsify phase is the first one at the full target.
+        ramp = min(1.0, (done + 1) / self.sparsify)
+        phase = Phase.SPARSIFY if done < self.sparsify else Phase.STABILISE
+        return Moment(phase, ramp, done / (end - start))
+
+    def leave_sparsify(self, step: int) -> "Plan":
+        """The same plan with the sparsify phase ended at `step`; what is left of it goes to fine-tuning."""
+        length = max(1, step - self.warmup)
+        return replace(self, sparsify=length, finetune=self.finetune + self.sparsify - length)
+
+
+def make_plan(
+    total_steps: int,
+    *,
+    warmup: str,
+    sparsify: str,
+    stabilise: str,
+    steps_per_epoch: int | None = None,
+) -> Plan:
+    """A plan from durations; fine-tuning is what is left of the run."""
+    if total_steps < 1:
+        raise ValueError(f"expected total_steps of at least 1 (len(loader) * epochs), got {total_steps}")
+    lengths = [
+        steps_of(d, total_steps=total_steps, steps_per_epoch=steps_per_epoch) for d in (warmup, sparsify, stabilise)
+    ]
+    left = total_steps - sum(lengths)
+    if left < 0:
+        raise ValueError(
+            f"the phases warm-up {warmup}, sparsify {sparsify} and stabilise {stabilise} take {sum(lengths)} steps, "
+            f"but the run has only {total_steps}: shorten them or train longer"
+        )
+    return Plan(lengths[0], lengths[1], lengths[2], left)
+
+
+def connections_left(ramp: float, total: int, target: int) -> int:
+    """The budget along the ramp: a cubic from everything to the target, fast at first while much is superfluous."""
+    return target + int((total - target) * (1.0 - ramp) ** 3 + 0.5)
