@@ -5,8 +5,8 @@ is the Lagrange multiplier of "Σ m ≤ budget" and can be solved for: it is an 
 Where connection i costs c_i (its multiply-adds), the decay is λ1·c_i, and the order is that of m̃_i / c_i.
 
 `meet_budget_` lowers the mask variables in place by the solved threshold and writes the masks. What it guarantees, for
-any input, is the count: the longest prefix in the order of m̃/c that fits the budget is kept, equal values are kept in the order
-of their position, kept mask variables end up positive and dropped ones at or below zero.
+any input, is the count: the longest prefix in the order of m̃/c that fits the budget is kept, equal values are kept in
+the order of their position, kept mask variables end up positive and dropped ones at or below zero.
 
 Two ways to find the threshold, both exact. On a CPU a sample brackets it and one pass over the values counts and
 collects what lies in the bracket. On an accelerator, or when the values are spread over processes, digit by digit from

@@ -13,7 +13,7 @@
 
 One step of the method: masks and weights of the forward pass by Eqs. (step) and (mask); the weight variable is
 updated with the gradient of Eq. (weight_redefine) by whatever optimizer the user has; the mask variable with that
-of Eqs. (step_redefine), (grad_norm) and (connectivity) by `update_mask_variable`. Every `Eq. (name)` carries the
+of Eqs. (step_redefine), (grad_norm) and (connectivity) by gradient descent. Every `Eq. (name)` carries the
 paper's label and is claimed by a test.
 
 Two departures, both measured and both optional: the scale may be one number for the whole network (`global`)
@@ -167,11 +167,14 @@ def divisor(scale: Tensor, power: float = 1.0) -> Tensor:
 # --- the update ---
 
 
-def update_mask_variable(
-    mask_variable: Tensor, scaled_gradient: Tensor, *, decay: float | Tensor, learning_rate: float | Tensor
-) -> Tensor:
-    """Eq. (connectivity): λ1·Σm adds λ1, never scaled, to each mask gradient; then gradient descent."""
-    return mask_variable - (scaled_gradient + decay) * learning_rate
+def descent_direction_(scaled_gradient: Tensor, *, decay: float) -> Tensor:
+    """Eq. (connectivity): λ1·Σm adds λ1 to the gradient of every mask variable; it is never scaled."""
+    return scaled_gradient.add_(decay) if decay else scaled_gradient
+
+
+def update_mask_variable_(mask_variable: Tensor, direction: Tensor, *, learning_rate: Tensor) -> Tensor:
+    """Gradient descent on m̃. `direction` is used up."""
+    return mask_variable.sub_(direction.mul_(learning_rate))
 
 
 def cosine(progress: float) -> float:

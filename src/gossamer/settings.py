@@ -1,0 +1,91 @@
+"""Every choice the method leaves open, with its default, and the named sets of them."""
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from types import MappingProxyType
+from typing import Any
+
+from gossamer.method import ESTIMATORS
+
+SCALES = ("none", "global", "batch", "per_sample")
+STARTS = ("magnitude", "constant")
+ANNEALS = ("cosine", "step", "constant")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How masks are learned. The defaults are what our measurements favour, the same for all networks."""
+
+    estimator: str = "identity"  # straight-through estimator, one of method.ESTIMATORS
+    alpha: float = 0.1  # slope of leaky_relu, upper bound of clipped_relu
+    scale: str = "global"  # what the mask gradient is divided by: none, global, batch (a feature), per_sample
+    power: float = 1.0  # of the scale: 0 is none, 1 is whole
+    mask_lr: float = 0.01  # learning rate of the mask variables
+    mask_momentum: float = 0.0
+    anneal: str = "cosine"  # of mask_lr: cosine to zero over the mask phases; step: a tenth once stabilising; constant
+    start: str = "magnitude"  # of the mask variables: |w̃| of the warmed-up weights, or one constant
+    start_value: float = 1.0  # that constant
+    l2: float = 0.0  # λ2 in the mask gradient, for the reading where the L2 term acts on the masks
+    floor: float = 0.001  # share of each tensor that is never removed, at least one connection; 0 switches it off
+    warmup: str = "0.25run"
+    sparsify: str = "0.35run"
+    stabilise: str = "0.15run"
+
+    def __post_init__(self) -> None:
+        problems = [
+            f"{name}: expected one of {', '.join(choices)}, got {value!r}"
+            for name, value, choices in (
+                ("estimator", self.estimator, tuple(ESTIMATORS)),
+                ("scale", self.scale, SCALES),
+                ("start", self.start, STARTS),
+                ("anneal", self.anneal, ANNEALS),
+            )
+            if value not in choices
+        ]
+        problems += [
+            f"{name}: expected {what}, got {getattr(self, name)!r}"
+            for name, what, good in (
+                ("alpha", "a number above 0", self.alpha > 0),
+                ("power", "a number from 0 to 1", 0 <= self.power <= 1),
+                ("mask_lr", "a number above 0", self.mask_lr > 0),
+                ("mask_momentum", "a number from 0 to below 1", 0 <= self.mask_momentum < 1),
+                ("start_value", "a number above 0, as masks start as connections", self.start_value > 0),
+                ("l2", "a number of at least 0", self.l2 >= 0),
+                ("floor", "a share from 0 to below 1", 0 <= self.floor < 1),
+            )
+            if not good
+        ]
+        if problems:
+            raise ValueError("settings that cannot be used:\n  " + "\n  ".join(problems))
+
+
+PRESETS: Mapping[str, Settings] = MappingProxyType(
+    {
+        "default": Settings(),
+        # What the paper states, and for what it does not state, what fits its tables (docs/method.md).
+        "paper": Settings(
+            scale="batch",
+            mask_lr=0.1,
+            anneal="step",
+            start="constant",
+            floor=0.0,
+            warmup="0.43run",
+            sparsify="0.06run",
+            stabilise="0.06run",
+        ),
+    }
+)
+
+
+def choose(preset: str, overrides: Mapping[str, Any]) -> Settings:
+    """A preset with some of its settings replaced."""
+    if preset not in PRESETS:
+        raise ValueError(f"expected a preset out of {', '.join(PRESETS)}, got {preset!r}")
+    known = [field.name for field in fields(Settings)]
+    for name in overrides:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"the settings are {', '.join(known)}"
+            raise TypeError(f"unknown setting {name!r}: {hint}")
+    return replace(PRESETS[preset], **overrides)

@@ -1,0 +1,375 @@
+"""The one object a user touches: it makes a model sparse through the steps of the model's own optimizer.
+
+The model is left alone. Its parameters always hold w = w̃ ⊙ m, so they are exactly sparse whenever anybody looks. Around
+each step of the optimizer:
+
+    before   the mask variables learn from the gradients; λ1 or the budget sets the masks; w̃ is put into the parameters
+    step     the user's optimizer, whichever it is, updates w̃ with the dense gradient
+    after    w̃ is kept aside, and w = w̃ ⊙ m is left in the parameters
+
+Everything that has to be done to gradients first (accumulation, all-reduce, un-scaling, clipping) is done by then.
+"""
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from gossamer import method
+from gossamer._selectors import Selectors
+from gossamer.connectivity import Connectivity, floors
+from gossamer.flops import positions
+from gossamer.health import Health
+from gossamer.schedule import Phase, Plan, make_plan
+from gossamer.select import Weight, select
+from gossamer.settings import choose
+from gossamer.store import local, shard_group
+from gossamer.target import make_target
+
+_FLOOR_EVERY = 100  # mask steps between two choices of the connections that the floor keeps
+_LEAVE_EVERY = 20  # mask steps between two looks at whether the sparsify phase can be left
+_FORMAT = 1  # of the state dict
+
+
+class Sparsifier:
+    """Learns which connections of a model to keep, while its optimizer trains the weights.
+
+    Ask for one of `sparsity` (share of zeros, met exactly), `flops` (share of the multiply-adds that is left, met
+    exactly; needs `example_input`) and `decay` (the paper's fixed λ1; `leave_at` ends the sparsify phase early once
+    that sparsity is reached). `total_steps` is the number of optimizer steps of the whole run, over which the phases
+    are laid out; durations in epochs need `steps_per_epoch`. `include` and `exclude` choose tensors by name pattern,
+    module class or module. Any field of `Settings` can be given by name on top of a `preset`.
+
+    For a step captured in a CUDA graph call `advance()` before each replay, and capture again when `phase` changes.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | Sequence[Optimizer],
+        *,
+        total_steps: int,
+        sparsity: float | None = None,
+        flops: float | None = None,
+        decay: float | None = None,
+        leave_at: float | None = None,
+        steps_per_epoch: int | None = None,
+        preset: str = "default",
+        include: Selectors = None,
+        exclude: Selectors = None,
+        example_input: Any = None,
+        loss_scale: Callable[[], float] | None = None,
+        **settings: Any,
+    ) -> None:
+        self.settings = choose(preset, settings)
+        self.weights: tuple[Weight, ...] = select(model, include=include, exclude=exclude)
+        optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+        self._owned = _owned(self.weights, optimizers)
+        self._group = shard_group([weight.parameter for weight in self.weights])
+        self.plan = make_plan(
+            total_steps,
+            warmup=self.settings.warmup,
+            sparsify=self.settings.sparsify,
+            stabilise=self.settings.stabilise,
+            steps_per_epoch=steps_per_epoch,
+        )
+        sizes = [weight.parameter.numel() for weight in self.weights]
+        costs = None
+        if flops is not None and example_input is not None:
+            found = positions(model, self.weights, example_input)
+            costs = [found[weight.name] for weight in self.weights]
+        self._target = make_target(
+            sizes,
+            sparsity=sparsity,
+            flops=flops,
+            decay=decay,
+            positions=costs,
+            floors=floors(sizes, self.settings.floor),
+        )
+        if leave_at is not None and decay is None:
+            raise ValueError("leave_at= goes with decay=: a sparsity= or flops= budget is met at the end of its phase")
+        self._leave_at, self._loss_scale, self._steps_per_epoch = leave_at, loss_scale, steps_per_epoch
+        self._total = sum(sizes)
+        self._connectivity: Connectivity | None = None  # comes into being with the sparsify phase
+        self._told_of_skipped = 0
+        self.step = 0
+        self.phase = self.plan.at(0).phase
+        self._handles = [each.register_step_pre_hook(self._before_step) for each in optimizers]
+        self._handles += [each.register_step_post_hook(self._after_step) for each in optimizers]
+        if self.phase.masks_train:
+            self._begin()
+
+    # --- what a user reads ---
+
+    @property
+    def connections(self) -> int:
+        """Connections that are left."""
+        return self._total if self._connectivity is None else self._connectivity.count()
+
+    @property
+    def sparsity(self) -> float:
+        """Share of the connections that is gone."""
+        return 1.0 - self.connections / self._total
+
+    @property
+    def masks(self) -> dict[str, Tensor]:
+        """The masks by name of the weight: True where there is a connection."""
+        if self._connectivity is None:
+            return {weight.name: torch.ones_like(local(weight.parameter), dtype=torch.bool) for weight in self.weights}
+        views = self._connectivity.store.mask_views
+        return {weight.name: view for weight, view in zip(self.weights, views, strict=True)}
+
+    def health(self) -> Health:
+        """How mask learning has gone so far; see `Health`."""
+        if self._connectivity is None:
+            raise RuntimeError(f"masks have not begun to learn: step {self.step} of {self.plan.warmup} of the warm-up")
+        store = self._connectivity.store
+        return self._connectivity.log.read(self.weights, store, self.step, self._steps_per_epoch)
+
+    # --- the steps ---
+
+    def advance(self) -> Phase:
+        """Go to the next step of the plan. The optimizer's step does so by itself, unless replayed from a graph."""
+        if self.phase is Phase.FINISHED:
+            raise RuntimeError("finish() was called: make a new Sparsifier to train on, or use keep_zeros()")
+        if self._leave_at is not None:
+            self._leave_if_reached(self._leave_at)
+        moment = self.plan.at(self.step)
+        if moment.phase.masks_train:
+            connectivity = self._begin()
+            connectivity.set(
+                learning_rate=self.settings.mask_lr * self._anneal(moment.settling, moment.phase),
+                budget=self._target.budget(moment.ramp),
+                step=self.step,
+            )
+            if (self.step - self.plan.warmup) % _FLOOR_EVERY == 0:
+                connectivity.choose_floor()
+        elif self._connectivity is not None:
+            self._connectivity.freeze()
+        self._tell_of_skipped_steps()
+        self.phase = moment.phase
+        self.step += 1
+        return self.phase
+
+    def finish(self) -> None:
+        """Take the hooks off; the model is plain and exactly as sparse as was asked.
+
+        When the run ended before its plan, the masks are cut to the target at once, and a warning says so.
+        """
+        if self.phase is Phase.FINISHED:
+            return
+        early = self.plan.at(self.step).phase is not Phase.FINETUNE
+        if early and self._target.decay is None:
+            warnings.warn(
+                f"finish() after {self.step} of {self.plan.total} steps, in the {self.phase} phase: the masks are cut "
+                "to the target now, without training afterwards. Give the true total_steps to train at the target",
+                stacklevel=2,
+            )
+            connectivity = self._begin()
+            connectivity.set(learning_rate=0.0, budget=self._target.final, step=self.step)
+            with torch.no_grad():
+                connectivity.set_masks()
+                connectivity.show()
+        if self._connectivity is not None:
+            self._connectivity.freeze()
+        for handle in self._handles:
+            handle.remove()
+        self.phase = Phase.FINISHED
+
+    def impose(self, other: nn.Module) -> None:
+        """Put the zeros of the masks into another model with the same names, such as an average of the weights."""
+        parameters = dict(other.named_parameters())
+        missing = [name for name in self.masks if name not in parameters]
+        if missing:
+            raise KeyError(f"expected a model with the weights {', '.join(missing[:3])}, got one without them")
+        with torch.no_grad():
+            for name, mask in self.masks.items():
+                tensor = local(parameters[name])
+                tensor.copy_(method.masked_weight(tensor, mask.to(tensor.device)))
+
+    def _begin(self) -> Connectivity:
+        """The masks begin to train, if they have not begun yet."""
+        if self._connectivity is None:
+            self._connectivity = Connectivity(
+                self.weights,
+                self.settings,
+                self._target,
+                log=(self.plan.warmup, self.plan.sparsify + self.plan.stabilise),
+                group=self._group,
+            )
+        return self._connectivity
+
+    def _anneal(self, settling: float, phase: Phase) -> float:
+        if self.settings.anneal == "cosine":
+            return method.cosine(settling)
+        return 0.1 if self.settings.anneal == "step" and phase is Phase.STABILISE else 1.0
+
+    def _leave_if_reached(self, sparsity: float) -> None:
+        """The paper's rule: leave the sparsify phase when the target is almost reached."""
+        in_phase = self._connectivity is not None and self.plan.at(self.step).phase is Phase.SPARSIFY
+        if in_phase and (self.step - self.plan.warmup) % _LEAVE_EVERY == 0 and self.sparsity >= sparsity:
+            self.plan = self.plan.leave_sparsify(self.step)
+
+    def _tell_of_skipped_steps(self) -> None:
+        """Say so when gradients were not finite. On an accelerator the news is some steps old: nobody waits for it."""
+        if self._connectivity is None or self._connectivity.store.frozen:
+            return
+        skipped = self._connectivity.log.skipped_so_far()
+        if skipped > self._told_of_skipped:
+            self._told_of_skipped = skipped
+            warnings.warn(
+                f"gradients that are not finite (infinite or NaN): masks did not learn in {skipped} steps so far",
+                stacklevel=5,
+            )
+
+    # --- the hooks on the optimizer ---
+
+    def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        leads = optimizer is self._owned[0][0]  # of several optimizers the first one is the clock
+        if leads and not _capturing():
+            self.advance()
+        if self._connectivity is None or self.phase is Phase.WARMUP:
+            return None
+        owned = self._indices(optimizer)
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        changed = None
+        if closure is not None:
+            # The forward and backward of this step happen in the closure: do them first, on the sparse weights.
+            closure = self._closure_on_sparse_weights(closure, self._connectivity, owned)
+            changed = args[:1], {**kwargs, "closure": closure}
+        if self.phase.masks_train:
+            with torch.no_grad():
+                if leads:
+                    self._learn(optimizer, self._connectivity)
+                self._connectivity.hide(owned)
+        return changed
+
+    def _learn(self, optimizer: Optimizer, connectivity: Connectivity) -> None:
+        try:
+            connectivity.learn(unscale=_unscale(optimizer), found_inf=getattr(optimizer, "found_inf", None))
+        except BaseException:
+            connectivity.show()
+            raise
+
+    def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._connectivity is None:
+            if self.plan.at(self.step).phase.masks_train and not _capturing():
+                self._begin()  # so that whatever watches the forward pass is in place for the next one
+            return
+        if self.phase is Phase.WARMUP:
+            return
+        owned: Sequence[int] | None = self._indices(optimizer)
+        with torch.no_grad():
+            if self.phase.masks_train:
+                self._connectivity.keep(owned or ())
+                owned = None if optimizer is self._owned[0][0] else owned  # the masks of all have changed
+            self._connectivity.show(owned)
+
+    def _indices(self, optimizer: Optimizer) -> Sequence[int]:
+        return next(indices for owner, indices in self._owned if owner is optimizer)
+
+    def _closure_on_sparse_weights(
+        self, closure: Callable[[], Any], connectivity: Connectivity, owned: Sequence[int]
+    ) -> Callable[[], Any]:
+        learns = self.phase.masks_train
+        with torch.enable_grad():
+            first = [closure()]
+
+        def evaluate() -> Any:
+            if first:
+                return first.pop()
+            # An optimizer that evaluates again (LBFGS) asks for the loss at the weights it has just tried.
+            with torch.no_grad():
+                if learns:
+                    connectivity.keep(owned)
+                connectivity.show(owned)
+            with torch.enable_grad():
+                loss = closure()
+            if learns:
+                with torch.no_grad():
+                    connectivity.hide(owned)
+            return loss
+
+        return evaluate
+
+    # --- checkpoints ---
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that is needed to go on from here, as plain values and tensors by the name of the weight."""
+        state: dict[str, Any] = {
+            "format": _FORMAT,
+            "step": self.step,
+            "phase": str(self.phase),
+            "plan": asdict(self.plan),
+        }
+        return state if self._connectivity is None else {**state, **self._connectivity.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a `state_dict()`; load the model's and the optimizer's state too."""
+        self._check_state(state)
+        self.step, self.phase, self.plan = state["step"], Phase(state["phase"]), Plan(**state["plan"])
+        self._connectivity = None
+        if "mask" not in state:
+            return
+        connectivity = self._begin()
+        with torch.no_grad():
+            connectivity.load_state_dict(state)
+            if self.phase is not Phase.WARMUP:
+                connectivity.show()
+
+    def _check_state(self, state: dict[str, Any]) -> None:
+        if state.get("format") != _FORMAT:
+            raise ValueError(
+                f"expected the state of a Sparsifier in format {_FORMAT}, got {state.get('format')!r}: "
+                "load it with the version of gossamer that wrote it"
+            )
+        if "mask" not in state:
+            return
+        names = {weight.name: weight.parameter.shape for weight in self.weights}
+        found = {name: tensor.shape for name, tensor in state["mask"].items()}
+        if names != found:
+            wrong = sorted(set(names.items()) ^ set(found.items()))
+            raise ValueError(
+                "the state is of another model or selection of tensors; they differ in "
+                + ", ".join(f"{name} {tuple(shape)}" for name, shape in wrong[:4])
+                + ": build the model and give include= and exclude= as before"
+            )
+
+
+def _owned(weights: Sequence[Weight], optimizers: Sequence[Optimizer]) -> list[tuple[Optimizer, list[int]]]:
+    """Which weights each optimizer updates. Each weight must be updated by exactly one."""
+    owners: list[list[int]] = [[] for _ in weights]
+    for number, optimizer in enumerate(optimizers):
+        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        for index, weight in enumerate(weights):
+            if id(weight.parameter) in held:
+                owners[index].append(number)
+    problems = []
+    for weight, numbers in zip(weights, owners, strict=True):
+        if not numbers:
+            problems.append(
+                f"{weight.name} is not in the optimizer: give the optimizer that updates it (a list where there are "
+                "several), or exclude it. An engine that flattens parameters, such as DeepSpeed ZeRO, is not supported"
+            )
+        if len(numbers) > 1:
+            problems.append(f"{weight.name} is in {len(numbers)} optimizers: let exactly one update it, or exclude it")
+    if problems:
+        raise ValueError("weights that cannot be made sparse:\n  " + "\n  ".join(problems))
+    return [
+        (optimizer, [index for index, numbers in enumerate(owners) if numbers == [number]])
+        for number, optimizer in enumerate(optimizers)
+    ]
+
+
+def _unscale(optimizer: Optimizer) -> Tensor | None:
+    """What gradients have to be multiplied by where a GradScaler leaves their un-scaling to a fused optimizer."""
+    scale = getattr(optimizer, "grad_scale", None)
+    return None if scale is None else scale.double().reciprocal().float()
+
+
+def _capturing() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()

@@ -1,0 +1,114 @@
+"""The variables of all connections of a network, each kind laid out as one long vector.
+
+    dense            w̃, the weight variables
+    mask_variable    m̃
+    mask, previous   m of this step and of the one before
+
+One vector a kind, so that the budget sees all the connections at once and a step is a handful of kernels however many
+layers there are. For each tensor there is a view into every vector with the tensor's own shape and memory layout.
+Extra memory: two weight-sized vectors and two bytes a connection (a third vector where masks have momentum).
+"""
+
+import math
+from collections.abc import Sequence
+from itertools import accumulate
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
+
+_LAYOUTS = {4: (torch.channels_last,), 5: (torch.channels_last_3d,)}
+
+
+def local(tensor: Tensor) -> Tensor:
+    """What of a tensor lies in this process (all of it, unless FSDP2 has sharded it), outside autograd."""
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+
+
+def shard_group(parameters: Sequence[nn.Parameter]) -> dist.ProcessGroup | None:
+    """The processes over which the tensors are sharded, or None where each process has them whole."""
+    groups: set[dist.ProcessGroup | None] = set()
+    for parameter in parameters:
+        if not isinstance(parameter, DTensor):
+            groups.add(None)
+            continue
+        sharded = [axis for axis, placement in enumerate(parameter.placements) if isinstance(placement, Shard)]
+        if len(sharded) > 1:
+            raise ValueError(
+                f"expected parameters sharded along one dimension of the device mesh, got {parameter.placements}: "
+                "use fully_shard over a one-dimensional mesh (or a hybrid mesh of replicas)"
+            )
+        groups.add(parameter.device_mesh.get_group(sharded[0]) if sharded else None)
+    if len(groups) > 1:
+        raise ValueError(
+            "expected all the weights to be sharded over the same processes or none, got a mixture: "
+            "apply fully_shard to the whole model, or exclude the others"
+        )
+    return groups.pop()
+
+
+class Store:
+    """Vectors over all connections, and their views by tensor."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter], *, momentum: bool) -> None:
+        tensors = [local(parameter) for parameter in parameters]
+        devices = {tensor.device for tensor in tensors}
+        if len(devices) != 1:
+            raise ValueError(
+                f"expected all the weights on one device, got {', '.join(sorted(map(str, devices)))}: "
+                "spread the model with fully_shard instead, or exclude what lies elsewhere"
+            )
+        self.device = devices.pop()
+        self.sizes = [tensor.numel() for tensor in tensors]
+        self.offsets = list(accumulate(self.sizes, initial=0))[:-1]
+        self.count = sum(self.sizes)
+        self._shapes = [(tensor.shape, _dense_strides(tensor)) for tensor in tensors]
+        double = any(tensor.dtype == torch.float64 for tensor in tensors)
+        self.dtype = torch.float64 if double else torch.float32
+        self.dense = self.vector()
+        self.mask_variable = self.vector()
+        self.velocity = self.vector() if momentum else None
+        self.mask = torch.ones(self.count, dtype=torch.bool, device=self.device)
+        self.previous = self.mask.clone()
+        self.dense_views = self.views(self.dense)
+        self.mask_variable_views = self.views(self.mask_variable)
+        self.mask_views = self.views(self.mask)
+
+    def vector(self) -> Tensor:
+        return torch.zeros(self.count, dtype=self.dtype, device=self.device)
+
+    def views(self, vector: Tensor) -> list[Tensor]:
+        """The part of each tensor, with the strides of the tensor (channels-last stays channels-last)."""
+        return [
+            vector.as_strided(shape, strides, offset)
+            for (shape, strides), offset in zip(self._shapes, self.offsets, strict=True)
+        ]
+
+    def freeze(self) -> None:
+        """Let go of all but the masks: they do not change any more."""
+        nothing = torch.empty(0, dtype=self.dtype, device=self.device)
+        self.dense = self.mask_variable = nothing
+        self.velocity = None
+        self.previous = self.mask[:0]
+        self.dense_views = self.mask_variable_views = []
+
+    @property
+    def frozen(self) -> bool:
+        return not self.mask_variable_views
+
+    def strongest(self, shares: Sequence[int]) -> Tensor:
+        """Positions of the so many largest mask variables of each tensor."""
+        return torch.cat(
+            [
+                self.mask_variable[offset : offset + size].topk(share).indices + offset
+                for offset, size, share in zip(self.offsets, self.sizes, shares, strict=True)
+            ]
+        )
+
+
+def _dense_strides(tensor: Tensor) -> tuple[int, ...]:
+    """The strides of the tensor where they are those of a usual memory format, else row-major ones."""
+    if any(tensor.is_contiguous(memory_format=layout) for layout in _LAYOUTS.get(tensor.dim(), ())):
+        return tensor.stride()
+    return tuple(math.prod(tensor.shape[axis + 1 :]) for axis in range(tensor.dim()))
