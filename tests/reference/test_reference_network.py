@@ -193,6 +193,33 @@ def test_scales_and_l2_reading_of_one_step() -> None:
                 assert_allclose(start[j] - after[i][j], batch[i][j] / scale(i, j), rtol=1e-8, atol=1e-12)
 
 
+def test_power_and_estimator_reach_the_masks() -> None:
+    """A leaky slope on pruned connections and the square root of the scale, one row at a time."""
+    p = small_problem()
+    rows = p.batches[0]
+    masks = tuple(np.where(np.abs(w) > 0.3, 1.0, -1.0) for w in p.weights)
+    settings = mlp.Settings(
+        rate=0.0, mask_rate=constant(1.0), scale="batch", power=0.5, estimator="leaky_relu", alpha=0.2
+    )
+    after = mlp.train(replace(p, mask_variables=masks), settings, 1)[0].mask_variables
+    used = tuple(w * (m > 0) for w, m in zip(p.weights, masks, strict=True))
+    gradients = mlp.backpropagate(used, p.biases, p.inputs[rows], p.labels[rows]).weights
+    for g, w, m, new in zip(gradients, p.weights, masks, after, strict=True):
+        for j in range(len(m)):
+            raw = g[j] * w[j] * np.where(m[j] > 0, 1, 0.2)
+            assert_allclose(m[j] - new[j], raw / max(np.sqrt((raw**2).mean()), 1e-300) ** 0.5, atol=1e-9)
+
+
+def test_floor_keeps_a_tensor_that_would_have_died() -> None:
+    p = small_problem()
+    p = replace(p, mask_variables=(*p.mask_variables[:2], np.full((3, 4), -5.0)))
+    settings = mlp.Settings(rate=0.1, mask_rate=constant(0.01), budget=lambda step: 20)
+    assert mlp.train(p, settings, 2)[-1].masks[2].sum() == 0
+    floored = mlp.train(p, replace(settings, floor=0.25), 2)[-1].masks
+    assert floored[2].sum() == 3
+    assert sum(m.sum() for m in floored) == 20
+
+
 def test_settings_refuse_contradictions() -> None:
     with pytest.raises(ValueError, match=r"none, global, batch, per_sample.*'layer'"):
         mlp.Settings(rate=0.1, mask_rate=constant(0.1), scale="layer")
