@@ -229,8 +229,8 @@ def _visit_recurrent(call: Call) -> Visit:
     random_state = call.random_state
     if random_state is not None and data.device.type != "cpu":
         raise RuntimeError(
-            f"per-sample scales: {layer} draws its dropout inside the accelerator's recurrent kernel, where it "
-            f"cannot be repeated. Expected dropout=0, got {layer.dropout}: use one module a layer with "
+            f"per-sample scales: {layer} draws its dropout inside the accelerator's recurrent kernel, where "
+            f"it cannot be repeated. Expected dropout=0, got {layer.dropout}: use one module a layer with "
             'nn.Dropout between them, or scale="batch".'
         )
     layout = _Layout(
@@ -310,8 +310,7 @@ def _check_replay(layer: nn.RNNBase, expected: Tensor, got: Tensor) -> None:
     if (got.detach() - expected).norm() > 0.05 * expected.norm():
         raise RuntimeError(
             f"per-sample scales: the dropout inside {layer} could not be repeated (expected the outputs of "
-            "its forward, "
-            'got others). Use one module a layer with nn.Dropout between them, or scale="batch".'
+            'its forward, got others). Use one module a layer with nn.Dropout between them, or scale="batch".'
         )
 
 

@@ -85,7 +85,7 @@ def replay(
                 finals.append(final)
             below = heads[0] if len(heads) == 1 else torch.cat(heads, dim=-1)
             if dropout and layer < layers - 1:
-                below = F.dropout(below, dropout)
+                below = _dropout(below, active, dropout)
         stacked = tuple(torch.stack(kind) for kind in zip(*finals, strict=True))
     return Replayed(outputs=(below, *stacked), products=products)
 
@@ -189,6 +189,14 @@ def _step(
     assert isinstance(module, (nn.RNN, nn.RNNCell))
     total = from_input + from_state
     return (total.relu() if module.nonlinearity == "relu" else total.tanh(),)
+
+
+def _dropout(below: Tensor, active: Tensor | None, share: float) -> Tensor:
+    """The same draws as inside the module, which draws for the steps that exist and for no others."""
+    if active is None:
+        return F.dropout(below, share)
+    drawn = F.dropout(below.new_ones(int(active.sum()), below.shape[-1]), share)
+    return below * torch.zeros_like(below).masked_scatter(active.expand_as(below), drawn)
 
 
 def _followed(tensor: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
 """Per-sample weight gradients of one layer, squared and summed without being stored.
 
 During a backward pass a layer is *used*: sample b goes in as x_b, and the gradient δ_b of what came out
-returns. The gradient that this sample contributes to the weight is a product of the two, and a `Use` knows how
-to form it for a few samples at a time. `squared_sums` then computes, for every output feature j, exactly
+returns. The gradient that this sample contributes to the weight is a product of the two, and a `Use` knows
+how to form it for a few samples at a time. `squared_sums` then computes, for every output feature j, exactly
 
     Q_j = Σ_b Σ_{k∈j} (g_{b,k} · w̃_k)²,   g_b the gradient of sample b, summed over all uses of the weight.
 
@@ -10,7 +10,7 @@ A weight that is used several times (tied, shared, or called in a loop) needs it
 are squared, so all its uses come in together. Temporaries are bounded by a plan over chunks of samples, and
 over blocks of rows where one sample alone would be too much.
 
-A weight is handled as a matrix *by feature*, (output features) × (connections of a feature), see `by_feature`.
+A weight is handled as a matrix *by feature*, (output features) × (connections of one), see `by_feature`.
 """
 
 from __future__ import annotations
