@@ -457,7 +457,7 @@ def test_batchnorm_in_training_mode_splits_the_batch_gradient() -> None:
     losses_of(inputs)(model, list(range(5))).mean().backward()
     totals = moments.totals()
     moments.close()
-    # Independent: the layer's output is computed row by row, each sample with a copy of the weight of its own.
+    # Independent: the output is computed row by row, each sample with a copy of the weight of its own.
     reference = copy.deepcopy(model)
     for name, layer in [("first", reference.first), ("last", reference.last)]:
         parts: list[Tensor] = []
