@@ -232,6 +232,11 @@ def test_what_is_excluded_raises_no_problem() -> None:
     assert names(select(model, exclude=nn.Embedding)) == ["1.weight"]
 
 
+def test_reading_needs_less_than_training() -> None:
+    model = nn.Sequential(nn.Embedding(5, 4, sparse=True), nn.Linear(4, 2)).requires_grad_(False)
+    assert names(select(model, for_training=False)) == ["0.weight", "1.weight"]
+
+
 def test_flattened_engines_are_refused() -> None:
     class FlatParameter(nn.Parameter):
         pass

@@ -23,7 +23,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from gossamer._forward import arguments, batch_size_at, batch_size_of, first_tensor, undisturbed
+from gossamer._forward import arguments, batch_size_at, batch_size_of, first_input, undisturbed
+from gossamer._tensors import local
 from gossamer.select import Weight
 
 FLOPS_PER_MULTIPLY_ADD = 2
@@ -76,31 +77,26 @@ def _per_connection(multiply_adds: int, weight: Weight, samples: int) -> int:
     return max(1, round(Fraction(multiply_adds, weight.parameter.numel() * max(1, samples))))
 
 
-@dataclass
 class _BatchSize:
     """Finds the number of samples: the first layer that sees the example's own leading shape knows best."""
 
-    example_input: object
-    told: int | None = None
+    def __init__(self, example_input: object) -> None:
+        self._example = first_input(arguments(example_input))
+        self._told: int | None = None
 
     @property
     def size(self) -> int:
-        return batch_size_of(self.example_input) if self.told is None else self.told
+        return batch_size_of(self._example) if self._told is None else self._told
 
     def watch(self, model: nn.Module) -> list[Any]:
-        example = first_tensor(self.example_input)
-        if example is None:
-            return []
-        shape = example.shape[:2]
-        return [
-            module.register_forward_pre_hook(partial(self._look, shape), with_kwargs=True)
-            for module in model.modules()
-        ]
+        return [module.register_forward_pre_hook(self._look, with_kwargs=True) for module in model.modules()]
 
-    def _look(self, shape: torch.Size, module: nn.Module, args: object, kwargs: object) -> None:
-        value = first_tensor((args, kwargs)) if self.told is None else None
-        if value is not None and value.shape[:2] == shape:
-            self.told = batch_size_at(module, value)
+    def _look(self, module: nn.Module, args: object, kwargs: object) -> None:
+        if self._told is not None or not isinstance(self._example, Tensor):
+            return
+        value = first_input((args, kwargs))
+        if isinstance(value, Tensor) and value.shape[:2] == self._example.shape[:2]:
+            self._told = batch_size_at(module, value)
 
 
 @dataclass(frozen=True)
@@ -146,13 +142,13 @@ class _MultiplyAdds(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._stands_for(tensor, name)
 
     def _stands_for(self, tensor: Tensor, name: str) -> None:
-        local = _local(tensor)
-        extent = sum((size - 1) * step for size, step in zip(local.shape, local.stride(), strict=True))
-        start = int(local.storage_offset())
+        part = local(tensor)
+        extent = sum((size - 1) * step for size, step in zip(part.shape, part.stride(), strict=True))
+        start = int(part.storage_offset())
         self._spans.setdefault(_block(tensor), []).append(_Span(start, start + int(extent) + 1, name))
 
     def _name_of(self, tensor: Tensor) -> str | None:
-        offset = _local(tensor).storage_offset()
+        offset = local(tensor).storage_offset()
         spans = self._spans.get(_block(tensor), ())
         return next((span.name for span in spans if span.start <= offset < span.end), None)
 
@@ -230,16 +226,6 @@ class _MultiplyAdds(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._spans.pop(_block(tensor), None)
 
 
-def _local(tensor: Tensor) -> Tensor:
-    """The tensor in this process's memory: the shard of a DTensor, else the tensor itself."""
-    if torch.distributed.is_available():
-        from torch.distributed.tensor import DTensor
-
-        if isinstance(tensor, DTensor):
-            return tensor.to_local()
-    return tensor
-
-
 def _block(tensor: Tensor) -> int:
     """What tells one block of memory from another, as long as both are alive."""
-    return int(_local(tensor).untyped_storage()._cdata)
+    return int(local(tensor).untyped_storage()._cdata)

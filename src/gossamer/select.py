@@ -76,7 +76,9 @@ class _Candidate:
         return any(self.place.is_spelled_by(selector) for selector in selectors)
 
 
-def select(model: nn.Module, *, include: Selectors = None, exclude: Selectors = None) -> tuple[Weight, ...]:
+def select(
+    model: nn.Module, *, include: Selectors = None, exclude: Selectors = None, for_training: bool = True
+) -> tuple[Weight, ...]:
     """List the tensors of connections of ``model``, in the order of ``model.named_parameters()``.
 
     ``include`` keeps only what it matches and ``exclude`` then removes what it matches. Each is one selector
@@ -90,6 +92,9 @@ def select(model: nn.Module, *, include: Selectors = None, exclude: Selectors = 
     A parameter (two or more dimensions) of an unknown module type is added where a pattern of ``include``
     spells its own name, as in ``"*.kernel"``; a bare last ``*``, as in ``"encoder.*"``, adds none of them.
     Frozen parameters (``requires_grad=False``) are left out. Raises ``SelectionError``.
+
+    ``for_training=False`` is for those who only read: frozen parameters are listed too, and what stands in
+    the way of training alone (an embedding with sparse gradients, say) is no error.
     """
     included, excluded = as_tuple(include, "include"), as_tuple(exclude, "exclude")
     candidates, uninitialised = _candidates(model)
@@ -99,7 +104,7 @@ def select(model: nn.Module, *, include: Selectors = None, exclude: Selectors = 
         if candidate.is_included(included)
         and not any(candidate.place.matches(selector) for selector in excluded)
     ]
-    trained = [candidate.weight for candidate in chosen if candidate.weight.parameter.requires_grad]
+    taken = [each.weight for each in chosen if each.weight.parameter.requires_grad or not for_training]
 
     problems = list(_unmatched(model, candidates, included, excluded))
     if uninitialised:
@@ -109,14 +114,15 @@ def select(model: nn.Module, *, include: Selectors = None, exclude: Selectors = 
     engine = engine_problem(model)
     if engine is not None:
         problems.append(engine)
-    problems += [problem for weight in trained for problem in _unusable(weight)]
     problems += _computed(candidates, chosen, included, excluded)
-    problems += overlapping_memory([(weight.name, weight.parameter) for weight in trained])
-    if not trained and not problems:
+    if for_training:
+        problems += [problem for weight in taken for problem in _unusable(weight)]
+        problems += overlapping_memory([(weight.name, weight.parameter) for weight in taken])
+    if not taken and not problems:
         problems.append(_nothing(candidates, chosen))
     if problems:
         raise SelectionError(problems)
-    return tuple(trained)
+    return tuple(taken)
 
 
 def layer_attributes(module: nn.Module) -> tuple[str, ...]:
