@@ -216,20 +216,24 @@ def _computed(
     included: tuple[Selector, ...],
     excluded: tuple[Selector, ...],
 ) -> Iterator[str]:
-    """Layer weights that would have been taken, were they not computed from another parameter."""
+    """Layer weights that would have been taken, were they not computed from other parameters."""
+    behind: dict[str, list[_Candidate]] = {}
     for candidate in candidates:
-        place = candidate.computes
-        if place is None or candidate in chosen or not candidate.weight.parameter.requires_grad:
+        if candidate.computes is not None and candidate.weight.parameter.requires_grad:
+            behind.setdefault(candidate.computes.names[0], []).append(candidate)
+    for name, parts in behind.items():
+        places = [place for part in parts for place in (part.place, part.computes) if place is not None]
+        is_excluded = any(place.matches(selector) for place in places for selector in excluded)
+        is_included = any(place.matches(selector) for place in places for selector in included)
+        if is_excluded or (included and not is_included) or any(part in chosen for part in parts):
             continue
-        if included and not any(place.matches(selector) for selector in included):
-            continue
-        if not any(place.matches(each) or candidate.place.matches(each) for each in excluded):
-            yield (
-                f"{place.names[0]} is no parameter but computed from {candidate.weight.name} each time; "
-                "make it plain first (remove_parametrizations, remove_weight_norm, prune.remove), or pass "
-                f"exclude={place.names[0]!r}, or, where zeros of the one are zeros of the other, "
-                f"spell {candidate.weight.name!r} in include"
-            )
+        # Where there are several, as in weight norm, the largest holds the connections.
+        largest = max(parts, key=lambda part: part.weight.parameter.numel()).weight.name
+        yield (
+            f"{name} is no parameter but computed from {largest} each time; make it plain first "
+            f"(remove_parametrizations, remove_weight_norm, prune.remove), or pass exclude={name!r}, or, "
+            f"where zeros of the one are zeros of the other, spell {largest!r} in include"
+        )
 
 
 def _unmatched(
