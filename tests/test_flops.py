@@ -194,6 +194,16 @@ def test_experts_by_einsum_and_by_product() -> None:
     assert positions(model, weights, torch.randn(2, 4)) == {"kernel": 1, "gain": 1}
 
 
+def test_compiled_models_are_counted_as_they_would_run_uncompiled() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 4))
+    compiled = torch.compile(model, backend="eager")
+    example = torch.randn(2, 5, 3)
+    compiled(example)
+    assert counts(compiled, example) == {"_orig_mod.0.weight": 5, "_orig_mod.1.weight": 5}
+    model.compile(backend="eager")
+    assert counts(model, example) == {"0.weight": 5, "1.weight": 5}
+
+
 class Restless(nn.Module):
     """Changes everything it can in a forward pass, even in evaluation."""
 

@@ -11,6 +11,7 @@ casts under autocast and weights that a module first rescales are all counted wh
 shared weight gets the sum over its uses.
 """
 
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -61,6 +62,8 @@ def positions(
         batch = _BatchSize(example_input)
         for handle in (*counter.follow(weights), *batch.watch(model)):
             stack.callback(handle.remove)
+        if "torch._dynamo" in sys.modules:  # compiled parts would hide their operations
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
         # The fused kernel of attention in evaluation hides its products.
         stack.callback(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
         torch.backends.mha.set_fastpath_enabled(False)
@@ -125,6 +128,10 @@ class _MultiplyAdds(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._constant[_block(tensor)] = tensor
         for weight in weights:
             self._stands_for(weight.parameter, weight.name)
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # True would import the compiler, seconds for a count that needs none of it
 
     def follow(self, weights: Sequence[Weight]) -> list[Any]:
         """Hooks for FSDP2, which puts a gathered weight in a module's place while the module runs."""
