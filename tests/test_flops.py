@@ -4,6 +4,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
@@ -65,6 +67,36 @@ def test_total_agrees_with_the_counter_of_torch() -> None:
     ours = counts(model, example)
     total = sum(2 * 2 * ours[weight.name] * weight.parameter.numel() for weight in select(model))
     assert total == reference.get_total_flops()
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    groups=st.integers(1, 3),
+    kernel=st.integers(1, 3),
+    stride=st.integers(1, 3),
+    dilation=st.integers(1, 2),
+    padding=st.integers(0, 2),
+    height=st.integers(5, 9),
+    samples=st.integers(1, 3),
+    transposed=st.booleans(),
+)
+def test_any_convolution_agrees_with_the_counter_of_torch(
+    groups: int,
+    kernel: int,
+    stride: int,
+    dilation: int,
+    padding: int,
+    height: int,
+    samples: int,
+    transposed: bool,
+) -> None:
+    kind = nn.ConvTranspose2d if transposed else nn.Conv2d
+    layer = kind(2 * groups, 3 * groups, kernel, stride, padding, groups=groups, dilation=dilation)
+    example = torch.ones(samples, 2 * groups, height, 7)
+    with FlopCounterMode(display=False) as reference:
+        layer(example)
+    ours = 2 * samples * counts(layer, example)["weight"] * layer.weight.numel()
+    assert ours == reference.get_total_flops()
 
 
 @pytest.mark.parametrize("kind", [nn.RNN, nn.LSTM, nn.GRU])
