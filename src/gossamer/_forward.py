@@ -1,0 +1,84 @@
+"""One look at what a model computes, leaving no trace: modes, random state and buffers come back as found."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
+from torch.nn.utils.rnn import PackedSequence
+from torch.utils._pytree import tree_leaves
+
+
+def arguments(example_input: object) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Positional and keyword arguments of a call: of a tuple, a mapping, or one lone value.
+
+    A named tuple (such as a PackedSequence) is one value.
+    """
+    if type(example_input) is tuple:
+        return example_input, {}
+    if isinstance(example_input, Mapping):
+        return (), {str(name): value for name, value in example_input.items()}
+    return (example_input,), {}
+
+
+@contextmanager
+def undisturbed(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode without gradients; afterwards modes, random state and buffers are as they were."""
+    modes = [(module, module.training) for module in model.modules()]
+    buffers = [
+        (module, name, buffer, buffer._version, buffer.clone())
+        for module in model.modules()
+        for name, buffer in module.named_buffers(recurse=False)
+    ]
+    devices = {each.device.index for each in model.parameters() if each.device.type == "cuda"}
+    with ExitStack() as stack:
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(torch.random.fork_rng(devices=sorted(devices)))
+        try:
+            _to_evaluation(model)
+            yield
+        finally:
+            for module, mode in modes:
+                module.training = mode
+            for module, name, buffer, version, saved in buffers:
+                module._buffers[name] = buffer
+                if buffer._version != version:  # an untouched buffer may be part of a waiting backward pass
+                    buffer.copy_(saved)
+
+
+def _to_evaluation(model: nn.Module) -> None:
+    try:
+        model.eval()
+    except NotImplementedError:  # torch.export's modules have no modes: what they do is fixed
+        for module in model.modules():
+            module.training = False
+
+
+def first_input(values: object) -> Tensor | PackedSequence | None:
+    """The first tensor or packed sequence among ``values``, however deep."""
+    leaves = tree_leaves(values, is_leaf=lambda value: isinstance(value, PackedSequence))
+    return next((leaf for leaf in leaves if isinstance(leaf, Tensor | PackedSequence)), None)
+
+
+def batch_size_of(value: Tensor | PackedSequence | None) -> int:
+    """Samples in ``value`` where the batch is its first axis."""
+    if isinstance(value, PackedSequence):
+        return int(value.batch_sizes[0])
+    return int(value.shape[0]) if value is not None and value.ndim else 1
+
+
+def batch_size_at(module: nn.Module, value: Tensor) -> int | None:
+    """Samples in ``value`` by the convention of the layer that receives it; None where it has none.
+
+    Layers without a batch axis in front tell it: time-first recurrent and attention layers, and all layers
+    that got a single sample.
+    """
+    if isinstance(module, nn.RNNBase | nn.MultiheadAttention):
+        return int(value.shape[0 if module.batch_first else 1]) if value.ndim == 3 else 1
+    if isinstance(module, _ConvNd):
+        return int(value.shape[0]) if value.ndim == module.weight.ndim else 1
+    if isinstance(module, nn.Linear | nn.RNNCellBase) and value.ndim == 1:
+        return 1
+    return None

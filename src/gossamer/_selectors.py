@@ -1,0 +1,126 @@
+"""What ``include=`` and ``exclude=`` mean: selectors, and the parameters they match.
+
+A selector is a name pattern, a module class or a module. A parameter is known by its own names (several when
+it is tied) and by the modules around it; wrappers such as DistributedDataParallel or ``torch.compile`` put
+parts of their own into names, so each name is known with and without these.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+from typing import TypeAlias
+
+from torch import nn
+
+Selector: TypeAlias = str | type[nn.Module] | nn.Module
+Selectors: TypeAlias = Selector | Sequence[Selector] | None
+
+# Names that wrappers (compile, activation checkpointing) put between a module and its parent.
+_WRAPPER_PARTS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
+
+
+@dataclass(frozen=True, eq=False)
+class Place:
+    """All that a selector can match of one parameter."""
+
+    names: tuple[str, ...]
+    scopes: tuple[tuple[str, nn.Module], ...]
+
+    @staticmethod
+    def of(names: Sequence[str], modules: Mapping[str, nn.Module], model: nn.Module) -> "Place":
+        """The place of the parameter called ``names``; ``modules`` maps every module name of ``model``."""
+        scopes = {scope: modules[scope] for name in names for scope in _enclosing(name)}
+        return Place(
+            spellings(names, model),
+            tuple((each, module) for scope, module in scopes.items() for each in spellings([scope], model)),
+        )
+
+    def matches(self, selector: Selector) -> bool:
+        """Whether ``selector`` matches the parameter or a module around it."""
+        if isinstance(selector, str):
+            scope_names = (name for name, _ in self.scopes if name)
+            return any(fnmatchcase(name, selector) for name in (*self.names, *scope_names))
+        if isinstance(selector, nn.Module):
+            return any(module is selector for _, module in self.scopes)
+        return any(isinstance(module, selector) for _, module in self.scopes)
+
+    def is_spelled_by(self, selector: Selector) -> bool:
+        """Whether ``selector`` is a pattern for this very parameter; a bare last ``*`` spells nothing."""
+        if not isinstance(selector, str) or selector.rpartition(".")[2] == "*":
+            return False
+        return any(fnmatchcase(name, selector) for name in self.names)
+
+
+def as_tuple(selectors: Selectors, argument: str) -> tuple[Selector, ...]:
+    """The selectors of one argument, checked. A module is one selector even where it can be iterated."""
+    if selectors is None:
+        return ()
+    several = (selectors,) if isinstance(selectors, str | type | nn.Module) else _listed(selectors, argument)
+    for selector in several:
+        is_class = isinstance(selector, type) and issubclass(selector, nn.Module)
+        if not (isinstance(selector, str | nn.Module) or is_class):
+            raise _wrong_type(selector, argument)
+    return several
+
+
+def _listed(selectors: Sequence[Selector], argument: str) -> tuple[Selector, ...]:
+    if not isinstance(selectors, list | tuple | set | frozenset):
+        raise _wrong_type(selectors, argument)
+    return tuple(selectors)
+
+
+def _wrong_type(got: object, argument: str) -> TypeError:
+    kind = got.__name__ if isinstance(got, type) else f"a {type(got).__name__}"
+    return TypeError(
+        f"{argument} takes a name pattern, a module class, a module, or a list of these, got {kind}; "
+        "to match a parameter give its name"
+    )
+
+
+def spellings(names: Sequence[str], model: nn.Module) -> tuple[str, ...]:
+    """``names`` as they are and as a user knows them, without what wrappers have put in."""
+    return tuple(dict.fromkeys(each for name in names for each in (name, clean_name(name, model))))
+
+
+def clean_name(name: str, model: nn.Module) -> str:
+    """``name`` as a user knows it, without what wrappers around (parts of) ``model`` have put in."""
+    parts = name.split(".")
+    wrapped = isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel)
+    if wrapped and parts[0] == "module":
+        parts = parts[1:]
+    return ".".join(part for part in parts if part not in _WRAPPER_PARTS)
+
+
+def _enclosing(name: str) -> Iterator[str]:
+    """Names of the modules around the parameter ``name``, outermost (the model itself, "") first."""
+    parts = name.split(".")[:-1]
+    for end in range(len(parts) + 1):
+        yield ".".join(parts[:end])
+
+
+def all_names(model: nn.Module) -> tuple[str, ...]:
+    """Every name of a parameter or module of ``model``, in all spellings."""
+    parameters = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    modules = [name for name, _ in model.named_modules(remove_duplicate=False) if name]
+    return spellings(parameters + modules, model)
+
+
+def shown(selector: Selector) -> str:
+    """``selector`` as an error message shows it."""
+    if isinstance(selector, str):
+        return repr(selector)
+    return selector.__name__ if isinstance(selector, type) else f"{type(selector).__name__}(...)"
+
+
+def near_names(pattern: str, model: nn.Module) -> str:
+    """The names of ``model`` that a user may have meant by ``pattern``, as the end of a sentence."""
+    names = all_names(model)
+    near = get_close_matches(pattern, names, n=5, cutoff=0.5)
+    return f"near names are {', '.join(near)}" if near else f"names of the model are {some(names)}"
+
+
+def some(names: Sequence[str], most: int = 6) -> str:
+    """The first few of ``names``, and how many there are."""
+    more = f", ... ({len(names)} in all)" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
