@@ -10,9 +10,9 @@ the order of their position, kept mask variables end up positive and dropped one
 
 Two ways to find the threshold, both exact. On a CPU a sample brackets it and one pass over the values counts and
 collects what lies in the bracket. On an accelerator, or when the values are spread over processes, digit by digit from
-histograms of up to 2,048 bins: no sort, no host synchronisation (so it can be captured in a CUDA graph), and the histograms
-are all that processes exchange. Temporary memory: one megabyte or so on the CPU, at most 26 bytes a connection on an
-accelerator.
+histograms of up to 2,048 bins: no sort, no host synchronisation (so it can be captured in a CUDA graph), and the
+histograms are all that processes exchange. Temporary memory: about a percent of the values on the CPU, at most 40 bytes
+a connection on an accelerator.
 """
 
 from collections.abc import Sequence
