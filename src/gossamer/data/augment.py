@@ -1,8 +1,8 @@
 """Normalisation and the CIFAR augmentation, as pure functions over whole batches.
 
-Cropping and mirroring is one gather for the batch, with no loop over images and nothing that depends on values,
-so it runs without a host synchronisation and can be captured in a CUDA graph. The random numbers are an
-argument (`CropFlip`): drawn in advance for an epoch, or on the device inside a captured step.
+Cropping and mirroring is one gather for the batch, with no loop over images and nothing that depends on
+values, so it runs without a host synchronisation and can be captured in a CUDA graph. The random numbers are
+an argument (`CropFlip`): drawn in advance for an epoch, or on the device inside a captured step.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def draw_crop_flip(
     generator: torch.Generator | None = None,
     device: torch.device | str = "cpu",
 ) -> CropFlip:
-    """Random crops, uniform over all positions, and fair coins for mirroring (`flip=False`: never mirrored)."""
+    """Crops uniform over all positions, and fair coins for mirroring (`flip=False`: never mirrored)."""
     corners = torch.randint(0, 2 * padding + 1, (2, count), generator=generator, device=device)
     coins = torch.randint(0, 2, (count,), generator=generator, device=device, dtype=torch.uint8).bool()
     return CropFlip(corners[0], corners[1], coins if flip else torch.zeros_like(coins))

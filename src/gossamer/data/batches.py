@@ -1,10 +1,10 @@
 """Batches of a small image set that lives on the device.
 
-The pixels stay on the device as bytes; each batch is gathered, augmented and normalised there, many batches at a
-time (`lookahead`), so that a training step pays neither a kernel launch nor a host synchronisation for its data.
-What an epoch looks like (the order of images, every crop and mirror) is a pure function of (seed, epoch), drawn
-on the CPU and therefore the same on every device. A position in the data is just (epoch, step): going on from a
-checkpoint means setting it.
+The pixels stay on the device as bytes; each batch is gathered, augmented and normalised there, many batches
+at a time (`lookahead`), so that a training step pays neither a kernel launch nor a host synchronisation for
+its data. What an epoch looks like (the order of images, every crop and mirror) is a pure function of (seed,
+epoch), drawn on the CPU and therefore the same on every device. A position in the data is just (epoch,
+step): going on from a checkpoint means setting it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class EpochPlan:
 
 
 def seed_for(*parts: int) -> int:
-    """One 63-bit seed from several non-negative numbers, such that neighbours (epoch, epoch + 1) are unrelated."""
+    """One 63-bit seed from several numbers ≥ 0, such that neighbours (epoch, epoch + 1) are unrelated."""
     return int(np.random.SeedSequence(parts).generate_state(1, np.uint64)[0] >> np.uint64(1))
 
 
@@ -59,9 +59,9 @@ def epoch_plan(
 class Batches:
     """Iterate over normalised (images, labels) batches, an epoch at a time.
 
-    `for images, labels in batches` runs from the current position to the end of its epoch; the next `for` is the
-    next epoch. `state` is the position of the next batch: set it to go on from there, bit for bit. Batches are
-    views of a larger block: do not change them in place.
+    `for images, labels in batches` runs from the current position to the end of its epoch; the next `for` is
+    the next epoch. `state` is the position of the next batch: set it to go on from there, bit for bit.
+    Batches are views of a larger block: do not change them in place.
     """
 
     def __init__(
@@ -178,8 +178,8 @@ class Batches:
     def state(self, position: Position) -> None:
         if position.epoch < 0 or not 0 <= position.step < len(self):
             raise ValueError(
-                f"expected a position with epoch ≥ 0 and 0 ≤ step < {len(self)}, got {position}; it was probably "
-                "saved with another batch size or data set"
+                f"expected a position with epoch ≥ 0 and 0 ≤ step < {len(self)}, got {position}; "
+                "it was probably saved with another batch size or data set"
             )
         self._position = position
 
@@ -189,9 +189,11 @@ class Batches:
         for block in range(first, len(self), self.lookahead):
             last = min(block + self.lookahead, len(self))
             images, labels = self._gather(plan, slice(block * self.batch_size, last * self.batch_size))
-            batches = zip(images.split(self.batch_size), labels.split(self.batch_size), strict=True)
+            batches = zip(
+                torch.split(images, self.batch_size), torch.split(labels, self.batch_size), strict=True
+            )
             for step, batch in enumerate(batches, start=block):
-                # Moved on before the batch is handed out: a checkpoint written while it is in use counts it as seen.
+                # Moved on before the batch is handed out: a checkpoint written meanwhile counts it as seen.
                 after = step + 1
                 self._position = Position(epoch, after) if after < len(self) else Position(epoch + 1, 0)
                 yield batch

@@ -1,9 +1,9 @@
 """CIFAR-10 and CIFAR-100: 50,000 + 10,000 colour images of 32 × 32 pixels.
 
-Three layouts are read: the official binary version, unpacked or still in its archive (records of one or two label
-bytes and 3,072 pixel bytes), and lossless WebP grids of 100 × 100 images with the labels beside them, which take
-half the space and need Pillow. The official python version is a pickle, which can run any code when it is read, so
-it is refused; the images in it are the same.
+Three layouts are read: the official binary version, unpacked or still in its archive (records of one or two
+label bytes and 3,072 pixel bytes), and lossless WebP grids of 100 × 100 images with the labels beside them,
+which take half the space and need Pillow. The official python version is a pickle, which can run any code
+when it is read, so it is refused; the images in it are the same.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ def _python_version(spec: CifarSpec, folder: Path) -> str | None:
     if found is None:
         return None
     return (
-        f"{folder / found} is the python version, a pickle that could run any code when read and is therefore not "
-        f"opened; fetch the binary version, {spec.address}"
+        f"{folder / found} is the python version, a pickle that could run any code when read and "
+        f"is therefore not opened; fetch the binary version, {spec.address}"
     )
 
 
@@ -120,7 +120,8 @@ def _read_grids(spec: CifarSpec, folder: Path) -> ImageSet:
     per_grid = spec.grid * spec.grid
     if labels.shape != (len(spec.grids) * per_grid,) or labels.dtype != np.uint8:
         raise CorruptData(
-            f"{label_file}: expected {len(spec.grids) * per_grid} uint8 labels, got {labels.dtype} {labels.shape}"
+            f"{label_file}: expected {len(spec.grids) * per_grid} uint8 labels, "
+            f"got {labels.dtype} {labels.shape}"
         )
     parts = []
     for number, file in enumerate(spec.grids):
@@ -134,7 +135,8 @@ def _read_grid(content: bytes, grid: int, name: str) -> _Bytes:
         from PIL import Image
     except ImportError as error:
         raise ImportError(
-            f"reading {name} needs Pillow: run pip install 'gossamer[data]', or put the official binary version there"
+            f"reading {name} needs Pillow: run pip install 'gossamer[data]', "
+            "or put the official binary version there"
         ) from error
     with Image.open(io.BytesIO(content), formats=["WEBP"]) as image:
         if image.size != (grid * 32, grid * 32):
@@ -168,9 +170,21 @@ def _files(folder: str, size: int, digests: dict[str, str]) -> tuple[File, ...]:
     return tuple(File(f"{folder}{name}", f"sha256:{digest}", size) for name, digest in digests.items())
 
 
+_CIFAR10_CLASSES = "airplane automobile bird cat deer dog frog horse ship truck"
+_CIFAR100_CLASSES = """
+    apple aquarium_fish baby bear beaver bed bee beetle bicycle bottle bowl boy bridge bus butterfly
+    camel can castle caterpillar cattle chair chimpanzee clock cloud cockroach couch crab crocodile
+    cup dinosaur dolphin elephant flatfish forest fox girl hamster house kangaroo keyboard lamp
+    lawn_mower leopard lion lizard lobster man maple_tree motorcycle mountain mouse mushroom oak_tree
+    orange orchid otter palm_tree pear pickup_truck pine_tree plain plate poppy porcupine possum
+    rabbit raccoon ray road rocket rose sea seal shark shrew skunk skyscraper snail snake spider
+    squirrel streetcar sunflower sweet_pepper table tank telephone television tiger tractor train
+    trout tulip turtle wardrobe whale willow_tree wolf woman worm
+"""
+
 CIFAR10 = CifarSpec(
     name="cifar10",
-    class_names=tuple("airplane automobile bird cat deer dog frog horse ship truck".split()),
+    class_names=tuple(_CIFAR10_CLASSES.split()),
     mean=(0.49139968, 0.48215841, 0.44653091),
     std=(0.24703223, 0.24348513, 0.26158784),
     label_bytes=1,
@@ -231,18 +245,7 @@ CIFAR10 = CifarSpec(
 
 CIFAR100 = CifarSpec(
     name="cifar100",
-    class_names=tuple(
-        """
-        apple aquarium_fish baby bear beaver bed bee beetle bicycle bottle bowl boy bridge bus butterfly
-        camel can castle caterpillar cattle chair chimpanzee clock cloud cockroach couch crab crocodile
-        cup dinosaur dolphin elephant flatfish forest fox girl hamster house kangaroo keyboard lamp
-        lawn_mower leopard lion lizard lobster man maple_tree motorcycle mountain mouse mushroom oak_tree
-        orange orchid otter palm_tree pear pickup_truck pine_tree plain plate poppy porcupine possum
-        rabbit raccoon ray road rocket rose sea seal shark shrew skunk skyscraper snail snake spider
-        squirrel streetcar sunflower sweet_pepper table tank telephone television tiger tractor train
-        trout tulip turtle wardrobe whale willow_tree wolf woman worm
-        """.split()
-    ),
+    class_names=tuple(_CIFAR100_CLASSES.split()),
     mean=(0.50707516, 0.48654887, 0.44091784),
     std=(0.26733429, 0.25643846, 0.27615047),
     label_bytes=2,

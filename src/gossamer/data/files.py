@@ -1,7 +1,8 @@
 """Reading files that may be missing, truncated or corrupted.
 
-Every file of a data set is described in advance by a `File`: its name, its exact size and its checksum. Nothing
-is parsed before both agree, so the parsers see only the bytes they were written for, and an error names the file.
+Every file of a data set is described in advance by a `File`: its name, its exact size and its checksum.
+Nothing is parsed before both agree, so the parsers see only the bytes they were written for, and an error
+names the file.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class CorruptData(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class File:
-    """A file that belongs to a data set. `digest` is "sha256:…" or "md5:…"; `size` is in bytes, None where unknown."""
+    """A file of a data set. `digest` is "sha256:…" or "md5:…"; `size` is in bytes, None where unknown."""
 
     path: str
     digest: str
@@ -91,7 +92,8 @@ def read_tar_members(content: bytes, sizes: dict[str, int], name: str) -> dict[s
                     continue
                 if not member.isreg() or member.size != sizes[key]:
                     raise CorruptData(
-                        f"{name}: expected {key} to be a file of {sizes[key]} bytes, got {member.size}; fetch it again"
+                        f"{name}: expected {key} to be a file of {sizes[key]} bytes, got {member.size}; "
+                        "fetch it again"
                     )
                 stream = archive.extractfile(member)
                 assert stream is not None  # a regular file always has a stream

@@ -1,11 +1,11 @@
 """Where data sets are looked for, and how a missing one is fetched.
 
-The order: the folder named by the environment variable GOSSAMER_DATA, a folder shared/data beside a checkout of
-this repository, then the user's cache, into which a missing set is downloaded. A download goes to a temporary
-file, is checked, and only then takes its name, so what is found under a name is complete.
+The order: the folder named by the environment variable GOSSAMER_DATA, a folder shared/data beside a checkout
+of this repository, then the user's cache, into which a missing set is downloaded. A download goes to a
+temporary file, is checked, and only then takes its name, so what is found under a name is complete.
 
-A data set can lie about in several layouts (official archive, unpacked archive, …). Each is a `Layout`: the files
-it consists of and a reader for them.
+A data set can lie about in several layouts (official archive, unpacked archive, …). Each is a `Layout`: the
+files it consists of and a reader for them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _CHUNK = 1 << 20
 
 @dataclasses.dataclass(frozen=True)
 class Layout(Generic[T]):
-    """One way a set is stored: the files that must all be there, and the function that reads them from a folder."""
+    """One way a set is stored: the files that must all be there, and how they are read from a folder."""
 
     title: str
     files: tuple[File, ...]
@@ -89,8 +89,8 @@ def read_first(
 ) -> T:
     """Read a set from the first folder that holds one of its layouts completely, or download it.
 
-    `hint` may say something about a folder that holds the set in a form that is not read. With an explicit `root`
-    nothing is downloaded.
+    `hint` may say something about a folder that holds the set in a form that is not read. With an explicit
+    `root` nothing is downloaded.
     """
     layouts, downloads, folders = tuple(layouts), tuple(downloads), search_folders(root)
     remarks: list[str] = []
@@ -122,7 +122,7 @@ def read_first(
 
 
 def fetch(download: Download, folder: Path, *, timeout: float = 60.0) -> Path:
-    """Download a file into `folder`, unless it is there. It appears under its name only when complete and checked."""
+    """Download a file into `folder`, unless it is there. It takes its name only once complete and checked."""
     target = folder / download.file.path
     if target.is_file():
         return target

@@ -1,7 +1,7 @@
 """What a loaded data set is: frozen values, with pixels still as bytes.
 
-An image set keeps the original uint8 pixels; normalisation and augmentation happen later, batch by batch and on
-the device (see `gossamer.data.batches`). A text set keeps token ids. Neither knows where it came from.
+An image set keeps the original uint8 pixels; normalisation and augmentation happen later, batch by batch and
+on the device (see `gossamer.data.batches`). A text set keeps token ids. Neither knows where it came from.
 """
 
 from __future__ import annotations
@@ -24,11 +24,13 @@ class Labelled:
     def __post_init__(self) -> None:
         if self.images.dtype != torch.uint8 or self.images.ndim != 4:
             raise ValueError(
-                f"expected uint8 images of shape (N, C, H, W), got {self.images.dtype} {tuple(self.images.shape)}"
+                "expected uint8 images of shape (N, C, H, W), "
+                f"got {self.images.dtype} {tuple(self.images.shape)}"
             )
         if self.labels.dtype != torch.int64 or self.labels.shape != self.images.shape[:1]:
             raise ValueError(
-                f"expected {len(self.images)} int64 labels, got {self.labels.dtype} {tuple(self.labels.shape)}"
+                f"expected {len(self.images)} int64 labels, "
+                f"got {self.labels.dtype} {tuple(self.labels.shape)}"
             )
 
     def __len__(self) -> int:
@@ -75,7 +77,7 @@ class ImageSet:
             )
         if not 0 < validation < len(self.train):
             raise ValueError(
-                f"expected between 1 and {len(self.train) - 1} images to hold out of {self.name}, got {validation}"
+                f"expected 1 to {len(self.train) - 1} images to hold out of {self.name}, got {validation}"
             )
         order = torch.randperm(len(self.train), generator=torch.Generator().manual_seed(seed))
         # Sorted, so that both parts keep the order of the original and a batch reads memory forwards.
@@ -96,7 +98,7 @@ class ImageSet:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TextSet:
-    """A language-modelling set: one long int64 stream of token ids a part, and the words the ids stand for."""
+    """A language-modelling set: one long stream of int64 token ids a part, and the words they stand for."""
 
     name: str
     train: Tensor
