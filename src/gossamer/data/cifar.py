@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -131,14 +132,14 @@ def _read_grids(spec: CifarSpec, folder: Path) -> ImageSet:
             f"{label_file}: expected {len(spec.grids) * per_grid} uint8 labels, "
             f"got {labels.dtype} {labels.shape}"
         )
-    parts = []
-    for number, file in enumerate(spec.grids):
-        pixels = _read_grid(read_checked(folder, file), spec.grid, str(folder / file.path))
-        parts.append((pixels, labels[number * per_grid : (number + 1) * per_grid]))
-    return _assemble(spec, parts)
+    # Decoding takes most of the time and releases the interpreter's lock.
+    with ThreadPoolExecutor() as pool:
+        grids = list(pool.map(lambda file: _read_grid(spec, folder, file), spec.grids))
+    return _assemble(spec, list(zip(grids, np.split(labels, len(grids)), strict=True)))
 
 
-def _read_grid(content: bytes, grid: int, name: str) -> _Bytes:
+def _read_grid(spec: CifarSpec, folder: Path, file: File) -> _Bytes:
+    content, grid, name = read_checked(folder, file), spec.grid, str(folder / file.path)
     try:
         from PIL import Image
     except ImportError as error:

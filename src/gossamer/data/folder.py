@@ -127,7 +127,8 @@ def _index(root: Path) -> FolderSet:
 def _part(root: Path, part: str, files: dict[str, tuple[int, int]], classes: list[str]) -> FolderPart:
     if not files:
         raise DataNotFound(
-            f"expected images in {root} under {part}/<class>/ with a name in {', '.join(_SUFFIXES)}, found none"
+            f"expected images under {part}/<class>/ in {root}, found none; put them there "
+            f"with names ending in {', '.join(_SUFFIXES)}"
         )
     numbers = {name: number for number, name in enumerate(classes)}
     names = sorted(files)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import http.client
 import os
 import sys
 import tempfile
@@ -140,7 +141,13 @@ def fetch(download: Download, folder: Path, *, timeout: float = 60.0) -> Path:
                 os.fsync(sink.fileno())
             os.replace(temporary, target)
             return target
-        except (urllib.error.URLError, TimeoutError, ConnectionError, CorruptData) as error:
+        except (
+            urllib.error.URLError,
+            http.client.HTTPException,
+            TimeoutError,
+            ConnectionError,
+            CorruptData,
+        ) as error:
             problems.append(f"{address}: {error}")
         finally:
             Path(temporary).unlink(missing_ok=True)
