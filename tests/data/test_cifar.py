@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import io
+import sys
 import tarfile
 from pathlib import Path
 
@@ -169,6 +170,14 @@ def test_a_grid_of_the_wrong_size_is_refused(tmp_path: Path) -> None:
     (tmp_path / "labels.npz").write_bytes(labels.getvalue())
     with pytest.raises(CorruptData, match="expected 96 × 96 pixels, got"):
         load_cifar(dataclasses.replace(spec(files), grid=3), tmp_path)
+
+
+def test_missing_pillow_is_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = contents()
+    write(tmp_path, files, LAYOUTS[2])
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    with pytest.raises(ImportError, match=r"0\.webp needs Pillow: run pip install 'gossamer\[data\]'"):
+        load_cifar(spec(files), tmp_path)
 
 
 def test_the_python_version_is_refused_with_a_reason(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -38,6 +40,12 @@ def test_other_digits_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     original.images[0, 0, 0] += 1
     monkeypatch.setattr(datasets, "load_digits", lambda: original)
     with pytest.raises(CorruptData, match="the digits of scikit-learn is corrupted"):
+        load("digits")
+
+
+def test_missing_scikit_learn_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "sklearn", None)
+    with pytest.raises(ImportError, match=r"pip install 'gossamer\[demo\]'"):
         load("digits")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import sys
 import tarfile
 from pathlib import Path
 
@@ -100,6 +101,8 @@ def test_a_truncated_archive_is_refused(tmp_path: Path) -> None:
         load_folder(path)
 
 
+# Workers are forked; from Python 3.12 on, that warns in a process with threads, which every torch process is.
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_workers_and_interruptions_change_nothing(folder: FolderSet) -> None:
     alone = loader(folder)
     assert len(alone) == 3
@@ -136,12 +139,13 @@ def test_evaluation_is_the_centre_in_order(folder: FolderSet) -> None:
     assert got[0][0].is_contiguous(memory_format=torch.channels_last)
 
 
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_bad_image_is_named(tmp_path: Path, workers: int) -> None:
     content = files()
     content["train/bee/3.png"] = content["train/bee/3.png"][:60]
     dataset = load_folder(write_folder(tmp_path / "images", content))
-    with pytest.raises(CorruptData, match=r"train/bee/3\.png is not a readable image"):
+    with pytest.raises(CorruptData, match=r"^\S+train/bee/3\.png is not a readable image \(.*\); replace it"):
         list(FolderBatches(dataset, dataset.train, 10, training=True, size=8, resize=8, workers=workers))
 
 
@@ -208,6 +212,13 @@ def test_grey_and_transparent_images_become_colour() -> None:
         stream = io.BytesIO()
         Image.new(mode, (5, 4)).save(stream, "PNG")
         assert centre_crop(decode(stream.getvalue(), "x"), 4, 4).shape == (3, 4, 4)
+
+
+def test_missing_pillow_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    content = png(1)
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    with pytest.raises(ImportError, match=r"pip install 'gossamer\[data\]'"):
+        decode(content, "x")
 
 
 def test_real_imagenette(shared_data: Path) -> None:

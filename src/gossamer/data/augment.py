@@ -27,9 +27,6 @@ class CropFlip:
     def __getitem__(self, rows: slice | Tensor) -> CropFlip:
         return CropFlip(self.top[rows], self.left[rows], self.flip[rows])
 
-    def to(self, device: torch.device | str) -> CropFlip:
-        return CropFlip(self.top.to(device), self.left.to(device), self.flip.to(device))
-
 
 def draw_crop_flip(
     count: int,

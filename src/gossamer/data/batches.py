@@ -49,8 +49,18 @@ class EpochPlan:
     order: Tensor
     draw: CropFlip | None
 
-    def to(self, device: torch.device | str) -> EpochPlan:
-        return EpochPlan(self.order.to(device), None if self.draw is None else self.draw.to(device))
+    def to(self, device: torch.device) -> EpochPlan:
+        draw = self.draw
+        if draw is not None:
+            draw = CropFlip(_send(draw.top, device), _send(draw.left, device), _send(draw.flip, device))
+        return EpochPlan(_send(self.order, device), draw)
+
+
+def _send(tensor: Tensor, device: torch.device) -> Tensor:
+    """To the device; for a GPU from pinned memory, so that the copy does not wait for the work ahead of it."""
+    if device.type == "cuda":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
 
 
 def seed_for(*parts: int) -> int:

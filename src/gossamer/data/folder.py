@@ -15,6 +15,7 @@ import os
 import tarfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -174,8 +175,14 @@ def _files_of_archive(path: Path) -> dict[str, dict[str, tuple[int, int]]]:
     return found
 
 
-class _Images(Dataset[tuple[Tensor, int]]):
-    """Decoded crops by (epoch, index): what the worker processes run."""
+_Sample: TypeAlias = tuple[Tensor, int] | CorruptData
+
+
+class _Images(Dataset[_Sample]):
+    """Decoded crops by (epoch, index): what the worker processes run.
+
+    A bad file comes back as a value: raised in a worker, its message would drown in the worker's traceback.
+    """
 
     def __init__(self, part: FolderPart, *, size: int, resize: int, training: bool, seed: int) -> None:
         self.part, self.size, self.resize, self.training, self.seed = part, size, resize, training, seed
@@ -183,15 +190,29 @@ class _Images(Dataset[tuple[Tensor, int]]):
     def __len__(self) -> int:
         return len(self.part)
 
-    def __getitem__(self, key: tuple[int, int]) -> tuple[Tensor, int]:
+    def __getitem__(self, key: tuple[int, int]) -> _Sample:
         epoch, index = key
-        image = decode(self.part.read(index), self.part.describe(index))
+        try:
+            image = decode(self.part.read(index), self.part.describe(index))
+        except CorruptData as error:
+            return error
         if self.training:
             random = np.random.default_rng((self.seed, epoch, index))
             pixels = random_crop_flip(image, self.size, random)
         else:
             pixels = centre_crop(image, self.size, self.resize)
         return torch.from_numpy(pixels), int(self.part.labels[index])
+
+
+def _collate(samples: list[_Sample]) -> tuple[Tensor, Tensor] | CorruptData:
+    """One batch, or the first error in it."""
+    images, labels = [], []
+    for sample in samples:
+        if isinstance(sample, CorruptData):
+            return sample
+        images.append(sample[0])
+        labels.append(sample[1])
+    return torch.stack(images), torch.tensor(labels)
 
 
 class FolderBatches:
@@ -258,9 +279,13 @@ class FolderBatches:
             self._images,
             batch_sampler=[keys[start : start + self.batch_size] for start in starts],
             num_workers=self.workers,
+            collate_fn=_collate,
             pin_memory=self.device.type == "cuda",
         )
-        for images, labels in loader:
+        for loaded in loader:
+            if isinstance(loaded, CorruptData):
+                raise loaded
+            images, labels = loaded
             batch = normalise(
                 images.to(self.device, non_blocking=True), self._scale, self._shift, dtype=self.dtype
             )

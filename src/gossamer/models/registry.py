@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -109,8 +110,16 @@ def entry(name: str) -> ModelEntry:
 
 
 def create(name: str, num_classes: int | None = None, **options: Any) -> nn.Module:
-    """Build a network with fresh random weights. `num_classes` changes the last layer only."""
+    """Build a network with fresh random weights. `num_classes` changes the last layer only.
+
+    `options` are those of the network's builder, e.g. dropout=0.5 for `lstm_lm`.
+    """
     model = entry(name)
+    allowed = inspect.signature(model.builder).parameters
+    if unknown := sorted(options.keys() - allowed.keys()):
+        raise TypeError(
+            f"{name} takes the options {', '.join(allowed)}, got {', '.join(unknown)}; correct or drop it"
+        )
     classes = model.num_classes if num_classes is None else num_classes
     if classes < 1:
         raise ValueError(f"expected num_classes of at least 1, got {classes}")
