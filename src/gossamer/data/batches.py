@@ -57,7 +57,7 @@ class EpochPlan:
 
 
 def _send(tensor: Tensor, device: torch.device) -> Tensor:
-    """To the device; for a GPU from pinned memory, so that the copy does not wait for the work ahead of it."""
+    """To the device; for a GPU from pinned memory, so that the copy does not wait for work ahead of it."""
     if device.type == "cuda":
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)

@@ -2,9 +2,9 @@
 
 With 33,278 words (WikiText-2) and 1,500 units it has 85,917,000 connections, the shared embedding counted
 once. Dropout acts on the embedded words, between the LSTM layers and on their output, with one probability.
-As in the PyTorch word-language-model example, the embedding starts uniform in ±0.1, the decoder's bias at zero and
-the LSTM at PyTorch's default; He's scale is meant for ReLU and has no place here. The LSTM is PyTorch's own
-(cuDNN on a GPU): torch.export takes it, torch.compile leaves it as it is.
+As in the PyTorch word-language-model example, the embedding starts uniform in ±0.1, the decoder's bias at
+zero and the LSTM at PyTorch's default; He's scale is meant for ReLU and has no place here. The LSTM is
+PyTorch's own (cuDNN on a GPU): torch.export takes it, torch.compile leaves it as it is.
 """
 
 from __future__ import annotations
