@@ -30,9 +30,7 @@ def one_by_one(images: Tensor, draw: CropFlip, padding: int) -> Tensor:
     flip=st.booleans(),
     seed=st.integers(0, 1000),
 )
-def test_crop_flip_is_pad_crop_mirror(
-    shape: tuple[int, int, int, int], padding: int, flip: bool, seed: int
-) -> None:
+def test_crop_flip_is_pad_crop_mirror(shape: tuple[int, int, int, int], padding: int, flip: bool, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     images = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
     draw = draw_crop_flip(shape[0], padding=padding, flip=flip, generator=generator)

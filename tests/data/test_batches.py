@@ -29,9 +29,7 @@ def test_an_epoch_is_what_its_plan_says() -> None:
         expected = (pixels - torch.tensor(MEAN).view(3, 1, 1)) / torch.tensor(STD).view(3, 1, 1)
         got = list(loader)
         assert [len(images) for images, _ in got] == [4, 4, 4, 4, 4, 3]
-        torch.testing.assert_close(
-            torch.cat([images for images, _ in got]).double(), expected, rtol=1e-5, atol=1e-5
-        )
+        torch.testing.assert_close(torch.cat([images for images, _ in got]).double(), expected, rtol=1e-5, atol=1e-5)
         assert torch.cat([labels for _, labels in got]).tolist() == plan.order.tolist()
         assert sorted(plan.order.tolist()) == list(range(23))
 
@@ -92,9 +90,7 @@ def test_format_and_precision() -> None:
 
 def test_training_and_evaluation_of_a_set() -> None:
     labelled = Labelled(IMAGES, LABELS)
-    dataset = ImageSet(
-        "tiny", labelled, labelled, tuple(map(str, range(23))), MEAN, STD, padding=2, flip=True
-    )
+    dataset = ImageSet("tiny", labelled, labelled, tuple(map(str, range(23))), MEAN, STD, padding=2, flip=True)
     training = Batches.training(dataset, 4, seed=5)
     for (a, _), (b, _) in zip(training, batches(drop_last=True), strict=True):
         assert torch.equal(a, b)

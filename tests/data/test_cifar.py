@@ -41,12 +41,7 @@ def contents(label_bytes: int = 1) -> dict[str, bytes]:
     for number in range(3):
         part = slice(number * PER_FILE, (number + 1) * PER_FILE)
         files[f"bin/{number}.bin"] = records(part, label_bytes)
-        grid = (
-            PIXELS[part]
-            .reshape(GRID, GRID, 3, 32, 32)
-            .transpose(0, 3, 1, 4, 2)
-            .reshape(GRID * 32, GRID * 32, 3)
-        )
+        grid = PIXELS[part].reshape(GRID, GRID, 3, 32, 32).transpose(0, 3, 1, 4, 2).reshape(GRID * 32, GRID * 32, 3)
         stream = io.BytesIO()
         image.fromarray(grid).save(stream, "WEBP", lossless=True, exact=True)
         files[f"{number}.webp"] = stream.getvalue()

@@ -46,9 +46,7 @@ def test_a_bad_file_is_named(tmp_path: Path, content: bytes, message: str) -> No
 def test_gunzip_gives_exactly_what_was_promised() -> None:
     packed = gzip.compress(CONTENT)
     assert gunzip(packed, 1024, "x.gz") == CONTENT
-    with pytest.raises(
-        CorruptData, match=r"x\.gz: expected 1000 bytes after decompression, got more than 1000"
-    ):
+    with pytest.raises(CorruptData, match=r"x\.gz: expected 1000 bytes after decompression, got more than 1000"):
         gunzip(packed, 1000, "x.gz")
     with pytest.raises(CorruptData, match="expected 2000 bytes after decompression, got 1024"):
         gunzip(packed, 2000, "x.gz")

@@ -124,18 +124,14 @@ def test_workers_and_interruptions_change_nothing(folder: FolderSet) -> None:
 
 
 def test_evaluation_is_the_centre_in_order(folder: FolderSet) -> None:
-    evaluation = FolderBatches(
-        folder, folder.validation, 3, training=False, size=8, resize=16, channels_last=True
-    )
+    evaluation = FolderBatches(folder, folder.validation, 3, training=False, size=8, resize=16, channels_last=True)
     got = list(evaluation)
     assert [len(labels) for _, labels in got] == [3, 1]
     assert torch.cat([labels for _, labels in got]).tolist() == [0, 0, 1, 1]
     # The shorter side is 16 already, so the expected centre needs no scaling.
     pixels = np.asarray(Image.open(io.BytesIO(folder.validation.read(0))))[4:12, 6:14]
     expected = (pixels / 255 - np.array(folder.mean)) / np.array(folder.std)
-    torch.testing.assert_close(
-        got[0][0][0].permute(1, 2, 0).double(), torch.from_numpy(expected), rtol=1e-4, atol=1e-5
-    )
+    torch.testing.assert_close(got[0][0][0].permute(1, 2, 0).double(), torch.from_numpy(expected), rtol=1e-4, atol=1e-5)
     assert got[0][0].is_contiguous(memory_format=torch.channels_last)
 
 
@@ -183,9 +179,7 @@ def test_crop_boxes_have_the_announced_shares_and_shapes() -> None:
     assert np.log(shape).mean() == pytest.approx(0, abs=0.05)
 
 
-@pytest.mark.parametrize(
-    ("size", "expected"), [((1000, 10), (493, 0, 506, 10)), ((10, 1000), (0, 493, 10, 506))]
-)
+@pytest.mark.parametrize(("size", "expected"), [((1000, 10), (493, 0, 506, 10)), ((10, 1000), (0, 493, 10, 506))])
 def test_an_image_too_narrow_for_any_crop_gives_its_centre(
     size: tuple[int, int], expected: tuple[int, int, int, int]
 ) -> None:

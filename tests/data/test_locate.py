@@ -61,9 +61,7 @@ def test_a_set_missing_in_the_first_folder_is_taken_from_the_next(
 def test_a_missing_set_says_where_and_what(tmp_path: Path) -> None:
     put(tmp_path / "cache", "half", ("x.bin",))
     with pytest.raises(DataNotFound) as raised:
-        read_first(
-            "some_set", [LAYOUT, Layout("an archive", ("z.tar",), str)], [], hint=lambda f: f"look at {f}"
-        )
+        read_first("some_set", [LAYOUT, Layout("an archive", ("z.tar",), str)], [], hint=lambda f: f"look at {f}")
     message = str(raised.value)
     for part in ("'some_set'", str(tmp_path / "cache"), "x.bin, y.bin), or an archive", "GOSSAMER_DATA"):
         assert part in message

@@ -123,6 +123,4 @@ def test_real_wikitext2(shared_data: Path) -> None:
 
 def test_penn_treebank_is_described() -> None:
     assert len(PTB.parts) == len(PTB.addresses) == 3
-    assert all(
-        part.path.split("/")[-1] == a.split("/")[-1] for part, a in zip(PTB.parts, PTB.addresses, strict=True)
-    )
+    assert all(part.path.split("/")[-1] == a.split("/")[-1] for part, a in zip(PTB.parts, PTB.addresses, strict=True))

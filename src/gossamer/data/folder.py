@@ -66,11 +66,7 @@ class FolderPart:
 
     def describe(self, index: int) -> str:
         """The name of an image for a message."""
-        return (
-            f"{self.source / self.names[index]}"
-            if self.spans is None
-            else f"{self.source}:{self.names[index]}"
-        )
+        return f"{self.source / self.names[index]}" if self.spans is None else f"{self.source}:{self.names[index]}"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -112,15 +108,11 @@ def _index(root: Path) -> FolderSet:
     elif root.is_dir():
         files = {part: _files_of_folder(root / part) for part in (_TRAIN, _VALIDATION)}
     else:
-        raise DataNotFound(
-            f"expected root to be an image folder or a tar archive of one, got {root}, which is neither"
-        )
+        raise DataNotFound(f"expected root to be an image folder or a tar archive of one, got {root}, which is neither")
     classes = sorted({name.partition("/")[0] for name in files[_TRAIN]})
     strange = sorted({name.partition("/")[0] for name in files[_VALIDATION]} - set(classes))
     if strange:
-        raise CorruptData(
-            f"{root}: the classes {', '.join(strange[:5])} are in {_VALIDATION} but not in {_TRAIN}"
-        )
+        raise CorruptData(f"{root}: the classes {', '.join(strange[:5])} are in {_VALIDATION} but not in {_TRAIN}")
     parts = {part: _part(root, part, files[part], classes) for part in files}
     return FolderSet(root.name.removesuffix(".tar"), parts[_TRAIN], parts[_VALIDATION], tuple(classes))
 
@@ -148,9 +140,7 @@ def _files_of_folder(folder: Path) -> dict[str, tuple[int, int]]:
         if entry.is_dir():
             with os.scandir(entry) as images:
                 found.update(
-                    (f"{entry.name}/{image.name}", (0, 0))
-                    for image in images
-                    if image.name.lower().endswith(_SUFFIXES)
+                    (f"{entry.name}/{image.name}", (0, 0)) for image in images if image.name.lower().endswith(_SUFFIXES)
                 )
     return found
 
@@ -166,9 +156,7 @@ def _files_of_archive(path: Path) -> dict[str, dict[str, tuple[int, int]]]:
                 if part not in found or not member.isreg() or not name.lower().endswith(_SUFFIXES):
                     continue
                 if member.offset_data + member.size > length:
-                    raise CorruptData(
-                        f"{path} is truncated inside {member.name}; delete it and fetch it again"
-                    )
+                    raise CorruptData(f"{path} is truncated inside {member.name}; delete it and fetch it again")
                 found[part][f"{label}/{name}"] = (member.offset_data, member.size)
     except tarfile.TarError as error:
         raise CorruptData(f"{path} is not an uncompressed tar archive ({error}); fetch it again") from error
@@ -245,9 +233,7 @@ class FolderBatches:
         if not 0 < size <= resize:
             raise ValueError(f"expected 0 < size ≤ resize, got size {size} and resize {resize}")
         if training and len(part) < batch_size:
-            raise ValueError(
-                f"expected at least one batch of {batch_size}, got {len(part)} images; lower batch_size"
-            )
+            raise ValueError(f"expected at least one batch of {batch_size}, got {len(part)} images; lower batch_size")
         self._images = _Images(part, size=size, resize=resize, training=training, seed=seed)
         self.batch_size, self.training, self.seed, self.workers = batch_size, training, seed, workers
         self.device, self.dtype, self.channels_last = torch.device(device), dtype, channels_last
@@ -286,9 +272,7 @@ class FolderBatches:
             if isinstance(loaded, CorruptData):
                 raise loaded
             images, labels = loaded
-            batch = normalise(
-                images.to(self.device, non_blocking=True), self._scale, self._shift, dtype=self.dtype
-            )
+            batch = normalise(images.to(self.device, non_blocking=True), self._scale, self._shift, dtype=self.dtype)
             if self.channels_last:
                 batch = batch.contiguous(memory_format=torch.channels_last)
             position = position.next(len(self))

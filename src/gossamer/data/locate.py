@@ -74,9 +74,7 @@ def search_folders(root: Path | str | None = None) -> tuple[Path, ...]:
 
 def _existing(folder: Path, source: str) -> Path:
     if not folder.is_dir():
-        raise DataNotFound(
-            f"expected {source} to name a folder with data sets, got {folder}, which is not a folder"
-        )
+        raise DataNotFound(f"expected {source} to name a folder with data sets, got {folder}, which is not a folder")
     return folder
 
 

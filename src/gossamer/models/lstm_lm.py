@@ -19,9 +19,7 @@ State = tuple[Tensor, Tensor]
 class LSTMLanguageModel(nn.Module):
     """Predict the next word. Time comes first: tokens (steps, batch), logits (steps, batch, vocabulary)."""
 
-    def __init__(
-        self, vocabulary: int = 33_278, hidden: int = 1_500, layers: int = 2, dropout: float = 0.65
-    ) -> None:
+    def __init__(self, vocabulary: int = 33_278, hidden: int = 1_500, layers: int = 2, dropout: float = 0.65) -> None:
         super().__init__()
         if not 0 <= dropout < 1:
             raise ValueError(f"expected a dropout of at least 0 and below 1, got {dropout}")
