@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from gossamer.data import CorruptData, DataNotFound, FolderBatches, FolderSet, Position
+from gossamer.data.batches import epoch_plan
 from gossamer.data.folder import load_folder
 from gossamer.data.pixels import centre_crop, crop_box, decode, random_crop_flip
 
@@ -225,3 +226,21 @@ def test_real_imagenette(shared_data: Path) -> None:
     assert images.shape == (16, 3, 224, 224)
     assert 0.5 < images.std().item() < 2
     assert labels.shape == (16,)
+
+
+def test_every_image_is_cropped_anew_in_every_epoch_and_for_every_seed(folder: FolderSet) -> None:
+    def crops(seed: int) -> dict[tuple[int, int], torch.Tensor]:
+        result = {}
+        batches = loader(folder, seed=seed)
+        for epoch in range(2):
+            order = epoch_plan(10, seed=seed, epoch=epoch).order.tolist()
+            images = torch.cat([images for images, _ in batches])
+            result |= {(epoch, index): image for index, image in zip(order, images, strict=False)}
+        return result
+
+    first, again, other = crops(3), crops(3), crops(4)
+    assert all(torch.equal(first[key], again[key]) for key in first)
+    both = {index for epoch, index in first if epoch == 0} & {index for epoch, index in first if epoch == 1}
+    assert len(both) >= 8
+    assert not any(torch.equal(first[0, index], first[1, index]) for index in both)
+    assert not any(torch.equal(first[key], other[key]) for key in first.keys() & other.keys())
