@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import io
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -597,6 +598,44 @@ def test_activation_checkpointing(reentrant: bool) -> None:
     assert moments.samples == 5
     for name, total in moments.totals().items():
         assert torch.equal(total, expected[name])
+
+
+def test_tied_weight_across_a_reentrant_checkpoint_is_refused() -> None:
+    model, tokens = Tied(), torch.randint(0, 7, (3, 5))
+    watch(model)
+    start = torch.zeros(1, requires_grad=True)  # a reentrant segment needs an input with a gradient
+
+    def segment(tokens: Tensor, start: Tensor) -> Tensor:
+        embedded: Tensor = model.embedding(tokens) + start
+        return embedded
+
+    loss = model.decoder(checkpoint(segment, tokens, start, use_reentrant=True)).square().sum()
+    with pytest.raises(RuntimeError, match="use_reentrant=False"):
+        loss.backward()
+
+
+def test_copies_and_pickles_are_not_watched() -> None:
+    torch.manual_seed(0)
+    model, inputs = nn.Sequential(nn.Linear(3, 4), nn.LSTM(4, 2)), torch.randn(5, 2, 3)
+    moments = watch(model)
+    stream = io.BytesIO()
+    torch.save(model, stream)
+    stream.seek(0)
+    model(inputs)[0].sum().backward()
+    expected = moments.totals()
+    for other in (copy.deepcopy(model), torch.load(stream, weights_only=False)):
+        assert torch.equal(other(inputs)[0], model(inputs)[0])
+        other(inputs)[0].sum().backward()
+    for name, total in moments.totals().items():
+        assert torch.equal(total, expected[name])
+
+
+def test_empty_batch_adds_nothing() -> None:
+    model = nn.Sequential(nn.Conv1d(2, 3, 1), nn.Flatten(), nn.Linear(12, 2)).double()
+    moments = watch(model)
+    model(torch.zeros(0, 2, 4).double()).sum().backward()
+    assert moments.samples == 0
+    assert all(total.eq(0).all() for total in moments.totals().values())
 
 
 def test_activations_are_freed_after_the_backward_although_the_loss_lives_on() -> None:

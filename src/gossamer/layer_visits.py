@@ -124,7 +124,7 @@ def _samples_first(tensor: Tensor, axis: int, *, inner: int, layer: nn.Module) -
             f"with {outer} axes for samples and times. Pass the right batch_axis for this module."
         )
     moved = tensor.movedim(axis, 0)
-    return moved.reshape(moved.shape[0], -1, *moved.shape[outer:])
+    return moved.unsqueeze(1) if outer == 1 else moved.flatten(1, outer - 1)
 
 
 def _visit_linear(call: Call) -> Visit:

@@ -55,8 +55,12 @@ Uses = Mapping[str, Sequence[tuple[nn.Module, str]]]
 
 @dataclass(eq=False)
 class _Pass:
-    """One call of one module; remembers which weights have had its gradient."""
+    """One call of one module; remembers which weights have had its gradient.
 
+    `during` is the backward inside which the call was made (reentrant checkpointing), negative for none.
+    """
+
+    during: int
     counted: set[str] = field(default_factory=set)
 
 
@@ -79,6 +83,7 @@ class _Watched:
     sums: Tensor | None = None
     samples: int = 0
     captured: list[_Capture] = field(default_factory=list)
+    last_root: int = -1  # the outermost backward that was counted last
     bypassed: bool = False  # a gradient arrived, but through no call of a watched module
     differentiable: bool = False  # a backward was itself recorded (create_graph)
 
@@ -199,6 +204,7 @@ class SampleMoments:
 
         def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
             if torch.compiler.is_compiling():
+                # Dynamo answers by running this call eagerly, or with fullgraph by passing the message on.
                 raise RuntimeError(
                     "per-sample scales: expected an eager model, got one under torch.compile. Use "
                     'scale="batch" there.'
@@ -209,20 +215,23 @@ class SampleMoments:
             return self._tap(kind.visit(call), held)
 
         if isinstance(module, nn.RNNBase):
-            self._handles.append(module.register_forward_pre_hook(before))
+            self._handles.append(module.register_forward_pre_hook(_Hook(before)))
         # Before all other hooks: those may change the output, and the gradient of what the layer gave is
         # wanted.
-        self._handles.append(module.register_forward_hook(after, with_kwargs=True, prepend=True))
+        self._handles.append(module.register_forward_hook(_Hook(after), with_kwargs=True, prepend=True))
 
     def _tap(self, visit: Visit, held: Mapping[str, _Watched]) -> Any:
-        origin, uses_of = _Pass(), visit.uses
+        origin, uses_of = _Pass(during=_current_backward()), visit.uses
+        if origin.during < 0:
+            # Outside all backwards, what was captured and not counted was for a gradient of something else.
+            for watched in held.values():
+                watched.captured.clear()
 
         def arrived(saved: Sequence[Tensor], deltas: Sequence[Tensor | None], recorded: bool) -> None:
             backward = _current_backward()
             for attribute, use in uses_of(saved, deltas).items():
                 watched = held.get(attribute)
                 if watched is not None and watched.parameter.requires_grad:
-                    watched.captured = [one for one in watched.captured if one.backward == backward]
                     watched.captured.append(_Capture(backward, origin, use))
                     watched.differentiable |= recorded
 
@@ -235,22 +244,30 @@ class SampleMoments:
         """The weight's gradient is complete: square and sum what this backward captured for it."""
         backward = _current_backward()
         captured = [one for one in watched.captured if one.backward == backward]
-        watched.captured.clear()
+        origins = {one.origin for one in captured}
+        watched.captured = [one for one in watched.captured if one.backward != backward]
         if watched.differentiable:
             raise RuntimeError(
-                f"per-sample scales: the gradient of {watched.name} came through a backward that was itself "
-                'differentiated (create_graph=True). Expected plain backwards; use scale="batch" with such a '
-                "loss."
+                f"per-sample scales: the gradient of {watched.name} came through a backward that was "
+                'itself differentiated (create_graph=True). Expected plain backwards; use scale="batch" there.'
             )
         if not captured:
             watched.bypassed = True
             return
-        if any(watched.name in one.origin.counted for one in captured):
+        if any(watched.name in origin.counted for origin in origins):
             raise RuntimeError(
                 f"per-sample scales: one forward of {watched.name} was followed by two backwards "
                 "(retain_graph=True), whose gradients would have to be added before they are squared. Add "
                 "the losses and call backward once."
             )
+        root = max(backward if origin.during < 0 else origin.during for origin in origins)
+        if root == watched.last_root:
+            raise RuntimeError(
+                f"per-sample scales: the gradient of {watched.name} arrives in parts, from several "
+                "checkpointed segments, which would have to be added before they are squared. Pass use_reentrant=False to "
+                "torch.utils.checkpoint."
+            )
+        watched.last_root = root
         sizes = sorted({one.use.samples for one in captured})
         if len(sizes) > 1:
             raise ValueError(
@@ -259,8 +276,10 @@ class SampleMoments:
                 "backward after each batch, or use "
                 'scale="batch".'
             )
-        for one in captured:
-            one.origin.counted.add(watched.name)
+        for origin in origins:
+            origin.counted.add(watched.name)
+        if sizes[0] == 0:
+            return
         dense = by_feature(self._dense(watched.name).detach(), transposed_groups=watched.transposed_groups)
         dense = dense.to(compute_dtype(dense))
         with torch.autocast(dense.device.type, enabled=False):
@@ -308,6 +327,23 @@ class _Tap(torch.autograd.Function):
             with torch.no_grad(), torch.autocast(_device_type(detached), enabled=False):
                 ctx.arrived(ctx.saved_tensors, detached, recorded)
         return None, None, *deltas, *(None for _ in range(ctx.saved_count))
+
+
+class _Hook:
+    """A hook that does nothing on a copied or pickled module: only the module that trains is watched."""
+
+    def __init__(self, action: Callable[..., Any]) -> None:
+        self._action = action
+
+    def __call__(self, *args: Any) -> Any:
+        return self._action(*args)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Hook, (_no_action,)
+
+
+def _no_action(*args: Any) -> None:
+    """What is left of a hook on a copy."""
 
 
 def _device_type(tensors: Sequence[Tensor | None]) -> str:
