@@ -64,9 +64,7 @@ class Kind:
 
 
 def kind_of(module: nn.Module) -> Kind | None:
-    """The kind of a module, None where it is another layer or a subclass that computes something of its
-    own.
-    """
+    """The kind of a module, None for other layers and for subclasses with a forward of their own."""
     if isinstance(module, NonDynamicallyQuantizableLinear):  # attention uses its weight without calling it
         return None
     for kind in KINDS:

@@ -1,5 +1,4 @@
-"""Exact per-sample scales: the squared mask gradients of single samples, summed while the ordinary backward
-runs.
+"""Exact per-sample scales: squared mask gradients of single samples, summed during the ordinary backward.
 
 The paper scales the mask gradient of output feature j by s_j, the root mean square over samples b and
 connections k of ∂L(x_b)/∂w_k · w̃_k. A backward pass delivers only the sum over the samples. `SampleMoments`
@@ -24,8 +23,7 @@ What counts as a sample's gradient:
 How it works: a forward hook sends each layer's outputs through an identity node (`_Tap`) whose backward sees
 the gradients of all outputs at once. The sums are taken when the weight's own gradient is complete, which
 autograd announces once a backward; so a backward that stops before the weights (`torch.autograd.grad` for the
-inputs) leaves no trace. Values and gradients of the network are bit for bit what they are without the
-watcher.
+inputs) leaves no trace. Values and gradients of the network are bit for bit those without the watcher.
 """
 
 from __future__ import annotations
@@ -116,7 +114,8 @@ class SampleMoments:
     the samples are in the input of a Linear or Embedding when that is not axis 0. Temporaries stay within
     `chunk_bytes`, or what a single sample needs.
 
-    Takes eager models and one backward a forward; refuses what would not be exact.
+    Takes eager models and one backward a forward; refuses what would not be exact. Nothing waits for the
+    accelerator, except where packed sequences are unpacked.
     """
 
     def __init__(
@@ -153,9 +152,7 @@ class SampleMoments:
             self._watch(module, held, axes.get(module, default_batch_axis(module)))
 
     def totals(self) -> dict[str, Tensor]:
-        """Q_j of every weight since the last reset: float32, one number an output feature, zero where nothing
-        came.
-        """
+        """Q_j of every weight since the last reset: one float32 a feature, zero where nothing was seen."""
         self._refuse_unseen()
         return {
             name: torch.zeros(watched.features, dtype=torch.float32, device=watched.parameter.device)
@@ -177,8 +174,7 @@ class SampleMoments:
             raise ValueError(
                 "per-sample scales: expected every weight to see the same number of samples, got "
                 f"{listed}. Tell where the samples are by batch_axis, do not fold other axes into the batch "
-                "axis, or "
-                'use scale="batch".'
+                'axis, or use scale="batch".'
             )
         return next(iter(seen.values()), 0)
 
@@ -216,8 +212,7 @@ class SampleMoments:
 
         if isinstance(module, nn.RNNBase):
             self._handles.append(module.register_forward_pre_hook(_Hook(before)))
-        # Before all other hooks: those may change the output, and the gradient of what the layer gave is
-        # wanted.
+        # Before all other hooks: they may change the output, and the gradient of the layer's own is wanted.
         self._handles.append(module.register_forward_hook(_Hook(after), with_kwargs=True, prepend=True))
 
     def _tap(self, visit: Visit, held: Mapping[str, _Watched]) -> Any:
@@ -249,7 +244,8 @@ class SampleMoments:
         if watched.differentiable:
             raise RuntimeError(
                 f"per-sample scales: the gradient of {watched.name} came through a backward that was "
-                'itself differentiated (create_graph=True). Expected plain backwards; use scale="batch" there.'
+                "itself differentiated (create_graph=True). Expected plain backwards; use "
+                'scale="batch" with such a loss.'
             )
         if not captured:
             watched.bypassed = True
@@ -264,8 +260,8 @@ class SampleMoments:
         if root == watched.last_root:
             raise RuntimeError(
                 f"per-sample scales: the gradient of {watched.name} arrives in parts, from several "
-                "checkpointed segments, which would have to be added before they are squared. Pass use_reentrant=False to "
-                "torch.utils.checkpoint."
+                "checkpointed segments, which would have to be added before they are squared. Pass "
+                "use_reentrant=False to torch.utils.checkpoint."
             )
         watched.last_root = root
         sizes = sorted({one.use.samples for one in captured})
@@ -273,8 +269,7 @@ class SampleMoments:
             raise ValueError(
                 f"per-sample scales: expected all calls that use {watched.name} in one backward to have the "
                 f"same samples, got batches of {sizes}. Tell where the samples are by batch_axis, call "
-                "backward after each batch, or use "
-                'scale="batch".'
+                'backward after each batch, or use scale="batch".'
             )
         for origin in origins:
             origin.counted.add(watched.name)
@@ -297,15 +292,12 @@ class SampleMoments:
             raise RuntimeError(
                 f"per-sample scales: {', '.join(missed)} got a gradient that did not come by loss.backward() "
                 "through a call of the module that holds it (functional use, a compiled model, or gradients "
-                "assigned by hand). Call the "
-                'module, exclude these tensors, or use scale="batch".'
+                'assigned by hand). Call the module, exclude these tensors, or use scale="batch".'
             )
 
 
 class _Tap(torch.autograd.Function):
-    """The identity on the outputs of a layer; tells `arrived` their gradients together with what was
-    saved.
-    """
+    """The identity on the outputs of a layer; hands their gradients and what was saved to `arrived`."""
 
     @staticmethod
     def forward(ctx: Any, arrived: Callable[..., None], outputs: int, *tensors: Tensor) -> Any:
@@ -356,9 +348,7 @@ def _current_backward() -> int:
 
 
 def _refuse_unknown(uses: Uses, axes: Mapping[nn.Module, int]) -> None:
-    """Report all weights whose per-sample gradients are not known exactly, at once and before anything is
-    hooked.
-    """
+    """Report all weights whose per-sample gradients are not known exactly, before anything is hooked."""
     problems = []
     for name, places in uses.items():
         if not places:

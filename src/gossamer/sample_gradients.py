@@ -51,9 +51,7 @@ def plan_chunks(
 
 @dataclass(frozen=True)
 class Product:
-    """y_bt = W x_bt: linear layers, and every matrix inside a recurrent layer. The times t belong to one
-    sample.
-    """
+    """y_bt = W x_bt: linear layers, and every matrix of a recurrent one. The times belong to one sample."""
 
     inputs: Tensor  # (samples, times, inputs)
     deltas: Tensor  # (samples, times, features)
@@ -154,9 +152,7 @@ Use = Product | Lookup | Convolution
 
 
 def by_feature(weight: Tensor, *, transposed_groups: int | None = None) -> Tensor:
-    """The weight as (output features, connections of a feature); a transposed convolution has its features on
-    axis 1.
-    """
+    """The weight as (output features, connections of one); transposed convolutions have them on axis 1."""
     if transposed_groups is None:
         return weight.reshape(weight.shape[0], -1)
     grouped = weight.reshape(transposed_groups, weight.shape[0] // transposed_groups, weight.shape[1], -1)
@@ -228,17 +224,13 @@ def _sum_of_squares(gradients: Tensor) -> Tensor:
 
 
 def _squared_sums_of_vectors(use: Product, dense: Tensor) -> Tensor:
-    """One vector a sample: (δ_bj x_bi w̃_ji)² factorises, so Σ_b δ_bj² ((x²)(w̃²)ᵀ)_bj never forms rows ×
-    columns.
-    """
+    """(δ_bj x_bi w̃_ji)² factorises: Σ_b δ_bj² ((x²)(w̃²)ᵀ)_bj never forms rows × columns for a sample."""
     inputs, deltas = use.inputs[:, 0].to(dense.dtype), use.deltas[:, 0].to(dense.dtype)
     return (deltas.square() * F.linear(inputs.square(), dense.square())).sum(0)
 
 
 def _squared_sums_of_lookups(use: Lookup, dense: Tensor, *, chunk_bytes: int) -> Tensor:
-    """Only the (sample, token) pairs that occur: equal pairs are brought together by sorting, summed, then
-    squared.
-    """
+    """Only the (sample, token) pairs that occur: equal ones are sorted together, summed, then squared."""
     sums = dense.new_zeros(dense.shape[0])
     plan = plan_chunks(
         samples=use.samples,
