@@ -94,7 +94,7 @@ class _Watched:
         if self.sums is None or self.sums.device != sums.device or self.sums.dtype != sums.dtype:
             self.sums = sums
         else:
-            self.sums += sums  # in place: a captured CUDA graph keeps adding to the same memory
+            self.sums += sums
         self.samples += samples
 
     def clear(self) -> None:
@@ -114,8 +114,7 @@ class SampleMoments:
     the samples are in the input of a Linear or Embedding when that is not axis 0. Temporaries stay within
     `chunk_bytes`, or what a single sample needs.
 
-    Takes eager models and one backward a forward; refuses what would not be exact. Nothing waits for the
-    accelerator, except where packed sequences are unpacked.
+    Takes eager models and one backward a forward; refuses what would not be exact.
     """
 
     def __init__(

@@ -41,12 +41,14 @@ def plan_chunks(
     """The largest chunk whose temporaries stay within `limit` bytes.
 
     One sample needs `bytes_per_sample + rows * bytes_per_row`. Rows are split only where a single sample does
-    not fit; the floor is one sample (and, with `split_rows`, one row), whatever the limit.
+    not fit, and then get half the limit at least: what a sample needs beside them cannot be split, so blocks
+    of a few rows would only cost time. The floor is one sample and one row.
     """
     whole = bytes_per_sample + rows * bytes_per_row
     if whole <= limit or not split_rows:
         return ChunkPlan(samples=max(1, min(samples, limit // max(whole, 1))), rows=rows)
-    return ChunkPlan(samples=1, rows=max(1, min(rows, (limit - bytes_per_sample) // bytes_per_row)))
+    room = max(limit - bytes_per_sample, limit // 2)
+    return ChunkPlan(samples=1, rows=max(1, min(rows, room // bytes_per_row)))
 
 
 @dataclass(frozen=True)
