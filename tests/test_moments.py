@@ -674,6 +674,33 @@ def test_activations_are_freed_after_the_backward_although_the_loss_lives_on() -
     assert loss.requires_grad
 
 
+def test_what_was_not_counted_is_dropped_at_the_next_forward() -> None:
+    model, inputs = nn.Linear(3, 2), torch.randn(4, 3).requires_grad_()
+    moments = watch(model)
+    torch.autograd.grad(model(inputs).square().sum(), inputs)
+    alive = weakref.ref(inputs.untyped_storage())
+    del inputs
+    model(torch.randn(4, 3))
+    gc.collect()
+    assert alive() is None
+    assert moments.samples == 0
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch.compile looks at all inputs
+def test_compiled_model_is_exact_or_refused() -> None:
+    torch.manual_seed(0)
+    model, inputs = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)), torch.randn(5, 3)
+    moments = watch(model)
+    model(inputs).square().sum().backward()
+    expected = moments.totals()
+    moments.reset()
+    torch.compile(model, backend="eager")(inputs).square().sum().backward()
+    for name, total in moments.totals().items():
+        torch.testing.assert_close(total, expected[name])
+    with pytest.raises(Exception, match="per-sample scales need an eager model"):
+        torch.compile(model, backend="eager", fullgraph=True)(inputs)
+
+
 @pytest.mark.parametrize("make", [lambda: nn.Conv1d(3, 4, 2), lambda: nn.Linear(6, 4), lambda: nn.GRU(6, 4)])
 def test_autocast_computes_in_float32(make: Callable[[], nn.Module]) -> None:
     torch.manual_seed(0)

@@ -114,7 +114,7 @@ class SampleMoments:
     the samples are in the input of a Linear or Embedding when that is not axis 0. Temporaries stay within
     `chunk_bytes`, or what a single sample needs.
 
-    Takes eager models and one backward a forward; refuses what would not be exact.
+    Takes models that run eagerly and one backward a forward; refuses what would not be exact.
     """
 
     def __init__(
@@ -198,12 +198,6 @@ class SampleMoments:
                 self._random_states[module] = torch.get_rng_state()
 
         def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-            if torch.compiler.is_compiling():
-                # Dynamo answers by running this call eagerly, or with fullgraph by passing the message on.
-                raise RuntimeError(
-                    "per-sample scales: expected an eager model, got one under torch.compile. Use "
-                    'scale="batch" there.'
-                )
             if not torch.is_grad_enabled() or not any(one.parameter.requires_grad for one in held.values()):
                 return output
             call = Call(module, args, kwargs, output, axis, self._random_states.pop(module, None))
@@ -321,10 +315,14 @@ class _Tap(torch.autograd.Function):
 
 
 class _Hook:
-    """A hook that does nothing on a copied or pickled module: only the module that trains is watched."""
+    """A hook that does nothing on a copied or pickled module: only the module that trains is watched.
+
+    A compiled model leaves its graph for it; with fullgraph=True that is an error which gives the reason.
+    """
 
     def __init__(self, action: Callable[..., Any]) -> None:
-        self._action = action
+        reason = 'per-sample scales need an eager model; use scale="batch" with torch.compile(fullgraph=True)'
+        self._action = torch.compiler.disable(action, reason=reason)  # type: ignore[no-untyped-call]
 
     def __call__(self, *args: Any) -> Any:
         return self._action(*args)
