@@ -153,7 +153,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
-    device = torch.device(arguments.device)
+    device, rounds = torch.device(arguments.device), arguments.rounds
     rows: list[dict[str, object]] = []
     if device.type == "cpu":
         batch = image_batch(64, 32, 10, device)
@@ -167,7 +167,7 @@ def main() -> None:
         batch = image_batch(64, 32, 10, device)
         rows.append(captured("ResNet-20, batch 64, graph", lambda: models.create("resnet20"), batch, arguments.rounds))
         rows.append(eager("ResNet-50, batch 256, bf16", lambda: models.create("resnet50"),
-                          image_batch(256, 224, 1000, device), ["global"], arguments.rounds, autocast=True))  # fmt: skip
+                          image_batch(256, 224, 1000, device), ["global"], rounds, autocast=True))  # fmt: skip
     memory = extra_memory(lambda: models.create("resnet20"))
     print(f"extra memory: {memory['ratio']:.2f} × the bytes of the weights")
     if arguments.out:

@@ -145,6 +145,7 @@ CONVOLUTIONS = [None, nn.Conv1d, nn.Conv2d, nn.Conv3d]
 TRANSPOSED = [None, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d]
 
 
+@pytest.mark.filterwarnings("ignore:Using padding='same'")  # it copies the input, which is no concern here
 @settings(CASES, max_examples=100)
 @given(st.data())
 def test_convolution(data: st.DataObject) -> None:

@@ -72,15 +72,15 @@ def meet_budget_(
     """
     kept_values = None
     if protected is not None:
-        kept_values = mask_variable[protected]
-        mask_variable[protected] = torch.inf
+        kept_values = mask_variable.index_select(0, protected)
+        mask_variable.index_fill_(0, protected, torch.inf)
     on_cpu = mask_variable.device.type == "cpu" and costs is None and group is None
     lower = _lower_by_bracket_ if on_cpu else _lower_by_digits_
     threshold, decay = lower(mask_variable, mask, budget, costs, group)
     if protected is not None and kept_values is not None:
         smallest = torch.finfo(mask_variable.dtype).tiny
-        lowered = kept_values - (decay if decay.dim() == 0 else decay[protected])
-        mask_variable[protected] = lowered.clamp_min_(smallest)
+        lowered = kept_values - (decay if decay.dim() == 0 else decay.index_select(0, protected))
+        mask_variable.index_copy_(0, protected, lowered.clamp_min_(smallest))
     return threshold
 
 
@@ -205,11 +205,12 @@ def _first_not_affordable(
         else:
             digit = torch.where((keys >> (shift + width)) == prefix, digit & ((1 << width) - 1), -1)
         cost = _cost_histogram(digit, 1 << width, kind, prices, group)
-        at_least = cost.flip(1).cumsum(1).flip(1)
-        bin_ = ((at_least > left).sum(1, keepdim=True) - 1).clamp_min(0)
-        left = left - (at_least - cost).gather(1, bin_)
+        at_most = cost.cumsum(1)
+        above = at_most[:, -1:] - at_most  # the cost of the bins above each
+        bin_ = (above + cost > left).sum(1, keepdim=True).sub_(1).clamp_min_(0)
+        left = left - above.gather(1, bin_)
         if fits is None:
-            fits = at_least[:, :1] <= budget
+            fits = at_most[:, -1:] <= budget
             prefix = (bin_ - (1 << (width - 1))).to(keys.dtype)
         else:
             prefix = ((prefix << width) + bin_).to(keys.dtype)
@@ -227,16 +228,19 @@ def _cost_histogram(
 ) -> Tensor:
     """For each row the cost that lies in each bin; digits of -1 do not count."""
     rows, kinds = digit.shape[0], prices.numel()
-    histogram = torch.arange(rows, device=digit.device, dtype=digit.dtype)[:, None] * kinds
-    if kind is not None:
-        histogram = histogram + kind
-    place = torch.where(digit >= 0, digit + histogram * bins, -1).flatten()
     count = rows * kinds * bins
+    if rows * kinds > 1:
+        histogram = torch.arange(rows, device=digit.device, dtype=digit.dtype)[:, None] * kinds
+        if kind is not None:
+            histogram = histogram + kind
+        digit = torch.where(digit >= 0, digit + histogram * bins, -1)
+    place = digit.flatten()
     if place.device.type == "cpu":
         counts = torch.bincount(place + 1, minlength=count + 1)[1:]
     else:
         counts = torch.histc(place.int(), bins=count, min=0, max=count).long()  # of integers: it counts exactly
-    cost = (counts.view(rows, kinds, bins) * prices[:, None]).sum(1)
+    cost = counts.view(rows, kinds, bins)
+    cost = cost[:, 0] if kind is None else (cost * prices[:, None]).sum(1)
     if group is not None:
         dist.all_reduce(cost, group=group)
     return cost

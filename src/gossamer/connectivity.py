@@ -126,8 +126,8 @@ class Connectivity:
             )
             return torch.where(self.learning_rate > 0, threshold / self.learning_rate, 0.0)
         if self._protected is not None:
-            kept = store.mask_variable[self._protected].clamp_min_(torch.finfo(store.dtype).tiny)
-            store.mask_variable[self._protected] = kept
+            kept = store.mask_variable.index_select(0, self._protected).clamp_min_(torch.finfo(store.dtype).tiny)
+            store.mask_variable.index_copy_(0, self._protected, kept)
         torch.gt(store.mask_variable, 0, out=store.mask)
         return torch.full((), self._target.decay, device=store.device)
 

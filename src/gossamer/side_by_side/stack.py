@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, vmap
 
 from gossamer.select import select
+from gossamer.side_by_side.layers import plain, stackable
 
 
 class NetworkStack:
@@ -20,7 +21,7 @@ class NetworkStack:
     def __init__(self, networks: Sequence[nn.Module], *, device: torch.device, dtype: torch.dtype) -> None:
         self.device, self.dtype = device, dtype
         self.precise = torch.promote_types(dtype, torch.float32)
-        self.template = copy.deepcopy(networks[0]).to(device)
+        self.template = stackable(copy.deepcopy(networks[0]).to(device))
         connections = [weight.name for weight in select(self.template)]
         everything = [name for name, _ in self.template.named_parameters()]
         self.names = connections + [name for name in everything if name not in connections]
@@ -70,7 +71,7 @@ class NetworkStack:
 
     def network(self, row: int, variables: Tensor) -> nn.Module:
         """One of the networks as a plain module, with these variables."""
-        network = copy.deepcopy(self.template)
+        network = plain(copy.deepcopy(self.template))
         parts = variables[row].split(self.sizes)  # type: ignore[no-untyped-call]
         with torch.no_grad():
             for name, part in zip(self.names, parts, strict=True):
