@@ -1,3 +1,4 @@
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, override"
 """The exact budget on CUDA GPUs in a dozen kernels: what budget.py does digit by digit, fused.
 
 The same answer to the last bit: float32 values, a row for each network, no costs, one process. Four rounds look at
@@ -16,15 +17,15 @@ _BLOCK = 4096
 _SMALLEST = tl.constexpr(torch.finfo(torch.float32).tiny)
 
 
-@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
-def _keys(values):  # type: ignore[no-untyped-def]
+@triton.jit
+def _keys(values):
     """Integers in the order of the floating-point values."""
     bits = (values + 0.0).to(tl.int32, bitcast=True)
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
 
-@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
-def _count(values, histogram, state, size, shift: tl.constexpr, block: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def _count(values, histogram, state, size, shift: tl.constexpr, block: tl.constexpr):
     row = tl.program_id(1)
     place = tl.program_id(0) * block + tl.arange(0, block)
     inside = place < size
@@ -40,8 +41,8 @@ def _count(values, histogram, state, size, shift: tl.constexpr, block: tl.conste
     tl.atomic_add(histogram + row * 256 + bins, counts, mask=(bins < 256) & (counts > 0))
 
 
-@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
-def _choose(histogram, budgets, state, size, shift: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def _choose(histogram, budgets, state, size, shift: tl.constexpr):
     """state: the digits found so far as a number, and what is left of the budget; prefix and left of each row."""
     row = tl.program_id(0)
     bins = tl.arange(0, 256)
@@ -61,8 +62,8 @@ def _choose(histogram, budgets, state, size, shift: tl.constexpr):  # type: igno
     tl.store(state + row * 2 + 1, left)
 
 
-@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
-def _count_ties(values, state, ties, size, block: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def _count_ties(values, state, ties, size, block: tl.constexpr):
     row = tl.program_id(1)
     place = tl.program_id(0) * block + tl.arange(0, block)
     inside = place < size
@@ -71,8 +72,8 @@ def _count_ties(values, state, ties, size, block: tl.constexpr):  # type: ignore
     tl.store(ties + row * tl.num_programs(0) + tl.program_id(0), tl.sum(tied.to(tl.int32), 0))
 
 
-@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
-def _apply(values, mask, budgets, state, ties_before, thresholds, size, block: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def _apply(values, mask, budgets, state, ties_before, thresholds, size, block: tl.constexpr):
     row = tl.program_id(1)
     start = row.to(tl.int64) * size
     place = tl.program_id(0) * block + tl.arange(0, block)
