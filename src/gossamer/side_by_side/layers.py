@@ -14,6 +14,8 @@ from torch.nn import functional as F
 
 from gossamer.models.resnet import BasicBlock, ZeroPadShortcut
 
+_FEWEST_CHANNELS = 16  # of a group in a convolution; with fewer, GPU libraries take the groups one by one
+
 
 def stackable(module: nn.Module) -> nn.Module:
     """Let the layers of `module` be stacked efficiently, in place. Names and parameters stay."""
@@ -106,8 +108,41 @@ class _Convolution(_Stacked):
         weight = weight.movedim(in_dims[1], 0).flatten(0, 1)
         if not shared:
             images, groups = _beside(images, in_dims[0], networks), groups * networks
-        result = F.conv2d(images, weight, None, stride, padding, dilation, groups)
+        plain_3x3 = weight.shape[2:] == (3, 3) and padding == (1, 1) and dilation == (1, 1)
+        if stride == (2, 2) and plain_3x3 and images.shape[2] % 2 == 0 == images.shape[3] % 2:
+            result = _halving_convolution(images, weight, groups)
+        else:
+            images, weight = _wide_enough(images, weight, groups)
+            result = F.conv2d(images, weight, None, stride, padding, dilation, groups)
         return _apart(result, networks), 1
+
+
+def _wide_enough(images: Tensor, weight: Tensor, groups: int) -> tuple[Tensor, Tensor]:
+    """Append channels of zeros where a group has too few for a fast grouped convolution (the colours of an image)."""
+    channels = weight.shape[1]
+    if groups == 1 or channels >= _FEWEST_CHANNELS:
+        return images, weight
+    missing = _FEWEST_CHANNELS - channels
+    rows = images.view(images.shape[0], groups, channels, *images.shape[2:])
+    padded = F.pad(rows, (0, 0, 0, 0, 0, missing)).flatten(1, 2)
+    return padded, F.pad(weight, (0, 0, 0, 0, 0, missing)).contiguous(memory_format=torch.channels_last)
+
+
+def _halving_convolution(images: Tensor, weight: Tensor, groups: int) -> Tensor:
+    """A 3 × 3 convolution of stride 2 and padding 1 as a 2 × 2 convolution of stride 1.
+
+    Each 2 × 2 pixels become one with four times the channels. Grouped convolutions with a stride are slow to
+    differentiate on GPUs; this one is not. Output i needs the pixels 2i - 1, 2i and 2i + 1: the second of the pair
+    before, and both of its own.
+    """
+    batch, all_channels, height, width = images.shape
+    channels, outputs = all_channels // groups, weight.shape[0]
+    pixels = images.permute(0, 2, 3, 1).reshape(batch, height // 2, 2, width // 2, 2, groups, channels)
+    pixels = pixels.permute(0, 1, 3, 5, 2, 4, 6).reshape(batch, height // 2, width // 2, -1)
+    pixels = F.pad(pixels, (0, 0, 1, 0, 1, 0)).permute(0, 3, 1, 2)
+    taps = F.pad(weight, (1, 0, 1, 0)).reshape(outputs, channels, 2, 2, 2, 2)
+    taps = taps.permute(0, 2, 4, 3, 5, 1).reshape(outputs, 2, 2, 4 * channels).permute(0, 3, 1, 2)
+    return F.conv2d(pixels, taps, groups=groups)
 
 
 class _BatchNorm(_Stacked):
@@ -139,10 +174,11 @@ class _PoolAndPad(_Stacked):
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Tensor, int]:
         images, new_channels = args
-        pooled = F.avg_pool2d(_channels_last(_beside(images, in_dims[0], info.batch_size)), 2)
-        batch, _, height, width = pooled.shape
-        rows = pooled.permute(0, 2, 3, 1).reshape(batch, height, width, info.batch_size, -1)
-        return F.pad(rows, (0, new_channels)).permute(0, 3, 4, 1, 2), 1
+        networks = info.batch_size
+        rows = _beside(images, in_dims[0], networks).permute(0, 2, 3, 1)
+        batch, height, width, channels = rows.shape
+        squares = rows.reshape(batch, height // 2, 2, width // 2, 2, networks, channels // networks)
+        return F.pad(squares.mean((2, 4)), (0, new_channels)).permute(0, 3, 4, 1, 2), 1
 
 
 def _channels_last(images: Tensor) -> Tensor:
