@@ -109,11 +109,23 @@ def best(outcomes: list[Outcome], method: str) -> dict[str, object]:
     return json.loads(max(score, key=lambda key: score[key]))  # type: ignore[no-any-return]
 
 
+def chosen_before(out: Path, method: str) -> dict[str, object]:
+    """The best settings of a screening whose records are in `out`."""
+    records = [json.loads(path.read_text()) for path in sorted(out.glob("screening-*.json"))]
+    groups: dict[str, list[float]] = {}
+    for each in records:
+        if each["method"] == method:
+            options = {key: value for key, value in each["settings"].items() if key != "seed"}
+            groups.setdefault(json.dumps(options), []).append(each["validation_accuracy"])
+    return json.loads(max(groups, key=lambda key: statistics.mean(groups[key])))  # type: ignore[no-any-return]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--stage", nargs="+", default=["screening", "final", "phases"])
     parser.add_argument("--commit", default="unknown")
+    parser.add_argument("--sparsity", type=float, nargs="+", default=[0.95, 0.98])
     parser.add_argument("--tiny", action="store_true", help="a few steps, to see that everything works")
     arguments = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -134,8 +146,10 @@ def main() -> None:
         chosen |= {method: best(outcomes, method) for method in present}
         say(f"chosen on validation: {chosen}")
     if "final" in arguments.stage:
-        runs = [member for sparsity in (0.9, 0.95, 0.98) for member in members([chosen["scl"]], sparsity=sparsity)]
-        runs += [member for sparsity in (0.95, 0.98) for member in members([chosen["magnitude"]], sparsity=sparsity)]
+        chosen |= {method: chosen_before(arguments.out, method) for method in chosen if "screening" not in arguments.stage}
+        say(f"chosen on validation: {chosen}")
+        runs = [member for sparsity in arguments.sparsity for member in members([chosen["scl"]], sparsity=sparsity)]
+        runs += members([chosen["magnitude"]], sparsity=0.95)
         race_and_record(final, runs + members([chosen["dense"]]), images, "final", **common)
     if "phases" in arguments.stage:
         options = [chosen["scl"], chosen["magnitude"]]
