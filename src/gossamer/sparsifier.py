@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gossamer import method
+from gossamer._hooks import uncompiled
 from gossamer._selectors import Selectors
 from gossamer.connectivity import Connectivity, floors
 from gossamer.flops import positions
@@ -98,8 +99,9 @@ class Sparsifier:
         self._told_of_skipped = 0
         self.step = 0
         self.phase = self.plan.at(0).phase
-        self._handles = [each.register_step_pre_hook(self._before_step) for each in optimizers]
-        self._handles += [each.register_step_post_hook(self._after_step) for each in optimizers]
+        before, after = uncompiled(self._before_step), uncompiled(self._after_step)
+        self._handles = [each.register_step_pre_hook(before) for each in optimizers]
+        self._handles += [each.register_step_post_hook(after) for each in optimizers]
         if self.phase.masks_train:
             self._begin()
 
