@@ -54,6 +54,7 @@ class Connectivity:
         # Scalars on the device, so that a captured step reads what was set before its replay.
         self.learning_rate = torch.zeros((), dtype=store.dtype, device=store.device)
         self.budget = torch.zeros((), dtype=torch.int64, device=store.device)
+        self._met = torch.full_like(self.budget, target.total)  # the budget that the masks meet now
 
     def set(self, *, learning_rate: float, budget: int, step: int) -> None:
         """What the next step of mask learning shall use."""
@@ -93,7 +94,7 @@ class Connectivity:
             group=self._group,
         )
         store.previous.copy_(store.mask)
-        decay = self.set_masks()
+        decay = self.set_masks(outcome.healthy)
         counts = torch.stack([torch.count_nonzero(store.mask), torch.count_nonzero(store.mask != store.previous)])
         counts = self._over_shards(counts)
         self.log.write(
@@ -104,14 +105,27 @@ class Connectivity:
             healthy=outcome.healthy,
         )
 
-    def set_masks(self) -> Tensor:
-        """Set the masks by the budget or, with a fixed λ1, by the sign of the mask variables. Returns λ1."""
+    def cut_to_target(self) -> None:
+        """Meet the final budget now, if no step has done so yet. It takes a look at the host."""
+        if self._target.decay is None and not self.store.frozen and int(self._met) != self._target.final:
+            self.learning_rate.zero_()
+            self.budget.fill_(self._target.final)
+            with torch.no_grad():
+                self.set_masks()
+                self.show()
+
+    def set_masks(self, healthy: Tensor | None = None) -> Tensor:
+        """Set the masks by the budget or, with a fixed λ1, by the sign of the mask variables. Returns λ1.
+
+        After a step that was not healthy the budget stays where it was, and so do the masks.
+        """
         store = self.store
         if self._target.decay is None:
+            self._met.copy_(self.budget if healthy is None else torch.where(healthy, self.budget, self._met))
             threshold = meet_budget_(
                 store.mask_variable,
                 store.mask,
-                self.budget,
+                self._met,
                 protected=self._protected,
                 costs=self._costs,
                 group=self._group,
@@ -166,6 +180,7 @@ class Connectivity:
         if not store.frozen:
             state["dense"] = self._named(store.dense_views)
             state["mask_variable"] = self._named(store.mask_variable_views)
+            state["budget"] = self._met.clone()
             if store.velocity is not None:
                 state["velocity"] = self._named(store.views(store.velocity))
             if self._protected is not None:
@@ -181,6 +196,7 @@ class Connectivity:
             return
         self._fill(store.dense_views, state["dense"])
         self._fill(store.mask_variable_views, state["mask_variable"])
+        self._met.copy_(state["budget"])
         if store.velocity is not None:
             self._fill(store.views(store.velocity), state["velocity"])
         if self._protected is not None:

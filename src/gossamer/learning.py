@@ -60,27 +60,44 @@ def learn_masks_(
     """Update the mask variables from the gradients of the weights. The contents of `scratch` are lost."""
     blocks, views = _lay_out(store, gradients, scratch)
     for block in blocks:
-        _mask_gradient_(block, settings)
-        if unscale is not None:
-            block.work.mul_(unscale)
+        _mask_gradient_(block, settings, unscale)
     squares = torch.stack(torch._foreach_norm(views)).square()
     if group is not None:
         dist.all_reduce(squares, group=group)
     _rescale_(blocks, views, weights, squares, settings, connections, moments)
-    healthy = torch.isfinite(squares.sum())
-    if found_inf is not None:
-        healthy = healthy & (found_inf == 0)
-    on_cpu = store.device.type == "cpu"
-    if on_cpu and not healthy:
+    healthy = _healthy(squares, found_inf, group)
+    if store.device.type == "cpu":
+        if healthy:
+            for block in blocks:
+                _descend_(block, block.work, settings, decay, learning_rate)
         return Outcome(squares, healthy)
     for block in blocks:
-        # Without a look at the host the accelerator learns from nothing where gradients were not finite.
-        work = block.work if on_cpu else torch.where(healthy, block.work, 0.0)
-        direction = method.descent_direction_(work, decay=decay)
-        if block.velocity is not None:
-            direction = block.velocity.mul_(settings.mask_momentum).add_(direction).clone()
-        method.update_mask_variable_(block.mask_variable, direction, learning_rate=learning_rate)
+        # No look at the host: where gradients were not finite, the accelerator takes a step of length zero.
+        velocity = None if block.velocity is None else block.velocity.clone()
+        _descend_(
+            block, torch.where(healthy, block.work, 0.0), settings, decay, torch.where(healthy, learning_rate, 0.0)
+        )
+        if block.velocity is not None and velocity is not None:
+            torch.where(healthy, block.velocity, velocity, out=block.velocity)
     return Outcome(squares, healthy)
+
+
+def _healthy(squares: Tensor, found_inf: Tensor | None, group: dist.ProcessGroup | None) -> Tensor:
+    """Whether this step can be learned from; the same answer in all the processes that share the tensors."""
+    healthy = torch.isfinite(squares.sum())
+    if found_inf is None:
+        return healthy
+    if group is not None:
+        found_inf = found_inf.clone()
+        dist.all_reduce(found_inf, dist.ReduceOp.MAX, group=group)
+    return healthy & (found_inf == 0).squeeze()
+
+
+def _descend_(block: _Block, work: Tensor, settings: Settings, decay: float, learning_rate: Tensor) -> None:
+    direction = method.descent_direction_(work, decay=decay)
+    if block.velocity is not None:
+        direction = block.velocity.mul_(settings.mask_momentum).add_(direction).clone()
+    method.update_mask_variable_(block.mask_variable, direction, learning_rate=learning_rate)
 
 
 def _lay_out(
@@ -104,12 +121,16 @@ def _lay_out(
     return blocks, works
 
 
-def _mask_gradient_(block: _Block, settings: Settings) -> None:
+def _mask_gradient_(block: _Block, settings: Settings, unscale: Tensor | None) -> None:
     if block.gradient is None:
         block.work.zero_()
         return
+    gradient = block.gradient
+    if unscale is not None:
+        # First of all, as the L2 term is not scaled; and in the type of the work, where half precision has no room.
+        gradient = block.work.copy_(gradient).mul_(unscale)
     method.mask_gradient(
-        block.gradient,
+        gradient,
         block.weight,
         block.mask_variable,
         estimator=settings.estimator,

@@ -140,6 +140,7 @@ class Sparsifier:
             raise RuntimeError("finish() was called: make a new Sparsifier to train on, or use keep_zeros()")
         if self._leave_at is not None:
             self._leave_if_reached(self._leave_at)
+        self._tell_of_skipped_steps()
         moment = self.plan.at(self.step)
         if moment.phase.masks_train:
             connectivity = self._begin()
@@ -150,9 +151,9 @@ class Sparsifier:
             )
             if (self.step - self.plan.warmup) % _FLOOR_EVERY == 0:
                 connectivity.choose_floor()
-        elif self._connectivity is not None:
+        elif self._connectivity is not None and not self._connectivity.store.frozen:
+            self._connectivity.cut_to_target()  # where gradients were not finite in the last steps
             self._connectivity.freeze()
-        self._tell_of_skipped_steps()
         self.phase = moment.phase
         self.step += 1
         return self.phase
@@ -171,12 +172,12 @@ class Sparsifier:
                 "to the target now, without training afterwards. Give the true total_steps to train at the target",
                 stacklevel=2,
             )
-            connectivity = self._begin()
-            connectivity.set(learning_rate=0.0, budget=self._target.final, step=self.step)
-            with torch.no_grad():
-                connectivity.set_masks()
-                connectivity.show()
+            self._begin()
+        self._tell_of_skipped_steps()
         if self._connectivity is not None:
+            self._connectivity.cut_to_target()
+            with torch.no_grad():
+                self._connectivity.show()  # should a step have been interrupted
             self._connectivity.freeze()
         for handle in self._handles:
             handle.remove()
