@@ -60,14 +60,14 @@ class HealthLog:
         self.first_step, self.mask_steps = first_step, max(1, mask_steps)
         slots = min(SLOTS, self.mask_steps)
         self.slot = torch.zeros(1, dtype=torch.int64, device=device)
-        self.decay = torch.zeros(slots, device=device)
+        self.decay = torch.zeros(slots, dtype=torch.float32, device=device)
         self.connections = torch.zeros(slots, dtype=torch.int64, device=device)
         self.flips = torch.zeros(slots, dtype=torch.int64, device=device)
-        self.gradient_squares = torch.zeros(tensors, device=device)
-        self.gradient_weight = torch.zeros((), device=device)
+        self.gradient_squares = torch.zeros(tensors, dtype=torch.float32, device=device)
+        self.gradient_weight = torch.zeros((), dtype=torch.float32, device=device)
         self.skipped = torch.zeros((), dtype=torch.int64, device=device)
         pinned = device.type == "cuda"
-        self._skipped_on_host = torch.zeros((), dtype=torch.int64, pin_memory=pinned)
+        self._skipped_on_host = torch.zeros((), dtype=torch.int64, device="cpu", pin_memory=pinned)
 
     def set_step(self, step: int) -> None:
         slots = self.decay.numel()
@@ -77,7 +77,7 @@ class HealthLog:
         self.decay.index_copy_(0, self.slot, decay.reshape(1).to(self.decay.dtype))
         self.connections.index_copy_(0, self.slot, connections.reshape(1))
         self.flips.index_add_(0, self.slot, flips.reshape(1))
-        fresh = torch.where(healthy, 1.0 - _MEMORY, 0.0)
+        fresh = healthy.to(torch.float32) * (1.0 - _MEMORY)
         self.gradient_squares.lerp_(torch.where(healthy, squares, 0.0).to(torch.float32), fresh)
         self.gradient_weight.lerp_(torch.ones_like(self.gradient_weight), fresh)
         self.skipped.add_(healthy.logical_not())
