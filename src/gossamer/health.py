@@ -6,6 +6,7 @@ reads, computed when asked for.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -88,10 +89,11 @@ class HealthLog:
         self._skipped_on_host.copy_(self.skipped, non_blocking=True)
         return int(self._skipped_on_host) if self.skipped.device.type == "cpu" else seen
 
-    def state(self) -> dict[str, Tensor]:
-        return {name: getattr(self, name).clone() for name in _LOGGED}
+    def state(self) -> dict[str, Any]:
+        return {"mask_steps": self.mask_steps, **{name: getattr(self, name).clone() for name in _LOGGED}}
 
-    def load(self, state: dict[str, Tensor]) -> None:
+    def load(self, state: dict[str, Any]) -> None:
+        self.mask_steps = state["mask_steps"]  # of the plan as it was when masks began to learn
         for name in _LOGGED:
             setattr(self, name, state[name].to(self.decay.device).clone())
 

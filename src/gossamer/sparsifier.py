@@ -13,13 +13,14 @@ Everything that has to be done to gradients first (accumulation, all-reduce, un-
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gossamer import method
+from gossamer._claims import claim, release
 from gossamer._hooks import uncompiled
 from gossamer._selectors import Selectors
 from gossamer.connectivity import Connectivity, floors
@@ -99,6 +100,7 @@ class Sparsifier:
         self._told_of_skipped = 0
         self.step = 0
         self.phase = self.plan.at(0).phase
+        claim(self, self.weights)
         before, after = uncompiled(self._before_step), uncompiled(self._after_step)
         self._handles = [each.register_step_pre_hook(before) for each in optimizers]
         self._handles += [each.register_step_post_hook(after) for each in optimizers]
@@ -179,8 +181,12 @@ class Sparsifier:
             with torch.no_grad():
                 self._connectivity.show()  # should a step have been interrupted
             self._connectivity.freeze()
+        self._let_go()
+
+    def _let_go(self) -> None:
         for handle in self._handles:
             handle.remove()
+        release(self)
         self.phase = Phase.FINISHED
 
     def impose(self, other: nn.Module) -> None:
@@ -188,7 +194,10 @@ class Sparsifier:
         parameters = dict(other.named_parameters())
         missing = [name for name in self.masks if name not in parameters]
         if missing:
-            raise KeyError(f"expected a model with the weights {', '.join(missing[:3])}, got one without them")
+            raise KeyError(
+                f"expected a model with the weights {', '.join(missing[:3])}, got one without them: "
+                "of a wrapper such as AveragedModel give the model inside, its .module"
+            )
         with torch.no_grad():
             for name, mask in self.masks.items():
                 tensor = local(parameters[name])
@@ -316,15 +325,25 @@ class Sparsifier:
         self._check_state(state)
         self.step, self.phase, self.plan = state["step"], Phase(state["phase"]), Plan(**state["plan"])
         self._connectivity = None
-        if "mask" not in state:
-            return
-        connectivity = self._begin()
-        with torch.no_grad():
-            connectivity.load_state_dict(state)
-            if self.phase is not Phase.WARMUP:
-                connectivity.show()
+        if "mask" in state:
+            connectivity = self._begin()
+            with torch.no_grad():
+                connectivity.load_state_dict(state)
+                if self.phase is not Phase.WARMUP:
+                    connectivity.show()
+            self._told_of_skipped = int(connectivity.log.skipped)
+        if self.phase is Phase.FINISHED:
+            self._let_go()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a Sparsifier cannot be copied or pickled, as its hooks would stay behind: "
+            "save its state_dict(), make a new one for the copied model and optimizer, and load it there"
+        )
 
     def _check_state(self, state: dict[str, Any]) -> None:
+        if self.phase is Phase.FINISHED:
+            raise RuntimeError("finish() was called, so this Sparsifier has no hooks: make a new one to load the state")
         if state.get("format") != _FORMAT:
             raise ValueError(
                 f"expected the state of a Sparsifier in format {_FORMAT}, got {state.get('format')!r}: "
