@@ -39,22 +39,28 @@ class Connectivity:
         self.weights, self._settings, self._target, self._group = weights, settings, target, group
         self._parameters = [weight.parameter for weight in weights]
         self.total = sum(parameter.numel() for parameter in self._parameters)
-        with torch.no_grad():
-            self.store = store = Store(self._parameters, momentum=settings.mask_momentum > 0)
-            torch._foreach_copy_(store.dense_views, [local(parameter) for parameter in self._parameters])
-            if settings.start == "magnitude":
-                torch.abs(store.dense, out=store.mask_variable)
-                store.mask_variable.clamp_min_(torch.finfo(store.dtype).tiny)
-            else:
-                store.mask_variable.fill_(settings.start_value)
-            self._floors = floors(store.sizes, settings.floor)
-            self._protected = store.strongest(self._floors) if sum(self._floors) else None
+        self.store = store = Store(self._parameters, momentum=settings.mask_momentum > 0)
+        self._floors = floors(store.sizes, settings.floor)
+        self._protected: Tensor | None = None
+        self.take_up()
         self._costs = target.costs_on(store.sizes, store.device)
         self.log = HealthLog(len(weights), *log, store.device)
         # Scalars on the device, so that a captured step reads what was set before its replay.
         self.learning_rate = torch.zeros((), dtype=store.dtype, device=store.device)
         self.budget = torch.zeros((), dtype=torch.int64, device=store.device)
         self._met = torch.full_like(self.budget, target.total)  # the budget that the masks meet now
+
+    def take_up(self) -> None:
+        """Begin from what the parameters hold now: w̃ is the weight, m̃ its start."""
+        store, settings = self.store, self._settings
+        with torch.no_grad():
+            torch._foreach_copy_(store.dense_views, [local(parameter) for parameter in self._parameters])
+            if settings.start == "magnitude":
+                torch.abs(store.dense, out=store.mask_variable)
+                store.mask_variable.clamp_min_(torch.finfo(store.dtype).tiny)
+            else:
+                store.mask_variable.fill_(settings.start_value)
+            self._protected = store.strongest(self._floors) if sum(self._floors) else None
 
     def set(self, *, learning_rate: float, budget: int, step: int) -> None:
         """What the next step of mask learning shall use."""

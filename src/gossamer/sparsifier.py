@@ -146,6 +146,8 @@ class Sparsifier:
         moment = self.plan.at(self.step)
         if moment.phase.masks_train:
             connectivity = self._begin()
+            if self.step == self.plan.warmup:
+                connectivity.take_up()  # another optimizer, or the user, may have moved weights since
             connectivity.set(
                 learning_rate=self.settings.mask_lr * self._anneal(moment.settling, moment.phase),
                 budget=self._target.budget(moment.ramp),
