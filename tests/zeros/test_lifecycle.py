@@ -226,3 +226,11 @@ def test_keep_zeros_lets_go() -> None:
     run.loss(0).backward()
     optimizer.step()
     assert differences(zeros(run.model), before)
+
+
+@pytest.mark.parametrize("warmup", [0, 6])
+def test_weights_loaded_before_masks_learn_count(warmup: int) -> None:
+    run, other = (start(MLP, warmup=f"{warmup}it", seed=seed).train(warmup) for seed in (0, 3))
+    other.model.load_state_dict(run.model.state_dict())
+    other.optimizer.load_state_dict(copy.deepcopy(run.optimizer.state_dict()))
+    assert not differences(everything(run.train()), everything(other.train()))
