@@ -5,21 +5,20 @@ except between `hide` and `keep`, when they hold w̃ for the optimizer to update
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import Tensor
 
 from gossamer import method
 from gossamer.budget import meet_budget_
-from gossamer.health import HealthLog
+from gossamer.health import Health, HealthLog
 from gossamer.learning import Moments, learn_masks_
 from gossamer.select import Weight
 from gossamer.settings import Settings
-from gossamer.store import Store, local
+from gossamer.store import Store, gathered, local, shard_axis, sharded_like
 from gossamer.target import Target
 
 
@@ -37,10 +36,11 @@ class Connectivity:
     ) -> None:
         """`log` is the first step of the mask phases and their number; `group` the processes that share each tensor."""
         self.weights, self._settings, self._target, self._group = weights, settings, target, group
+        _refuse_features_in_pieces(weights, settings, group)
         self._parameters = [weight.parameter for weight in weights]
         self.total = sum(parameter.numel() for parameter in self._parameters)
         self.store = store = Store(self._parameters, momentum=settings.mask_momentum > 0)
-        self._floors = floors(store.sizes, settings.floor)
+        self._floors = floors([parameter.numel() for parameter in self._parameters], settings.floor)
         self._protected: Tensor | None = None
         self.take_up()
         self._costs = target.costs_on(store.sizes, store.device)
@@ -60,7 +60,7 @@ class Connectivity:
                 store.mask_variable.clamp_min_(torch.finfo(store.dtype).tiny)
             else:
                 store.mask_variable.fill_(settings.start_value)
-            self._protected = store.strongest(self._floors) if sum(self._floors) else None
+            self._protected = store.strongest(self._floors, self._group) if sum(self._floors) else None
 
     def set(self, *, learning_rate: float, budget: int, step: int) -> None:
         """What the next step of mask learning shall use."""
@@ -70,12 +70,31 @@ class Connectivity:
 
     def choose_floor(self) -> None:
         """Choose again which connections of each tensor the floor keeps: those with the largest mask variables."""
-        if self._protected is not None:
-            self._protected.copy_(self.store.strongest(self._floors))
+        if self._protected is None:
+            return
+        strongest = self.store.strongest(self._floors, self._group)
+        if self._group is None:
+            self._protected.copy_(strongest)  # in place, where a captured step reads it
+        else:
+            self._protected = strongest  # a process has now more of them, now less
 
     def count(self) -> int:
         """Connections that are left, over all processes."""
         return int(self._over_shards(torch.count_nonzero(self.store.mask)))
+
+    def masks(self) -> dict[str, Tensor]:
+        """The masks as they are now, by name of the weight, sharded like it."""
+        return self._named(self.store.mask_views)
+
+    def health(self, step: int, steps_per_epoch: int | None) -> Health:
+        """How mask learning has gone so far. Gathers what is sharded, one tensor at a time."""
+        store = self.store
+        masks = map(gathered, self._parameters, store.mask_views)
+        margins: Iterable[float | None] = [None] * len(self.weights)
+        if not store.frozen:
+            variables = map(gathered, self._parameters, store.mask_variable_views)
+            margins = (float(variable.abs().median()) for variable in variables)
+        return self.log.read(self.weights, masks, margins, step, steps_per_epoch)
 
     # --- a step ---
 
@@ -190,7 +209,9 @@ class Connectivity:
             if store.velocity is not None:
                 state["velocity"] = self._named(store.views(store.velocity))
             if self._protected is not None:
-                state["protected"] = self._protected.clone()
+                protected = torch.zeros_like(store.mask)
+                protected[self._protected] = True
+                state["protected"] = self._named(store.views(protected))
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -206,11 +227,13 @@ class Connectivity:
         if store.velocity is not None:
             self._fill(store.views(store.velocity), state["velocity"])
         if self._protected is not None:
-            self._protected.copy_(state["protected"])
+            protected = torch.zeros_like(store.mask)
+            self._fill(store.views(protected), state["protected"])
+            self._protected = protected.nonzero().flatten()
 
     def _named(self, views: Sequence[Tensor]) -> dict[str, Tensor]:
         pairs = zip(self.weights, views, strict=True)
-        return {weight.name: _sharded_like(weight.parameter, view.clone()) for weight, view in pairs}
+        return {weight.name: sharded_like(weight.parameter, view.clone()) for weight, view in pairs}
 
     def _fill(self, views: Sequence[Tensor], named: dict[str, Tensor]) -> None:
         for weight, view in zip(self.weights, views, strict=True):
@@ -227,14 +250,13 @@ def floors(sizes: Sequence[int], share: float) -> list[int]:
     return [min(size, max(1, math.ceil(share * size))) if share else 0 for size in sizes]
 
 
-def _sharded_like(parameter: nn.Parameter, tensor: Tensor) -> Tensor:
-    if not isinstance(parameter, DTensor):
-        return tensor
-    return DTensor.from_local(
-        tensor,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
+def _refuse_features_in_pieces(weights: Sequence[Weight], settings: Settings, group: dist.ProcessGroup | None) -> None:
+    """A scale a feature needs to know which feature a row of a shard belongs to."""
+    if group is None or settings.scale not in ("batch", "per_sample"):
+        return
+    pieces = [w.name for w in weights if w.groups > 1 and shard_axis(w.parameter) != w.feature_axis]
+    if pieces:
+        raise ValueError(
+            f"scale={settings.scale!r} is not possible for {', '.join(pieces)}: a grouped transposed convolution that "
+            "is cut into shards across its groups. Use scale='global', or exclude it"
+        )

@@ -4,7 +4,7 @@ The log is a few small tensors on the device, written in every step without a lo
 reads, computed when asked for.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,6 @@ from torch import Tensor
 
 from gossamer.method import by_feature
 from gossamer.select import Weight
-from gossamer.store import Store
 
 SLOTS = 1000  # points of the traces over the mask phases
 _LOGGED = ("decay", "connections", "flips", "gradient_squares", "gradient_weight", "skipped")
@@ -97,7 +96,14 @@ class HealthLog:
         for name in _LOGGED:
             setattr(self, name, state[name].to(self.decay.device).clone())
 
-    def read(self, weights: Sequence[Weight], store: Store, step: int, steps_per_epoch: int | None) -> Health:
+    def read(
+        self,
+        weights: Sequence[Weight],
+        masks: Iterable[Tensor],
+        margins: Iterable[float | None],
+        step: int,
+        steps_per_epoch: int | None,
+    ) -> Health:
         filled = [index for index, count in enumerate(self.connections.tolist()) if count]
         slots = self.decay.numel()
         steps = [self.first_step + index * self.mask_steps // slots for index in filled]
@@ -110,7 +116,7 @@ class HealthLog:
         seen = float(self.gradient_weight) or 1.0
         squares = (self.gradient_squares / seen).tolist()
         return Health(
-            layers=tuple(map(_layer, weights, store.mask_views, squares, _margins(store))),
+            layers=tuple(map(_layer, weights, masks, squares, margins)),
             steps=tuple(steps),
             decay=tuple(self.decay.tolist()[index] for index in filled),
             connections=tuple(self.connections.tolist()[index] for index in filled),
@@ -118,12 +124,6 @@ class HealthLog:
             flips_per_epoch=per_epoch,
             skipped_steps=int(self.skipped),
         )
-
-
-def _margins(store: Store) -> list[float | None]:
-    if store.frozen:
-        return [None] * len(store.sizes)
-    return [float(view.abs().median()) if view.numel() else None for view in store.mask_variable_views]
 
 
 def _layer(weight: Weight, mask: Tensor, squares: float, margin: float | None) -> LayerHealth:

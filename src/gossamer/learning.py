@@ -14,7 +14,7 @@ from torch import Tensor
 from gossamer import method
 from gossamer.select import Weight
 from gossamer.settings import Settings
-from gossamer.store import Store
+from gossamer.store import Store, shard_axis
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,7 +64,7 @@ def learn_masks_(
     squares = torch.stack(torch._foreach_norm(views)).square()
     if group is not None:
         dist.all_reduce(squares, group=group)
-    _rescale_(blocks, views, weights, squares, settings, connections, moments)
+    _rescale_(blocks, views, weights, squares, settings, connections, moments, group)
     healthy = _healthy(squares, found_inf, group)
     if store.device.type == "cpu":
         if healthy:
@@ -148,6 +148,7 @@ def _rescale_(
     settings: Settings,
     connections: int,
     moments: Moments | None,
+    group: dist.ProcessGroup | None,
 ) -> None:
     """Eq. (grad_norm) in the reading that was asked for."""
     if settings.scale == "none" or settings.power == 0:
@@ -160,9 +161,18 @@ def _rescale_(
     for view, weight in zip(views, weights, strict=True):
         axis, groups = weight.feature_axis, weight.groups
         if moments is None:
-            scale = method.feature_scale(view, axis, groups)
+            scale = _feature_scale(view, weight, group)
         else:
             total = moments.totals[weight.name].to(view.dtype)
             scale = method.sample_scale(total, moments.samples, view.numel() // total.numel())
         divisor = method.divisor(scale, settings.power)
         view.div_(method.along_features(divisor, view, axis, groups))
+
+
+def _feature_scale(view: Tensor, weight: Weight, group: dist.ProcessGroup | None) -> Tensor:
+    if group is None or shard_axis(weight.parameter) == weight.feature_axis:
+        return method.feature_scale(view, weight.feature_axis, weight.groups)
+    # Each process has a part of every feature.
+    sums = method.by_feature(view, weight.feature_axis, weight.groups).square().sum(dim=1)
+    dist.all_reduce(sums, group=group)
+    return (sums * (sums.numel() / weight.parameter.numel())).sqrt()

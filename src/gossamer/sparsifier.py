@@ -111,7 +111,7 @@ class Sparsifier:
 
     @property
     def connections(self) -> int:
-        """Connections that are left."""
+        """Connections that are left. With sharded weights all processes have to ask."""
         return self._total if self._connectivity is None else self._connectivity.count()
 
     @property
@@ -121,18 +121,16 @@ class Sparsifier:
 
     @property
     def masks(self) -> dict[str, Tensor]:
-        """The masks by name of the weight: True where there is a connection."""
-        if self._connectivity is None:
-            return {weight.name: torch.ones_like(local(weight.parameter), dtype=torch.bool) for weight in self.weights}
-        views = self._connectivity.store.mask_views
-        return {weight.name: view for weight, view in zip(self.weights, views, strict=True)}
+        """The masks by name of the weight: True where there is a connection. Sharded where the weights are."""
+        if self._connectivity is not None:
+            return self._connectivity.masks()
+        return {weight.name: torch.ones_like(weight.parameter, dtype=torch.bool) for weight in self.weights}
 
     def health(self) -> Health:
-        """How mask learning has gone so far; see `Health`."""
+        """How mask learning has gone so far; see `Health`. With sharded weights all processes have to ask."""
         if self._connectivity is None:
             raise RuntimeError(f"masks have not begun to learn: step {self.step} of {self.plan.warmup} of the warm-up")
-        store = self._connectivity.store
-        return self._connectivity.log.read(self.weights, store, self.step, self._steps_per_epoch)
+        return self._connectivity.health(self.step, self._steps_per_epoch)
 
     # --- the steps ---
 
@@ -193,17 +191,17 @@ class Sparsifier:
 
     def impose(self, other: nn.Module) -> None:
         """Put the zeros of the masks into another model with the same names, such as an average of the weights."""
-        parameters = dict(other.named_parameters())
-        missing = [name for name in self.masks if name not in parameters]
+        parameters, masks = dict(other.named_parameters()), self.masks
+        missing = [name for name in masks if name not in parameters]
         if missing:
             raise KeyError(
                 f"expected a model with the weights {', '.join(missing[:3])}, got one without them: "
                 "of a wrapper such as AveragedModel give the model inside, its .module"
             )
         with torch.no_grad():
-            for name, mask in self.masks.items():
+            for name, mask in masks.items():
                 tensor = local(parameters[name])
-                tensor.copy_(method.masked_weight(tensor, mask.to(tensor.device)))
+                tensor.copy_(method.masked_weight(tensor, local(mask).to(tensor.device)))
 
     def _begin(self) -> Connectivity:
         """The masks begin to train, if they have not begun yet."""
@@ -352,6 +350,11 @@ class Sparsifier:
                 "load it with the version of gossamer that wrote it"
             )
         if "mask" not in state:
+            if Phase(state["phase"]) not in (Phase.WARMUP, Phase.FINISHED):
+                raise ValueError(
+                    f"the state is of the {state['phase']} phase but has no masks: give back all of state_dict() "
+                    "(torch.distributed.checkpoint loads only entries that the state given to it has)"
+                )
             return
         names = {weight.name: weight.parameter.shape for weight in self.weights}
         found = {name: tensor.shape for name, tensor in state["mask"].items()}

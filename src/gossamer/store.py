@@ -26,6 +26,32 @@ def local(tensor: Tensor) -> Tensor:
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
+def sharded_like(parameter: nn.Parameter, tensor: Tensor) -> Tensor:
+    """What lies in this process of a tensor with the shape and the sharding of the parameter, as that tensor."""
+    if not isinstance(parameter, DTensor):
+        return tensor
+    return DTensor.from_local(
+        tensor,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+
+
+def gathered(parameter: nn.Parameter, tensor: Tensor) -> Tensor:
+    """The same, whole in every process."""
+    whole = sharded_like(parameter, tensor)
+    return whole.full_tensor() if isinstance(whole, DTensor) else whole
+
+
+def shard_axis(parameter: nn.Parameter) -> int | None:
+    """The axis along which a parameter is cut into shards, or None where it is whole."""
+    placements = parameter.placements if isinstance(parameter, DTensor) else ()
+    return next((placement.dim for placement in placements if isinstance(placement, Shard)), None)
+
+
 def shard_group(parameters: Sequence[nn.Parameter]) -> dist.ProcessGroup | None:
     """The processes over which the tensors are sharded, or None where each process has them whole."""
     groups: set[dist.ProcessGroup | None] = set()
@@ -97,14 +123,25 @@ class Store:
     def frozen(self) -> bool:
         return not self.mask_variable_views
 
-    def strongest(self, shares: Sequence[int]) -> Tensor:
-        """Positions of the so many largest mask variables of each tensor."""
-        return torch.cat(
-            [
-                self.mask_variable[offset : offset + size].topk(share).indices + offset
-                for offset, size, share in zip(self.offsets, self.sizes, shares, strict=True)
+    def strongest(self, shares: Sequence[int], group: dist.ProcessGroup | None = None) -> Tensor:
+        """Positions, in this process, of the so many largest mask variables of each tensor."""
+        best = [
+            self.mask_variable[offset : offset + size].topk(min(share, size))
+            for offset, size, share in zip(self.offsets, self.sizes, shares, strict=True)
+        ]
+        if group is None:
+            chosen = [each.indices for each in best]
+        else:
+            # Each process offers its best ones, and the best of all offers are taken.
+            offers = [
+                nn.functional.pad(b.values, (0, n - len(b.values)), value=-torch.inf)
+                for b, n in zip(best, shares, strict=True)
             ]
-        )
+            chosen = [
+                each.indices[_own_among_best(offered, share, dist.get_rank(group))[: len(each.indices)]]
+                for each, offered, share in zip(best, _offers_of_all(offers, group), shares, strict=True)
+            ]
+        return torch.cat([indices + offset for indices, offset in zip(chosen, self.offsets, strict=True)])
 
 
 def _dense_strides(tensor: Tensor) -> tuple[int, ...]:
@@ -112,3 +149,19 @@ def _dense_strides(tensor: Tensor) -> tuple[int, ...]:
     if any(tensor.is_contiguous(memory_format=layout) for layout in _LAYOUTS.get(tensor.dim(), ())):
         return tensor.stride()
     return tuple(math.prod(tensor.shape[axis + 1 :]) for axis in range(tensor.dim()))
+
+
+def _offers_of_all(offers: Sequence[Tensor], group: dist.ProcessGroup) -> tuple[Tensor, ...]:
+    """What every process offers, one row a process, for each tensor."""
+    own = torch.cat(list(offers))
+    everyone = own.new_empty(dist.get_world_size(group) * own.numel())
+    dist.all_gather_into_tensor(everyone, own, group=group)
+    sizes = [len(offer) for offer in offers]
+    return torch.split_with_sizes(everyone.view(-1, own.numel()), sizes, dim=1)
+
+
+def _own_among_best(offered: Tensor, share: int, rank: int) -> Tensor:
+    """Which offers of this process are among the so many best of all."""
+    taken = torch.zeros(offered.numel(), dtype=torch.bool, device=offered.device)
+    taken[offered.flatten().topk(share).indices] = True
+    return taken.view_as(offered)[rank]
