@@ -1,7 +1,9 @@
-"""Which weights somebody makes sparse already: two would each undo what the other does."""
+"""Who updates a weight and who makes it sparse: one optimizer and one sparsifier, or each undoes the other's work."""
 
 from collections.abc import Sequence
 from weakref import WeakKeyDictionary
+
+from torch.optim import Optimizer
 
 from gossamer.select import Weight
 
@@ -22,3 +24,28 @@ def claim(owner: object, weights: Sequence[Weight]) -> None:
 
 def release(owner: object) -> None:
     _CLAIMS.pop(owner, None)
+
+
+def owned_by(optimizers: Sequence[Optimizer], weights: Sequence[Weight]) -> list[tuple[Optimizer, list[int]]]:
+    """Which weights each optimizer updates. Each weight must be updated by exactly one."""
+    owners: list[list[int]] = [[] for _ in weights]
+    for number, optimizer in enumerate(optimizers):
+        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        for index, weight in enumerate(weights):
+            if id(weight.parameter) in held:
+                owners[index].append(number)
+    problems = []
+    for weight, numbers in zip(weights, owners, strict=True):
+        if not numbers:
+            problems.append(
+                f"{weight.name} is not in the optimizer: give the optimizer that updates it (a list where there are "
+                "several), or exclude it. An engine that flattens parameters, such as DeepSpeed ZeRO, is not supported"
+            )
+        if len(numbers) > 1:
+            problems.append(f"{weight.name} is in {len(numbers)} optimizers: let exactly one update it, or exclude it")
+    if problems:
+        raise ValueError("weights that cannot be made sparse:\n  " + "\n  ".join(problems))
+    return [
+        (optimizer, [index for index, numbers in enumerate(owners) if numbers == [number]])
+        for number, optimizer in enumerate(optimizers)
+    ]

@@ -15,10 +15,12 @@ from torch import Tensor
 from gossamer import method
 from gossamer.budget import meet_budget_
 from gossamer.health import Health, HealthLog
-from gossamer.learning import Moments, learn_masks_
+from gossamer.learning import learn_masks_
+from gossamer.sample_scales import SampleScales
 from gossamer.select import Weight
 from gossamer.settings import Settings
-from gossamer.store import Store, gathered, local, shard_axis, sharded_like
+from gossamer.sharding import gathered, local, sharded_like
+from gossamer.store import Store
 from gossamer.target import Target
 
 
@@ -33,11 +35,13 @@ class Connectivity:
         *,
         log: tuple[int, int],
         group: dist.ProcessGroup | None,
+        replicas: dist.ProcessGroup | None,
     ) -> None:
-        """`log` is the first step of the mask phases and their number; `group` the processes that share each tensor."""
+        """`log` is the first step of the mask phases and their number; `group` the processes that share each tensor,
+        `replicas` those that hold copies of the model and a part of each batch."""
         self.weights, self._settings, self._target, self._group = weights, settings, target, group
-        _refuse_features_in_pieces(weights, settings, group)
         self._parameters = [weight.parameter for weight in weights]
+        self.names = [weight.name for weight in weights]
         self.total = sum(parameter.numel() for parameter in self._parameters)
         self.store = store = Store(self._parameters, momentum=settings.mask_momentum > 0)
         self._floors = floors([parameter.numel() for parameter in self._parameters], settings.floor)
@@ -45,6 +49,9 @@ class Connectivity:
         self.take_up()
         self._costs = target.costs_on(store.sizes, store.device)
         self.log = HealthLog(len(weights), *log, store.device)
+        self._samples = None
+        if settings.scale == "per_sample":
+            self._samples = SampleScales(weights, dict(zip(self.names, store.dense_views, strict=True)), replicas)
         # Scalars on the device, so that a captured step reads what was set before its replay.
         self.learning_rate = torch.zeros((), dtype=store.dtype, device=store.device)
         self.budget = torch.zeros((), dtype=torch.int64, device=store.device)
@@ -89,20 +96,21 @@ class Connectivity:
     def health(self, step: int, steps_per_epoch: int | None) -> Health:
         """How mask learning has gone so far. Gathers what is sharded, one tensor at a time."""
         store = self.store
-        masks = map(gathered, self._parameters, store.mask_views)
+        masks = map(gathered, store.mask_views, self._parameters)
         margins: Iterable[float | None] = [None] * len(self.weights)
         if not store.frozen:
-            variables = map(gathered, self._parameters, store.mask_variable_views)
+            variables = map(gathered, store.mask_variable_views, self._parameters)
             margins = (float(variable.abs().median()) for variable in variables)
         return self.log.read(self.weights, masks, margins, step, steps_per_epoch)
 
     # --- a step ---
 
     def learn(
-        self, *, unscale: Tensor | None = None, found_inf: Tensor | None = None, moments: Moments | None = None
+        self, *, unscale: Tensor | None = None, found_inf: Tensor | None = None, loss_scale: float | None = None
     ) -> None:
         """Update mask variables from the gradients of the parameters, then the masks. Parameters are left undefined:
-        `hide` or `show` has to follow."""
+        `hide` or `show` has to follow. `unscale` is what the gradients have still to be multiplied by; `loss_scale`
+        what the loss was multiplied by, which only the per-sample scale needs to know."""
         store = self.store
         outcome = learn_masks_(
             store,
@@ -115,7 +123,7 @@ class Connectivity:
             connections=self.total,
             unscale=unscale,
             found_inf=found_inf,
-            moments=moments,
+            moments=None if self._samples is None else self._samples.take(loss_scale),
             group=self._group,
         )
         store.previous.copy_(store.mask)
@@ -157,8 +165,8 @@ class Connectivity:
             )
             return torch.where(self.learning_rate > 0, threshold / self.learning_rate, 0.0)
         if self._protected is not None:
-            kept = store.mask_variable[self._protected].clamp_min_(torch.finfo(store.dtype).tiny)
-            store.mask_variable[self._protected] = kept
+            kept = store.mask_variable.index_select(0, self._protected).clamp_min_(torch.finfo(store.dtype).tiny)
+            store.mask_variable.index_copy_(0, self._protected, kept)
         torch.gt(store.mask_variable, 0, out=store.mask)
         return torch.full((), self._target.decay, device=store.device)
 
@@ -196,6 +204,8 @@ class Connectivity:
         """Masks stay as they are from now on."""
         if not self.store.frozen:
             self.store.freeze()
+        if self._samples is not None:
+            self._samples.close()
 
     # --- checkpoints ---
 
@@ -232,12 +242,12 @@ class Connectivity:
             self._protected = protected.nonzero().flatten()
 
     def _named(self, views: Sequence[Tensor]) -> dict[str, Tensor]:
-        pairs = zip(self.weights, views, strict=True)
-        return {weight.name: sharded_like(weight.parameter, view.clone()) for weight, view in pairs}
+        triples = zip(self.names, self._parameters, views, strict=True)
+        return {name: sharded_like(view.clone(), parameter) for name, parameter, view in triples}
 
     def _fill(self, views: Sequence[Tensor], named: dict[str, Tensor]) -> None:
-        for weight, view in zip(self.weights, views, strict=True):
-            view.copy_(local(named[weight.name]))
+        for name, view in zip(self.names, views, strict=True):
+            view.copy_(local(named[name]))
 
     def _over_shards(self, counts: Tensor) -> Tensor:
         if self._group is not None:
@@ -248,15 +258,3 @@ class Connectivity:
 def floors(sizes: Sequence[int], share: float) -> list[int]:
     """How many connections of each tensor are never removed."""
     return [min(size, max(1, math.ceil(share * size))) if share else 0 for size in sizes]
-
-
-def _refuse_features_in_pieces(weights: Sequence[Weight], settings: Settings, group: dist.ProcessGroup | None) -> None:
-    """A scale a feature needs to know which feature a row of a shard belongs to."""
-    if group is None or settings.scale not in ("batch", "per_sample"):
-        return
-    pieces = [w.name for w in weights if w.groups > 1 and shard_axis(w.parameter) != w.feature_axis]
-    if pieces:
-        raise ValueError(
-            f"scale={settings.scale!r} is not possible for {', '.join(pieces)}: a grouped transposed convolution that "
-            "is cut into shards across its groups. Use scale='global', or exclude it"
-        )

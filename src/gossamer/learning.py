@@ -14,7 +14,8 @@ from torch import Tensor
 from gossamer import method
 from gossamer.select import Weight
 from gossamer.settings import Settings
-from gossamer.store import Store, shard_axis
+from gossamer.sharding import shard_axis
+from gossamer.store import Store
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,7 +66,7 @@ def learn_masks_(
     if group is not None:
         dist.all_reduce(squares, group=group)
     _rescale_(blocks, views, weights, squares, settings, connections, moments, group)
-    healthy = _healthy(squares, found_inf, group)
+    healthy = _healthy(squares, found_inf, moments, group)
     if store.device.type == "cpu":
         if healthy:
             for block in blocks:
@@ -82,9 +83,13 @@ def learn_masks_(
     return Outcome(squares, healthy)
 
 
-def _healthy(squares: Tensor, found_inf: Tensor | None, group: dist.ProcessGroup | None) -> Tensor:
+def _healthy(
+    squares: Tensor, found_inf: Tensor | None, moments: Moments | None, group: dist.ProcessGroup | None
+) -> Tensor:
     """Whether this step can be learned from; the same answer in all the processes that share the tensors."""
     healthy = torch.isfinite(squares.sum())
+    if moments is not None:
+        healthy = healthy & torch.isfinite(torch.stack([total.sum() for total in moments.totals.values()]).sum())
     if found_inf is None:
         return healthy
     if group is not None:

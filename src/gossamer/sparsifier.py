@@ -17,11 +17,12 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from gossamer import method
-from gossamer._claims import claim, release
-from gossamer._hooks import uncompiled
+from gossamer._claims import claim, owned_by, release
+from gossamer._hooks import capturing, uncompiled, unscaling
 from gossamer._selectors import Selectors
 from gossamer.connectivity import Connectivity, floors
 from gossamer.flops import positions
@@ -29,7 +30,7 @@ from gossamer.health import Health
 from gossamer.schedule import Phase, Plan, make_plan
 from gossamer.select import Weight, select
 from gossamer.settings import choose
-from gossamer.store import local, shard_group
+from gossamer.sharding import local, shard_axis, shard_group
 from gossamer.target import make_target
 
 _FLOOR_EVERY = 100  # mask steps between two choices of the connections that the floor keeps
@@ -44,7 +45,8 @@ class Sparsifier:
     exactly; needs `example_input`) and `decay` (the paper's fixed λ1; `leave_at` ends the sparsify phase early once
     that sparsity is reached). `total_steps` is the number of optimizer steps of the whole run, over which the phases
     are laid out; durations in epochs need `steps_per_epoch`. `include` and `exclude` choose tensors by name pattern,
-    module class or module. Any field of `Settings` can be given by name on top of a `preset`.
+    module class or module. `loss_scale=scaler.get_scale` is needed where a scaled loss meets scale="per_sample". Any
+    field of `Settings` can be given by name on top of a `preset`.
 
     For a step captured in a CUDA graph call `advance()` before each replay, and capture again when `phase` changes.
     """
@@ -70,8 +72,10 @@ class Sparsifier:
         self.settings = choose(preset, settings)
         self.weights: tuple[Weight, ...] = select(model, include=include, exclude=exclude)
         optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
-        self._owned = _owned(self.weights, optimizers)
+        self._owned = owned_by(optimizers, self.weights)
         self._group = shard_group([weight.parameter for weight in self.weights])
+        self._replicas = model.process_group if isinstance(model, DistributedDataParallel) else None
+        self._check_scale()
         self.plan = make_plan(
             total_steps,
             warmup=self.settings.warmup,
@@ -212,8 +216,17 @@ class Sparsifier:
                 self._target,
                 log=(self.plan.warmup, self.plan.sparsify + self.plan.stabilise),
                 group=self._group,
+                replicas=self._replicas,
             )
         return self._connectivity
+
+    def _check_scale(self) -> None:
+        sharded = self._group is not None
+        if sharded and self.settings.scale == "per_sample":
+            raise ValueError('scale="per_sample" needs whole weights in every process: use DDP, or scale="global"')
+        pieces = [w.name for w in self.weights if w.groups > 1 and shard_axis(w.parameter) != w.feature_axis]
+        if sharded and self.settings.scale == "batch" and pieces:
+            raise ValueError(f'scale="batch" cannot see the features of {pieces[0]} in shards: use scale="global"')
 
     def _anneal(self, settling: float, phase: Phase) -> float:
         if self.settings.anneal == "cosine":
@@ -242,7 +255,7 @@ class Sparsifier:
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         leads = optimizer is self._owned[0][0]  # of several optimizers the first one is the clock
-        if leads and not _capturing():
+        if leads and not capturing():
             self.advance()
         if self._connectivity is None or self.phase is Phase.WARMUP:
             return None
@@ -262,14 +275,18 @@ class Sparsifier:
 
     def _learn(self, optimizer: Optimizer, connectivity: Connectivity) -> None:
         try:
-            connectivity.learn(unscale=_unscale(optimizer), found_inf=getattr(optimizer, "found_inf", None))
+            connectivity.learn(
+                unscale=unscaling(optimizer),
+                found_inf=getattr(optimizer, "found_inf", None),
+                loss_scale=None if self._loss_scale is None else self._loss_scale(),
+            )
         except BaseException:
             connectivity.show()
             raise
 
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._connectivity is None:
-            if self.plan.at(self.step).phase.masks_train and not _capturing():
+            if self.plan.at(self.step).phase.masks_train and not capturing():
                 self._begin()  # so that whatever watches the forward pass is in place for the next one
             return
         if self.phase is Phase.WARMUP:
@@ -324,6 +341,8 @@ class Sparsifier:
         """Go on from a `state_dict()`; load the model's and the optimizer's state too."""
         self._check_state(state)
         self.step, self.phase, self.plan = state["step"], Phase(state["phase"]), Plan(**state["plan"])
+        if self._connectivity is not None:
+            self._connectivity.freeze()  # lets go of what watches the model
         self._connectivity = None
         if "mask" in state:
             connectivity = self._begin()
@@ -365,38 +384,3 @@ class Sparsifier:
                 + ", ".join(f"{name} {tuple(shape)}" for name, shape in wrong[:4])
                 + ": build the model and give include= and exclude= as before"
             )
-
-
-def _owned(weights: Sequence[Weight], optimizers: Sequence[Optimizer]) -> list[tuple[Optimizer, list[int]]]:
-    """Which weights each optimizer updates. Each weight must be updated by exactly one."""
-    owners: list[list[int]] = [[] for _ in weights]
-    for number, optimizer in enumerate(optimizers):
-        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        for index, weight in enumerate(weights):
-            if id(weight.parameter) in held:
-                owners[index].append(number)
-    problems = []
-    for weight, numbers in zip(weights, owners, strict=True):
-        if not numbers:
-            problems.append(
-                f"{weight.name} is not in the optimizer: give the optimizer that updates it (a list where there are "
-                "several), or exclude it. An engine that flattens parameters, such as DeepSpeed ZeRO, is not supported"
-            )
-        if len(numbers) > 1:
-            problems.append(f"{weight.name} is in {len(numbers)} optimizers: let exactly one update it, or exclude it")
-    if problems:
-        raise ValueError("weights that cannot be made sparse:\n  " + "\n  ".join(problems))
-    return [
-        (optimizer, [index for index, numbers in enumerate(owners) if numbers == [number]])
-        for number, optimizer in enumerate(optimizers)
-    ]
-
-
-def _unscale(optimizer: Optimizer) -> Tensor | None:
-    """What gradients have to be multiplied by where a GradScaler leaves their un-scaling to a fused optimizer."""
-    scale = getattr(optimizer, "grad_scale", None)
-    return None if scale is None else scale.double().reciprocal().float()
-
-
-def _capturing() -> bool:
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
