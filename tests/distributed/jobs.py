@@ -96,12 +96,24 @@ def alone(network: str, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def data_parallel(rank: int, folder: Path, network: str, options: dict[str, Any]) -> dict[str, Any]:
-    model = DistributedDataParallel(BUILDS[network](), broadcast_buffers=False)
+    model = DistributedDataParallel(BUILDS[network](), gradient_as_bucket_view=True)
     optimizer = SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-3)
-    sparsifier = Sparsifier(model.module, optimizer, **options_of(network, options))
+    sparsifier = Sparsifier(model, optimizer, **options_of(network, options))
     with counted_collectives() as collectives:
         trace = train(model, optimizer, network, range(STEPS), rows=part(rank))
     return {"trace": trace, "connections": sparsifier.connections, "collectives": len(collectives)}
+
+
+def shared_optimizer(rank: int, folder: Path, network: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Data-parallel training where each process keeps the optimizer state of a part of the parameters."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # warns when imported, so not in the tests' process
+
+    model = DistributedDataParallel(BUILDS[network]())
+    rates = {"lr": 0.05, "momentum": 0.9, "weight_decay": 1e-3}
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), optimizer_class=SGD, **rates)
+    sparsifier = Sparsifier(model, optimizer, **options_of(network, options))
+    trace = train(model, optimizer, network, range(STEPS), rows=part(rank))
+    return {"trace": trace, "connections": sparsifier.connections}
 
 
 @contextmanager
@@ -120,9 +132,11 @@ def counted_collectives() -> Iterator[list[str]]:
         yield called
 
 
-def _sharded(network: str, options: dict[str, Any]) -> tuple[nn.Module, Optimizer, Sparsifier]:
+def _sharded(
+    network: str, options: dict[str, Any], mesh_shape: tuple[int, ...] = (2,)
+) -> tuple[nn.Module, Optimizer, Sparsifier]:
     model = BUILDS[network]()
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=("replicas", "shards")[-len(mesh_shape) :])
     for layer in model:
         if list(layer.parameters()):
             fully_shard(layer, mesh=mesh)
@@ -142,8 +156,10 @@ def _health(sparsifier: Sparsifier) -> dict[str, Any]:
     }
 
 
-def sharded(rank: int, folder: Path, network: str, options: dict[str, Any]) -> dict[str, Any]:
-    model, optimizer, sparsifier = _sharded(network, options)
+def sharded(
+    rank: int, folder: Path, network: str, options: dict[str, Any], mesh_shape: tuple[int, ...] = (2,)
+) -> dict[str, Any]:
+    model, optimizer, sparsifier = _sharded(network, options, mesh_shape)
     trace = train(model, optimizer, network, range(STEPS), rows=part(rank))
     connections, health = sparsifier.connections, _health(sparsifier)
     masks = {name: whole(mask) for name, mask in sparsifier.masks.items()}

@@ -10,7 +10,7 @@ from distributed.processes import Results
 
 @pytest.mark.parametrize("case", SHARDED)
 def test_two_shards_learn_what_one_process_learns(case: str, results: Results) -> None:
-    network, options = SHARDED[case]
+    network, options = SHARDED[case][:2]
     single = alone(network, options)
     for result in results.of(f"sharded, {case}"):
         assert result["connections"] == single["connections"]
