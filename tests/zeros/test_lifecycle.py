@@ -47,6 +47,7 @@ VARIANTS = {
         "total_steps": 30,
     },
     "flops": {"flops": 0.3, "example_input": MLP.batch(0)[0]},
+    "per_sample": {"sparsity": SPARSITY, "scale": "per_sample", "mask_lr": 0.05},
     "no_floor": {"floor": 0.0},
     "big_floor": {"floor": 0.1},
     "no_warmup": {"warmup": "0it"},
@@ -86,8 +87,9 @@ def test_the_order_of_loading_does_not_matter() -> None:
     assert not differences(everything(resumed.train()), everything(run.train()))
 
 
-def test_loading_into_the_same_run_goes_back() -> None:
-    run = start(MLP).train(9)
+@pytest.mark.parametrize("scale", ["global", "per_sample"])
+def test_loading_into_the_same_run_goes_back(scale: str) -> None:
+    run = start(MLP, scale=scale).train(9)
     state = through_file(everything(run))
     end = through_file(everything(run.train()))
     assert run.sparsifier.phase is Phase.FINETUNE
@@ -120,6 +122,13 @@ def test_a_finished_sparsifier_loads_nothing() -> None:
     run.sparsifier.finish()
     with pytest.raises(RuntimeError, match="make a new one"):
         run.sparsifier.load_state_dict(state)
+
+
+def test_a_state_without_its_masks_is_refused() -> None:
+    run = start(MLP).train(9)
+    partial = {name: value for name, value in run.sparsifier.state_dict().items() if name in ("format", "step", "plan")}
+    with pytest.raises(ValueError, match=r"sparsify phase but has no masks"):
+        start(MLP).sparsifier.load_state_dict({**partial, "phase": "sparsify"})
 
 
 def test_finishing_twice_is_finishing_once() -> None:
@@ -214,6 +223,15 @@ def test_impose_wants_the_bare_model() -> None:
     run = start(MLP).train()
     with pytest.raises(KeyError, match=r"\.module"):
         run.sparsifier.impose(AveragedModel(run.model))
+
+
+def test_masks_are_a_copy() -> None:
+    run = start(MLP).train(9)
+    masks = run.sparsifier.masks
+    before = copy.deepcopy(masks)
+    run.train()
+    assert not differences(masks, before)
+    assert differences(masks, run.sparsifier.masks)
 
 
 def test_keep_zeros_lets_go() -> None:
