@@ -62,6 +62,10 @@ def learn_masks_(
     blocks, views = _lay_out(store, gradients, scratch)
     for block in blocks:
         _mask_gradient_(block, settings, unscale)
+    if settings.l2:
+        for view, gradient in zip(views, gradients, strict=True):
+            if gradient is None:
+                view.zero_()  # no gradient, no step: as optimizers do with weight decay
     squares = torch.stack(torch._foreach_norm(views)).square()
     if group is not None:
         dist.all_reduce(squares, group=group)
