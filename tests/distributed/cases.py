@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from distributed.jobs import checkpointed, data_parallel, kept, resumed, sharded, shared_optimizer
+from distributed.jobs import checkpointed, data_parallel, kept, refusals, resumed, sharded, shared_optimizer
 from distributed.processes import Job
 
 DATA_PARALLEL: dict[str, dict[str, Any]] = {
@@ -32,4 +32,5 @@ JOBS: dict[str, Job] = {
     **{f"resumed at {cut}": (resumed, ("mlp", cut, RESUMED)) for cut in CUTS},
     "checkpointed": (checkpointed, ("mlp", 11, RESUMED)),
     "kept": (kept, ("mlp",)),
+    "refusals": (refusals, ()),
 }

@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Optimizer
 
@@ -213,3 +213,20 @@ def kept(rank: int, folder: Path, network: str) -> dict[str, Any]:
     with keep_zeros(model, optimizer):
         after = train(model, optimizer, network, range(4), rows=part(rank))[-1]
     return {"before": before, "after": after}
+
+
+def refusals(rank: int, folder: Path) -> dict[str, Any]:
+    """What is said of weights that are sharded in a way that masks cannot follow."""
+    mesh = init_device_mesh("cpu", (2,))
+    mixture = build()
+    fully_shard(mixture[0], mesh=mesh)
+    both_ways = nn.Linear(4, 4)
+    plane = init_device_mesh("cpu", (1, 2))
+    both_ways.weight = nn.Parameter(distribute_tensor(both_ways.weight.detach(), plane, [Shard(0), Shard(1)]))
+    messages = {}
+    for name, model in (("mixture", mixture), ("both ways", both_ways)):
+        try:
+            Sparsifier(model, SGD(model.parameters(), lr=0.1), sparsity=0.5, total_steps=10)
+        except ValueError as error:
+            messages[name] = str(error)
+    return messages

@@ -39,3 +39,9 @@ def test_keep_zeros_on_shards(results: Results) -> None:
         weights = [name for name in before if name.endswith("weight")]
         assert all(torch.equal(before[name] == 0, after[name] == 0) for name in weights)
         assert any(not torch.equal(before[name], after[name]) for name in weights)
+
+
+def test_weights_sharded_in_other_ways_are_refused(results: Results) -> None:
+    for messages in results.of("refusals"):
+        assert "apply fully_shard to the whole model" in messages["mixture"]
+        assert "sharded along one dimension" in messages["both ways"]
