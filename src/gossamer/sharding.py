@@ -79,3 +79,14 @@ def shard_group(parameters: Sequence[Tensor]) -> dist.ProcessGroup | None:
             "apply fully_shard to the whole model, or exclude the others"
         )
     return groups.pop()
+
+
+def of_all_processes(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The ``tensor`` of every process of the group, one row a process.
+
+    As a sum of rows that are zero elsewhere: the name of the gathering collective differs between versions of torch.
+    """
+    rows = tensor.new_zeros(dist.get_world_size(group), tensor.numel())
+    rows[dist.get_rank(group)] = tensor.flatten()
+    dist.all_reduce(rows, group=group)
+    return rows

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gossamer.sharding import local
+from gossamer.sharding import local, of_all_processes
 
 _LAYOUTS = {4: (torch.channels_last,), 5: (torch.channels_last_3d,)}
 
@@ -101,11 +101,8 @@ def _dense_strides(tensor: Tensor) -> tuple[int, ...]:
 
 def _offers_of_all(offers: Sequence[Tensor], group: dist.ProcessGroup) -> tuple[Tensor, ...]:
     """What every process offers, one row a process, for each tensor."""
-    own = torch.cat(list(offers))
-    everyone = own.new_empty(dist.get_world_size(group) * own.numel())
-    dist.all_gather_into_tensor(everyone, own, group=group)
     sizes = [len(offer) for offer in offers]
-    return torch.split_with_sizes(everyone.view(-1, own.numel()), sizes, dim=1)
+    return torch.split_with_sizes(of_all_processes(torch.cat(list(offers)), group), sizes, dim=1)
 
 
 def _own_among_best(offered: Tensor, share: int, rank: int) -> Tensor:
