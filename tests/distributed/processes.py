@@ -6,6 +6,7 @@ Starting the processes takes longer than the jobs, so all the jobs go to the sam
 import os
 import tempfile
 import traceback
+import warnings
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
@@ -21,6 +22,7 @@ Job = tuple[Callable[..., Any], tuple[Any, ...]]  # called with the rank, a fold
 
 def _enter(rank: int, jobs: Mapping[str, Job], folder: str, scratch: Path) -> None:
     torch.set_num_threads(1)
+    warnings.simplefilter("error", FutureWarning)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=WORLD, timeout=timedelta(seconds=20)
