@@ -27,6 +27,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from gossamer.sharding import of_all_processes
+
 Array = npt.NDArray[Any]
 
 _FAST_BINS = 12_288  # 32-bit counters in 48 KiB
@@ -288,6 +290,4 @@ def _value_of_key(key: Tensor, dtype: torch.dtype) -> Tensor:
 def _spent_by_earlier_processes(spent: Tensor, group: dist.ProcessGroup | None) -> Tensor | int:
     if group is None:
         return 0
-    everyone = spent.new_empty(dist.get_world_size(group))
-    dist.all_gather_into_tensor(everyone, spent, group=group)
-    return everyone[: dist.get_rank(group)].sum()
+    return of_all_processes(spent, group)[: dist.get_rank(group)].sum()

@@ -5,7 +5,7 @@ except between `hide` and `keep`, when they hold w̃ for the optimizer to update
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -14,12 +14,12 @@ from torch import Tensor
 
 from gossamer import method
 from gossamer.budget import meet_budget_
-from gossamer.health import HealthLog
+from gossamer.health import Health, HealthLog
 from gossamer.learning import learn_masks_
 from gossamer.sample_scales import SampleScales
 from gossamer.select import Weight
 from gossamer.settings import Settings
-from gossamer.sharding import local, sharded_like
+from gossamer.sharding import gathered, local, sharded_like
 from gossamer.store import Store
 from gossamer.target import Target
 
@@ -43,16 +43,10 @@ class Connectivity:
         self._parameters = [weight.parameter for weight in weights]
         self.names = [weight.name for weight in weights]
         self.total = sum(parameter.numel() for parameter in self._parameters)
-        with torch.no_grad():
-            self.store = store = Store(self._parameters, momentum=settings.mask_momentum > 0)
-            torch._foreach_copy_(store.dense_views, [local(parameter) for parameter in self._parameters])
-            if settings.start == "magnitude":
-                torch.abs(store.dense, out=store.mask_variable)
-                store.mask_variable.clamp_min_(torch.finfo(store.dtype).tiny)
-            else:
-                store.mask_variable.fill_(settings.start_value)
-            self._floors = floors(store.sizes, settings.floor)
-            self._protected = store.strongest(self._floors) if sum(self._floors) else None
+        self.store = store = Store(self._parameters, momentum=settings.mask_momentum > 0)
+        self._floors = floors([parameter.numel() for parameter in self._parameters], settings.floor)
+        self._protected: Tensor | None = None
+        self.take_up()
         self._costs = target.costs_on(store.sizes, store.device)
         self.log = HealthLog(len(weights), *log, store.device)
         self._samples = None
@@ -61,6 +55,19 @@ class Connectivity:
         # Scalars on the device, so that a captured step reads what was set before its replay.
         self.learning_rate = torch.zeros((), dtype=store.dtype, device=store.device)
         self.budget = torch.zeros((), dtype=torch.int64, device=store.device)
+        self._met = torch.full_like(self.budget, target.total)  # the budget that the masks meet now
+
+    def take_up(self) -> None:
+        """Begin from what the parameters hold now: w̃ is the weight, m̃ its start."""
+        store, settings = self.store, self._settings
+        with torch.no_grad():
+            torch._foreach_copy_(store.dense_views, [local(parameter) for parameter in self._parameters])
+            if settings.start == "magnitude":
+                torch.abs(store.dense, out=store.mask_variable)
+                store.mask_variable.clamp_min_(torch.finfo(store.dtype).tiny)
+            else:
+                store.mask_variable.fill_(settings.start_value)
+            self._protected = store.strongest(self._floors, self._group) if sum(self._floors) else None
 
     def set(self, *, learning_rate: float, budget: int, step: int) -> None:
         """What the next step of mask learning shall use."""
@@ -70,12 +77,31 @@ class Connectivity:
 
     def choose_floor(self) -> None:
         """Choose again which connections of each tensor the floor keeps: those with the largest mask variables."""
-        if self._protected is not None:
-            self._protected.copy_(self.store.strongest(self._floors))
+        if self._protected is None:
+            return
+        strongest = self.store.strongest(self._floors, self._group)
+        if self._group is None:
+            self._protected.copy_(strongest)  # in place, where a captured step reads it
+        else:
+            self._protected = strongest  # a process has now more of them, now less
 
     def count(self) -> int:
         """Connections that are left, over all processes."""
         return int(self._over_shards(torch.count_nonzero(self.store.mask)))
+
+    def masks(self) -> dict[str, Tensor]:
+        """The masks as they are now, by name of the weight, sharded like it."""
+        return self._named(self.store.mask_views)
+
+    def health(self, step: int, steps_per_epoch: int | None) -> Health:
+        """How mask learning has gone so far. Gathers what is sharded, one tensor at a time."""
+        store = self.store
+        masks = map(gathered, store.mask_views, self._parameters)
+        margins: Iterable[float | None] = [None] * len(self.weights)
+        if not store.frozen:
+            variables = map(gathered, store.mask_variable_views, self._parameters)
+            margins = (float(variable.abs().median()) for variable in variables)
+        return self.log.read(self.weights, masks, margins, step, steps_per_epoch)
 
     # --- a step ---
 
@@ -101,7 +127,7 @@ class Connectivity:
             group=self._group,
         )
         store.previous.copy_(store.mask)
-        decay = self.set_masks()
+        decay = self.set_masks(outcome.healthy)
         counts = torch.stack([torch.count_nonzero(store.mask), torch.count_nonzero(store.mask != store.previous)])
         counts = self._over_shards(counts)
         self.log.write(
@@ -112,14 +138,27 @@ class Connectivity:
             healthy=outcome.healthy,
         )
 
-    def set_masks(self) -> Tensor:
-        """Set the masks by the budget or, with a fixed λ1, by the sign of the mask variables. Returns λ1."""
+    def cut_to_target(self) -> None:
+        """Meet the final budget now, if no step has done so yet. It takes a look at the host."""
+        if self._target.decay is None and not self.store.frozen and int(self._met) != self._target.final:
+            self.learning_rate.zero_()
+            self.budget.fill_(self._target.final)
+            with torch.no_grad():
+                self.set_masks()
+                self.show()
+
+    def set_masks(self, healthy: Tensor | None = None) -> Tensor:
+        """Set the masks by the budget or, with a fixed λ1, by the sign of the mask variables. Returns λ1.
+
+        After a step that was not healthy the budget stays where it was, and so do the masks.
+        """
         store = self.store
         if self._target.decay is None:
+            self._met.copy_(self.budget if healthy is None else torch.where(healthy, self.budget, self._met))
             threshold = meet_budget_(
                 store.mask_variable,
                 store.mask,
-                self.budget,
+                self._met,
                 protected=self._protected,
                 costs=self._costs,
                 group=self._group,
@@ -176,10 +215,13 @@ class Connectivity:
         if not store.frozen:
             state["dense"] = self._named(store.dense_views)
             state["mask_variable"] = self._named(store.mask_variable_views)
+            state["budget"] = self._met.clone()
             if store.velocity is not None:
                 state["velocity"] = self._named(store.views(store.velocity))
             if self._protected is not None:
-                state["protected"] = self._protected.clone()
+                protected = torch.zeros_like(store.mask)
+                protected[self._protected] = True
+                state["protected"] = self._named(store.views(protected))
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -191,10 +233,13 @@ class Connectivity:
             return
         self._fill(store.dense_views, state["dense"])
         self._fill(store.mask_variable_views, state["mask_variable"])
+        self._met.copy_(state["budget"])
         if store.velocity is not None:
             self._fill(store.views(store.velocity), state["velocity"])
         if self._protected is not None:
-            self._protected.copy_(state["protected"])
+            protected = torch.zeros_like(store.mask)
+            self._fill(store.views(protected), state["protected"])
+            self._protected = protected.nonzero().flatten()
 
     def _named(self, views: Sequence[Tensor]) -> dict[str, Tensor]:
         triples = zip(self.names, self._parameters, views, strict=True)

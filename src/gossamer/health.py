@@ -4,16 +4,16 @@ The log is a few small tensors on the device, written in every step without a lo
 reads, computed when asked for.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from gossamer.method import by_feature
 from gossamer.select import Weight
-from gossamer.store import Store
 
 SLOTS = 1000  # points of the traces over the mask phases
 _LOGGED = ("trace", "flips", "gradient_squares", "gradient_weight", "skipped")
@@ -64,11 +64,11 @@ class HealthLog:
         # One row a point of the trace: λ1, connections, all flips up to then.
         self.trace = torch.zeros(self.slots, 3, dtype=torch.float64, device=device)
         self.flips = torch.zeros((), dtype=torch.float64, device=device)
-        self.gradient_squares = torch.zeros(tensors, device=device)
-        self.gradient_weight = torch.zeros((), device=device)
+        self.gradient_squares = torch.zeros(tensors, dtype=torch.float32, device=device)
+        self.gradient_weight = torch.zeros((), dtype=torch.float32, device=device)
         self.skipped = torch.zeros((), dtype=torch.int64, device=device)
         pinned = device.type == "cuda"
-        self._skipped_on_host = torch.zeros((), dtype=torch.int64, pin_memory=pinned)
+        self._skipped_on_host = torch.zeros((), dtype=torch.int64, device="cpu", pin_memory=pinned)
 
     def set_step(self, step: int) -> None:
         self.slot.fill_(min(self.slots - 1, max(0, (step - self.first_step) * self.slots // self.mask_steps)))
@@ -77,7 +77,7 @@ class HealthLog:
         self.flips.add_(flips)
         row = torch.stack([decay.to(self.trace.dtype), connections.to(self.trace.dtype), self.flips])
         self.trace.index_copy_(0, self.slot, row[None])
-        fresh = torch.where(healthy, 1.0 - _MEMORY, 0.0)
+        fresh = healthy.to(torch.float32) * (1.0 - _MEMORY)
         self.gradient_squares.lerp_(torch.where(healthy, squares, 0.0).to(torch.float32), fresh)
         self.gradient_weight.lerp_(torch.ones_like(self.gradient_weight), fresh)
         self.skipped.add_(healthy.logical_not())
@@ -88,14 +88,23 @@ class HealthLog:
         self._skipped_on_host.copy_(self.skipped, non_blocking=True)
         return int(self._skipped_on_host) if self.skipped.device.type == "cpu" else seen
 
-    def state(self) -> dict[str, Tensor]:
-        return {name: getattr(self, name).clone() for name in _LOGGED}
+    def state(self) -> dict[str, Any]:
+        return {"mask_steps": self.mask_steps, **{name: getattr(self, name).clone() for name in _LOGGED}}
 
-    def load(self, state: dict[str, Tensor]) -> None:
+    def load(self, state: dict[str, Any]) -> None:
+        # Of the plan as it was when masks began to learn.
+        self.mask_steps, self.slots = state["mask_steps"], len(state["trace"])
         for name in _LOGGED:
             setattr(self, name, state[name].to(self.trace.device).clone())
 
-    def read(self, weights: Sequence[Weight], store: Store, step: int, steps_per_epoch: int | None) -> Health:
+    def read(
+        self,
+        weights: Sequence[Weight],
+        masks: Iterable[Tensor],
+        margins: Iterable[float | None],
+        step: int,
+        steps_per_epoch: int | None,
+    ) -> Health:
         rows = self.trace.tolist()
         filled = [index for index, (_, connections, _) in enumerate(rows) if connections]
         steps = [self.first_step + index * self.mask_steps // self.slots for index in filled]
@@ -109,7 +118,7 @@ class HealthLog:
         seen = float(self.gradient_weight) or 1.0
         squares = (self.gradient_squares / seen).tolist()
         return Health(
-            layers=tuple(map(_layer, weights, store.mask_views, squares, _margins(store))),
+            layers=tuple(map(_layer, weights, masks, squares, margins)),
             steps=tuple(steps),
             decay=tuple(rows[index][0] for index in filled),
             connections=tuple(int(rows[index][1]) for index in filled),
@@ -117,12 +126,6 @@ class HealthLog:
             flips_per_epoch=per_epoch,
             skipped_steps=int(self.skipped),
         )
-
-
-def _margins(store: Store) -> list[float | None]:
-    if store.frozen:
-        return [None] * len(store.sizes)
-    return [float(view.abs().median()) if view.numel() else None for view in store.mask_variable_views]
 
 
 def _layer(weight: Weight, mask: Tensor, squares: float, margin: float | None) -> LayerHealth:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from gossamer._hooks import uncompiled
 from gossamer._selectors import Selectors
 from gossamer.select import select
 from gossamer.sharding import local
@@ -16,7 +17,7 @@ class ZerosKept:
 
     def __init__(self, zeros: list[tuple[nn.Parameter, Tensor]], optimizer: Optimizer) -> None:
         self._zeros = zeros
-        self._handle = optimizer.register_step_post_hook(self._put_back)
+        self._handle = optimizer.register_step_post_hook(uncompiled(self._put_back))
 
     def _put_back(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         with torch.no_grad():

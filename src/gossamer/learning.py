@@ -14,6 +14,7 @@ from torch import Tensor
 from gossamer import method
 from gossamer.select import Weight
 from gossamer.settings import Settings
+from gossamer.sharding import shard_axis
 from gossamer.store import Store
 
 
@@ -60,29 +61,52 @@ def learn_masks_(
     """Update the mask variables from the gradients of the weights. The contents of `scratch` are lost."""
     blocks, views = _lay_out(store, gradients, scratch)
     for block in blocks:
-        _mask_gradient_(block, settings)
-        if unscale is not None:
-            block.work.mul_(unscale)
+        _mask_gradient_(block, settings, unscale)
+    if settings.l2:
+        for view, gradient in zip(views, gradients, strict=True):
+            if gradient is None:
+                view.zero_()  # no gradient, no step: as optimizers do with weight decay
     squares = torch.stack(torch._foreach_norm(views)).square()
     if group is not None:
         dist.all_reduce(squares, group=group)
-    _rescale_(blocks, views, weights, squares, settings, connections, moments)
+    _rescale_(blocks, views, weights, squares, settings, connections, moments, group)
+    healthy = _healthy(squares, found_inf, moments, group)
+    if store.device.type == "cpu":
+        if healthy:
+            for block in blocks:
+                _descend_(block, block.work, settings, decay, learning_rate)
+        return Outcome(squares, healthy)
+    for block in blocks:
+        # No look at the host: where gradients were not finite, the accelerator takes a step of length zero.
+        velocity = None if block.velocity is None else block.velocity.clone()
+        _descend_(
+            block, torch.where(healthy, block.work, 0.0), settings, decay, torch.where(healthy, learning_rate, 0.0)
+        )
+        if block.velocity is not None and velocity is not None:
+            torch.where(healthy, block.velocity, velocity, out=block.velocity)
+    return Outcome(squares, healthy)
+
+
+def _healthy(
+    squares: Tensor, found_inf: Tensor | None, moments: Moments | None, group: dist.ProcessGroup | None
+) -> Tensor:
+    """Whether this step can be learned from; the same answer in all the processes that share the tensors."""
     healthy = torch.isfinite(squares.sum())
     if moments is not None:
         healthy = healthy & torch.isfinite(torch.stack([total.sum() for total in moments.totals.values()]).sum())
-    if found_inf is not None:
-        healthy = healthy & (found_inf == 0)
-    on_cpu = store.device.type == "cpu"
-    if on_cpu and not healthy:
-        return Outcome(squares, healthy)
-    for block in blocks:
-        # Without a look at the host the accelerator learns from nothing where gradients were not finite.
-        work = block.work if on_cpu else torch.where(healthy, block.work, 0.0)
-        direction = method.descent_direction_(work, decay=decay)
-        if block.velocity is not None:
-            direction = block.velocity.mul_(settings.mask_momentum).add_(direction).clone()
-        method.update_mask_variable_(block.mask_variable, direction, learning_rate=learning_rate)
-    return Outcome(squares, healthy)
+    if found_inf is None:
+        return healthy
+    if group is not None:
+        found_inf = found_inf.clone()
+        dist.all_reduce(found_inf, dist.ReduceOp.MAX, group=group)
+    return healthy & (found_inf == 0).squeeze()
+
+
+def _descend_(block: _Block, work: Tensor, settings: Settings, decay: float, learning_rate: Tensor) -> None:
+    direction = method.descent_direction_(work, decay=decay)
+    if block.velocity is not None:
+        direction = block.velocity.mul_(settings.mask_momentum).add_(direction).clone()
+    method.update_mask_variable_(block.mask_variable, direction, learning_rate=learning_rate)
 
 
 def _lay_out(
@@ -106,12 +130,16 @@ def _lay_out(
     return blocks, works
 
 
-def _mask_gradient_(block: _Block, settings: Settings) -> None:
+def _mask_gradient_(block: _Block, settings: Settings, unscale: Tensor | None) -> None:
     if block.gradient is None:
         block.work.zero_()
         return
+    gradient = block.gradient
+    if unscale is not None:
+        # First of all, as the L2 term is not scaled; and in the type of the work, where half precision has no room.
+        gradient = block.work.copy_(gradient).mul_(unscale)
     method.mask_gradient(
-        block.gradient,
+        gradient,
         block.weight,
         block.mask_variable,
         estimator=settings.estimator,
@@ -129,6 +157,7 @@ def _rescale_(
     settings: Settings,
     connections: int,
     moments: Moments | None,
+    group: dist.ProcessGroup | None,
 ) -> None:
     """Eq. (grad_norm) in the reading that was asked for."""
     if settings.scale == "none" or settings.power == 0:
@@ -141,9 +170,18 @@ def _rescale_(
     for view, weight in zip(views, weights, strict=True):
         axis, groups = weight.feature_axis, weight.groups
         if moments is None:
-            scale = method.feature_scale(view, axis, groups)
+            scale = _feature_scale(view, weight, group)
         else:
             total = moments.totals[weight.name].to(view.dtype)
             scale = method.sample_scale(total, moments.samples, view.numel() // total.numel())
         divisor = method.divisor(scale, settings.power)
         view.div_(method.along_features(divisor, view, axis, groups))
+
+
+def _feature_scale(view: Tensor, weight: Weight, group: dist.ProcessGroup | None) -> Tensor:
+    if group is None or shard_axis(weight.parameter) == weight.feature_axis:
+        return method.feature_scale(view, weight.feature_axis, weight.groups)
+    # Each process has a part of every feature.
+    sums = method.by_feature(view, weight.feature_axis, weight.groups).square().sum(dim=1)
+    dist.all_reduce(sums, group=group)
+    return (sums * (sums.numel() / weight.parameter.numel())).sqrt()

@@ -122,9 +122,10 @@ def by_feature(tensor: Tensor, axis: int = 0, groups: int = 1) -> Tensor:
     The features of a transposed convolution lie on axis 1, once for each group of input channels.
     """
     if axis == 0:
-        return tensor.reshape(tensor.shape[0], -1)
-    grouped = tensor.reshape(groups, tensor.shape[0] // groups, tensor.shape[1], -1)
-    return grouped.transpose(1, 2).reshape(groups * tensor.shape[1], -1)
+        return tensor.reshape(tensor.shape[0], math.prod(tensor.shape[1:]))
+    inputs, size = tensor.shape[0] // groups, math.prod(tensor.shape[2:])
+    grouped = tensor.reshape(groups, inputs, tensor.shape[1], size)
+    return grouped.transpose(1, 2).reshape(groups * tensor.shape[1], inputs * size)
 
 
 def along_features(scale: Tensor, tensor: Tensor, axis: int = 0, groups: int = 1) -> Tensor:

@@ -45,6 +45,20 @@ def sharded_like(tensor: Tensor, parameter: Tensor) -> Tensor:
     )
 
 
+def gathered(tensor: Tensor, parameter: Tensor) -> Tensor:
+    """The whole of which ``tensor`` is the part in this process, sharded like ``parameter``."""
+    return whole(sharded_like(tensor, parameter))
+
+
+def shard_axis(parameter: Tensor) -> int | None:
+    """The axis along which ``parameter`` is cut into shards, or None where it is whole."""
+    if not is_sharded(parameter):
+        return None
+    from torch.distributed.tensor import Shard
+
+    return next((placement.dim for placement in parameter.placements if isinstance(placement, Shard)), None)
+
+
 def shard_group(parameters: Sequence[Tensor]) -> dist.ProcessGroup | None:
     """The processes over which the tensors are sharded, or None where each process has them whole."""
     groups: set[dist.ProcessGroup | None] = set()
@@ -65,3 +79,14 @@ def shard_group(parameters: Sequence[Tensor]) -> dist.ProcessGroup | None:
             "apply fully_shard to the whole model, or exclude the others"
         )
     return groups.pop()
+
+
+def of_all_processes(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The ``tensor`` of every process of the group, one row a process.
+
+    As a sum of rows that are zero elsewhere: the name of the gathering collective differs between versions of torch.
+    """
+    rows = tensor.new_zeros(dist.get_world_size(group), tensor.numel())
+    rows[dist.get_rank(group)] = tensor.flatten()
+    dist.all_reduce(rows, group=group)
+    return rows

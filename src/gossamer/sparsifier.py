@@ -13,7 +13,7 @@ Everything that has to be done to gradients first (accumulation, all-reduce, un-
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from gossamer import method
+from gossamer._claims import claim, owned_by, release
+from gossamer._hooks import capturing, uncompiled, unscaling
 from gossamer._selectors import Selectors
 from gossamer.connectivity import Connectivity, floors
 from gossamer.flops import positions
@@ -28,7 +30,7 @@ from gossamer.health import Health
 from gossamer.schedule import Phase, Plan, make_plan
 from gossamer.select import Weight, select
 from gossamer.settings import choose
-from gossamer.sharding import local, shard_group
+from gossamer.sharding import local, shard_axis, shard_group
 from gossamer.target import make_target
 
 _FLOOR_EVERY = 100  # mask steps between two choices of the connections that the floor keeps
@@ -71,7 +73,7 @@ class Sparsifier:
         self.settings = choose(preset, settings)
         self.weights: tuple[Weight, ...] = select(model, include=include, exclude=exclude)
         optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
-        self._owned = _owned(self.weights, optimizers)
+        self._owned = owned_by(optimizers, self.weights)
         self._group = shard_group([weight.parameter for weight in self.weights])
         self._replicas = model.process_group if isinstance(model, DistributedDataParallel) else None
         self._check_scale()
@@ -103,8 +105,10 @@ class Sparsifier:
         self._told_of_skipped = 0
         self.step = 0
         self.phase = self.plan.at(0).phase
-        self._handles = [each.register_step_pre_hook(self._before_step) for each in optimizers]
-        self._handles += [each.register_step_post_hook(self._after_step) for each in optimizers]
+        claim(self, self.weights)
+        before, after = uncompiled(self._before_step), uncompiled(self._after_step)
+        self._handles = [each.register_step_pre_hook(before) for each in optimizers]
+        self._handles += [each.register_step_post_hook(after) for each in optimizers]
         if self.phase.masks_train:
             self._begin()
 
@@ -112,7 +116,7 @@ class Sparsifier:
 
     @property
     def connections(self) -> int:
-        """Connections that are left."""
+        """Connections that are left. With sharded weights all processes have to ask."""
         return self._total if self._connectivity is None else self._connectivity.count()
 
     @property
@@ -122,18 +126,16 @@ class Sparsifier:
 
     @property
     def masks(self) -> dict[str, Tensor]:
-        """The masks by name of the weight: True where there is a connection."""
-        if self._connectivity is None:
-            return {weight.name: torch.ones_like(local(weight.parameter), dtype=torch.bool) for weight in self.weights}
-        views = self._connectivity.store.mask_views
-        return {weight.name: view for weight, view in zip(self.weights, views, strict=True)}
+        """The masks by name of the weight: True where there is a connection. Sharded where the weights are."""
+        if self._connectivity is not None:
+            return self._connectivity.masks()
+        return {weight.name: torch.ones_like(weight.parameter, dtype=torch.bool) for weight in self.weights}
 
     def health(self) -> Health:
-        """How mask learning has gone so far; see `Health`."""
+        """How mask learning has gone so far; see `Health`. With sharded weights all processes have to ask."""
         if self._connectivity is None:
             raise RuntimeError(f"masks have not begun to learn: step {self.step} of {self.plan.warmup} of the warm-up")
-        store = self._connectivity.store
-        return self._connectivity.log.read(self.weights, store, self.step, self._steps_per_epoch)
+        return self._connectivity.health(self.step, self._steps_per_epoch)
 
     # --- the steps ---
 
@@ -143,9 +145,12 @@ class Sparsifier:
             raise RuntimeError("finish() was called: make a new Sparsifier to train on, or use keep_zeros()")
         if self._leave_at is not None:
             self._leave_if_reached(self._leave_at)
+        self._tell_of_skipped_steps()
         moment = self.plan.at(self.step)
         if moment.phase.masks_train:
             connectivity = self._begin()
+            if self.step == self.plan.warmup:
+                connectivity.take_up()  # another optimizer, or the user, may have moved weights since
             connectivity.set(
                 learning_rate=self.settings.mask_lr * self._anneal(moment.settling, moment.phase),
                 budget=self._target.budget(moment.ramp),
@@ -153,9 +158,9 @@ class Sparsifier:
             )
             if (self.step - self.plan.warmup) % _FLOOR_EVERY == 0:
                 connectivity.choose_floor()
-        elif self._connectivity is not None:
+        elif self._connectivity is not None and not self._connectivity.store.frozen:
+            self._connectivity.cut_to_target()  # where gradients were not finite in the last steps
             self._connectivity.freeze()
-        self._tell_of_skipped_steps()
         self.phase = moment.phase
         self.step += 1
         return self.phase
@@ -174,27 +179,34 @@ class Sparsifier:
                 "to the target now, without training afterwards. Give the true total_steps to train at the target",
                 stacklevel=2,
             )
-            connectivity = self._begin()
-            connectivity.set(learning_rate=0.0, budget=self._target.final, step=self.step)
-            with torch.no_grad():
-                connectivity.set_masks()
-                connectivity.show()
+            self._begin()
+        self._tell_of_skipped_steps()
         if self._connectivity is not None:
+            self._connectivity.cut_to_target()
+            with torch.no_grad():
+                self._connectivity.show()  # should a step have been interrupted
             self._connectivity.freeze()
+        self._let_go()
+
+    def _let_go(self) -> None:
         for handle in self._handles:
             handle.remove()
+        release(self)
         self.phase = Phase.FINISHED
 
     def impose(self, other: nn.Module) -> None:
         """Put the zeros of the masks into another model with the same names, such as an average of the weights."""
-        parameters = dict(other.named_parameters())
-        missing = [name for name in self.masks if name not in parameters]
+        parameters, masks = dict(other.named_parameters()), self.masks
+        missing = [name for name in masks if name not in parameters]
         if missing:
-            raise KeyError(f"expected a model with the weights {', '.join(missing[:3])}, got one without them")
+            raise KeyError(
+                f"expected a model with the weights {', '.join(missing[:3])}, got one without them: "
+                "of a wrapper such as AveragedModel give the model inside, its .module"
+            )
         with torch.no_grad():
-            for name, mask in self.masks.items():
+            for name, mask in masks.items():
                 tensor = local(parameters[name])
-                tensor.copy_(method.masked_weight(tensor, mask.to(tensor.device)))
+                tensor.copy_(method.masked_weight(tensor, local(mask).to(tensor.device)))
 
     def _begin(self) -> Connectivity:
         """The masks begin to train, if they have not begun yet."""
@@ -213,8 +225,9 @@ class Sparsifier:
         sharded = self._group is not None
         if sharded and self.settings.scale == "per_sample":
             raise ValueError('scale="per_sample" needs whole weights in every process: use DDP, or scale="global"')
-        if sharded and self.settings.scale == "batch" and any(weight.feature_axis for weight in self.weights):
-            raise ValueError('scale="batch" cannot see the features of sharded transposed weights: use scale="global"')
+        pieces = [w.name for w in self.weights if w.groups > 1 and shard_axis(w.parameter) != w.feature_axis]
+        if sharded and self.settings.scale == "batch" and pieces:
+            raise ValueError(f'scale="batch" cannot see the features of {pieces[0]} in shards: use scale="global"')
 
     def _anneal(self, settling: float, phase: Phase) -> float:
         if self.settings.anneal == "cosine":
@@ -245,7 +258,7 @@ class Sparsifier:
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         leads = optimizer is self._owned[0][0]  # of several optimizers the first one is the clock
-        if leads and not _capturing():
+        if leads and not capturing():
             self.advance()
         if self._connectivity is None or self.phase is Phase.WARMUP:
             return None
@@ -266,7 +279,7 @@ class Sparsifier:
     def _learn(self, optimizer: Optimizer, connectivity: Connectivity) -> None:
         try:
             connectivity.learn(
-                unscale=_unscale(optimizer),
+                unscale=unscaling(optimizer),
                 found_inf=getattr(optimizer, "found_inf", None),
                 loss_scale=None if self._loss_scale is None else self._loss_scale(),
             )
@@ -276,7 +289,7 @@ class Sparsifier:
 
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._connectivity is None:
-            if self.plan.at(self.step).phase.masks_train and not _capturing():
+            if self.plan.at(self.step).phase.masks_train and not capturing():
                 self._begin()  # so that whatever watches the forward pass is in place for the next one
             return
         if self.phase is Phase.WARMUP:
@@ -331,22 +344,39 @@ class Sparsifier:
         """Go on from a `state_dict()`; load the model's and the optimizer's state too."""
         self._check_state(state)
         self.step, self.phase, self.plan = state["step"], Phase(state["phase"]), Plan(**state["plan"])
+        if self._connectivity is not None:
+            self._connectivity.freeze()  # lets go of what watches the model
         self._connectivity = None
-        if "mask" not in state:
-            return
-        connectivity = self._begin()
-        with torch.no_grad():
-            connectivity.load_state_dict(state)
-            if self.phase is not Phase.WARMUP:
-                connectivity.show()
+        if "mask" in state:
+            connectivity = self._begin()
+            with torch.no_grad():
+                connectivity.load_state_dict(state)
+                if self.phase is not Phase.WARMUP:
+                    connectivity.show()
+            self._told_of_skipped = int(connectivity.log.skipped)
+        if self.phase is Phase.FINISHED:
+            self._let_go()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a Sparsifier cannot be copied or pickled, as its hooks would stay behind: "
+            "save its state_dict(), make a new one for the copied model and optimizer, and load it there"
+        )
 
     def _check_state(self, state: dict[str, Any]) -> None:
+        if self.phase is Phase.FINISHED:
+            raise RuntimeError("finish() was called, so this Sparsifier has no hooks: make a new one to load the state")
         if state.get("format") != _FORMAT:
             raise ValueError(
                 f"expected the state of a Sparsifier in format {_FORMAT}, got {state.get('format')!r}: "
                 "load it with the version of gossamer that wrote it"
             )
         if "mask" not in state:
+            if Phase(state["phase"]) not in (Phase.WARMUP, Phase.FINISHED):
+                raise ValueError(
+                    f"the state is of the {state['phase']} phase but has no masks: give back all of state_dict() "
+                    "(torch.distributed.checkpoint loads only entries that the state given to it has)"
+                )
             return
         names = {weight.name: weight.parameter.shape for weight in self.weights}
         found = {name: tensor.shape for name, tensor in state["mask"].items()}
@@ -357,38 +387,3 @@ class Sparsifier:
                 + ", ".join(f"{name} {tuple(shape)}" for name, shape in wrong[:4])
                 + ": build the model and give include= and exclude= as before"
             )
-
-
-def _owned(weights: Sequence[Weight], optimizers: Sequence[Optimizer]) -> list[tuple[Optimizer, list[int]]]:
-    """Which weights each optimizer updates. Each weight must be updated by exactly one."""
-    owners: list[list[int]] = [[] for _ in weights]
-    for number, optimizer in enumerate(optimizers):
-        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        for index, weight in enumerate(weights):
-            if id(weight.parameter) in held:
-                owners[index].append(number)
-    problems = []
-    for weight, numbers in zip(weights, owners, strict=True):
-        if not numbers:
-            problems.append(
-                f"{weight.name} is not in the optimizer: give the optimizer that updates it (a list where there are "
-                "several), or exclude it. An engine that flattens parameters, such as DeepSpeed ZeRO, is not supported"
-            )
-        if len(numbers) > 1:
-            problems.append(f"{weight.name} is in {len(numbers)} optimizers: let exactly one update it, or exclude it")
-    if problems:
-        raise ValueError("weights that cannot be made sparse:\n  " + "\n  ".join(problems))
-    return [
-        (optimizer, [index for index, numbers in enumerate(owners) if numbers == [number]])
-        for number, optimizer in enumerate(optimizers)
-    ]
-
-
-def _unscale(optimizer: Optimizer) -> Tensor | None:
-    """What gradients have to be multiplied by where a GradScaler leaves their un-scaling to a fused optimizer."""
-    scale = getattr(optimizer, "grad_scale", None)
-    return None if scale is None else scale.double().reciprocal().float()
-
-
-def _capturing() -> bool:
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()

@@ -14,9 +14,10 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from gossamer.sharding import local
+from gossamer.sharding import local, of_all_processes
 
 _LAYOUTS = {4: (torch.channels_last,), 5: (torch.channels_last_3d,)}
 
@@ -70,14 +71,25 @@ class Store:
     def frozen(self) -> bool:
         return not self.mask_variable_views
 
-    def strongest(self, shares: Sequence[int]) -> Tensor:
-        """Positions of the so many largest mask variables of each tensor."""
-        return torch.cat(
-            [
-                self.mask_variable[offset : offset + size].topk(share).indices + offset
-                for offset, size, share in zip(self.offsets, self.sizes, shares, strict=True)
+    def strongest(self, shares: Sequence[int], group: dist.ProcessGroup | None = None) -> Tensor:
+        """Positions, in this process, of the so many largest mask variables of each tensor."""
+        best = [
+            self.mask_variable[offset : offset + size].topk(min(share, size))
+            for offset, size, share in zip(self.offsets, self.sizes, shares, strict=True)
+        ]
+        if group is None:
+            chosen = [each.indices for each in best]
+        else:
+            # Each process offers its best ones, and the best of all offers are taken.
+            offers = [
+                nn.functional.pad(b.values, (0, n - len(b.values)), value=-torch.inf)
+                for b, n in zip(best, shares, strict=True)
             ]
-        )
+            chosen = [
+                each.indices[_own_among_best(offered, share, dist.get_rank(group))[: len(each.indices)]]
+                for each, offered, share in zip(best, _offers_of_all(offers, group), shares, strict=True)
+            ]
+        return torch.cat([indices + offset for indices, offset in zip(chosen, self.offsets, strict=True)])
 
 
 def _dense_strides(tensor: Tensor) -> tuple[int, ...]:
@@ -85,3 +97,16 @@ def _dense_strides(tensor: Tensor) -> tuple[int, ...]:
     if any(tensor.is_contiguous(memory_format=layout) for layout in _LAYOUTS.get(tensor.dim(), ())):
         return tensor.stride()
     return tuple(math.prod(tensor.shape[axis + 1 :]) for axis in range(tensor.dim()))
+
+
+def _offers_of_all(offers: Sequence[Tensor], group: dist.ProcessGroup) -> tuple[Tensor, ...]:
+    """What every process offers, one row a process, for each tensor."""
+    sizes = [len(offer) for offer in offers]
+    return torch.split_with_sizes(of_all_processes(torch.cat(list(offers)), group), sizes, dim=1)
+
+
+def _own_among_best(offered: Tensor, share: int, rank: int) -> Tensor:
+    """Which offers of this process are among the so many best of all."""
+    taken = torch.zeros(offered.numel(), dtype=torch.bool, device=offered.device)
+    taken[offered.flatten().topk(share).indices] = True
+    return taken.view_as(offered)[rank]

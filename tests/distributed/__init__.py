@@ -1,0 +1,1 @@
+"""Two processes that talk over gloo, against one process with the joint batch."""

@@ -1,0 +1,36 @@
+"""The jobs of all tests here, by name."""
+
+from typing import Any
+
+from distributed.jobs import checkpointed, data_parallel, kept, refusals, resumed, sharded, shared_optimizer
+from distributed.processes import Job
+
+DATA_PARALLEL: dict[str, dict[str, Any]] = {
+    "sparsity": {"sparsity": 0.7},
+    "flops": {"flops": 0.4},
+    "decay": {"decay": 0.3},
+    "per_sample": {"sparsity": 0.7, "scale": "per_sample"},
+}
+SHARDED: dict[str, tuple[Any, ...]] = {
+    "sparsity": ("mlp", {"sparsity": 0.7}),
+    "floor": ("mlp", {"sparsity": 0.7, "floor": 0.2}),
+    "flops": ("conv", {"flops": 0.3}),
+    "decay": ("mlp", {"decay": 0.3}),
+    "features": ("conv", {"preset": "paper", "sparsity": 0.7, "warmup": "4it", "sparsify": "10it", "stabilise": "4it"}),
+    "hybrid, two shards": ("mlp", {"sparsity": 0.7}, (1, 2)),
+    "hybrid, two replicas": ("mlp", {"sparsity": 0.7}, (2, 1)),
+    "momentum": ("mlp", {"sparsity": 0.7, "mask_momentum": 0.9}),
+}
+RESUMED = {"sparsity": 0.7, "mask_momentum": 0.5}
+CUTS = (3, 6, 11, 20)
+
+JOBS: dict[str, Job] = {
+    **{f"data parallel, {case}": (data_parallel, ("mlp", options)) for case, options in DATA_PARALLEL.items()},
+    "shared optimizer": (shared_optimizer, ("mlp", {"sparsity": 0.7})),
+    **{f"sharded, {case}": (sharded, arguments) for case, arguments in SHARDED.items()},
+    "straight": (sharded, ("mlp", RESUMED)),
+    **{f"resumed at {cut}": (resumed, ("mlp", cut, RESUMED)) for cut in CUTS},
+    "checkpointed": (checkpointed, ("mlp", 11, RESUMED)),
+    "kept": (kept, ("mlp",)),
+    "refusals": (refusals, ()),
+}
