@@ -1,0 +1,64 @@
+"""VGG-16, ResNet-50 and EfficientNet-B0 for ImageNet, as torchvision builds them.
+
+Torchvision is optional (`pip install 'gossamer[vision]'`) and imported only when one of these networks is
+built. Pretrained weights come through torchvision's own loader, which downloads and checks them.
+"""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+
+from torch import nn
+
+__all__ = ["efficientnet_b0", "resnet50", "vgg16"]
+
+_IMAGENET_CLASSES = 1000
+
+
+def _torchvision_models() -> ModuleType:
+    try:
+        return importlib.import_module("torchvision.models")
+    except ImportError as error:
+        raise ImportError(
+            "this network is built by torchvision, which is not installed; run pip install 'gossamer[vision]'"
+        ) from error
+    except RuntimeError as error:
+        raise ImportError(
+            f"torchvision is installed but was built for another torch ({error}); install the "
+            "torchvision release that belongs to your torch"
+        ) from error
+
+
+def _build(name: str, num_classes: int, pretrained: bool) -> nn.Module:
+    models = _torchvision_models()
+    if not pretrained:
+        network: nn.Module = models.get_model(name, num_classes=num_classes)
+        return network
+    network = models.get_model(name, weights="DEFAULT")
+    if num_classes != _IMAGENET_CLASSES:
+        _replace_last_linear(network, num_classes)
+    return network
+
+
+def _replace_last_linear(network: nn.Module, num_classes: int) -> None:
+    """Put a fresh linear layer with `num_classes` outputs where the network's last one is."""
+    path, last = [(path, part) for path, part in network.named_modules() if isinstance(part, nn.Linear)][-1]
+    fresh = nn.Linear(last.in_features, num_classes, bias=last.bias is not None)
+    nn.init.kaiming_normal_(fresh.weight, mode="fan_in", nonlinearity="relu")
+    if fresh.bias is not None:
+        nn.init.zeros_(fresh.bias)
+    parent, _, name = path.rpartition(".")
+    network.get_submodule(parent).register_module(name, fresh)
+
+
+def vgg16(num_classes: int = _IMAGENET_CLASSES, pretrained: bool = False) -> nn.Module:
+    return _build("vgg16", num_classes, pretrained)
+
+
+def resnet50(num_classes: int = _IMAGENET_CLASSES, pretrained: bool = False) -> nn.Module:
+    return _build("resnet50", num_classes, pretrained)
+
+
+def efficientnet_b0(num_classes: int = _IMAGENET_CLASSES, pretrained: bool = False) -> nn.Module:
+    return _build("efficientnet_b0", num_classes, pretrained)
