@@ -29,6 +29,18 @@ class Position:
     epoch: int = 0
     step: int = 0
 
+    def next(self, steps: int) -> Position:
+        """The position after this one, where an epoch has `steps` steps."""
+        return Position(self.epoch, self.step + 1) if self.step + 1 < steps else Position(self.epoch + 1, 0)
+
+    def check(self, steps: int) -> None:
+        """Refuse a position that an epoch of `steps` steps does not have."""
+        if self.epoch < 0 or not 0 <= self.step < steps:
+            raise ValueError(
+                f"expected a position with epoch ≥ 0 and 0 ≤ step < {steps}, got {self}; "
+                "it was probably saved with another batch size or data set"
+            )
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class EpochPlan:
@@ -176,26 +188,21 @@ class Batches:
 
     @state.setter
     def state(self, position: Position) -> None:
-        if position.epoch < 0 or not 0 <= position.step < len(self):
-            raise ValueError(
-                f"expected a position with epoch ≥ 0 and 0 ≤ step < {len(self)}, got {position}; "
-                "it was probably saved with another batch size or data set"
-            )
+        position.check(len(self))
         self._position = position
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        epoch, first = self._position.epoch, self._position.step
-        plan = self.plan(epoch).to(self.device)
-        for block in range(first, len(self), self.lookahead):
+        position = self._position
+        plan = self.plan(position.epoch).to(self.device)
+        for block in range(position.step, len(self), self.lookahead):
             last = min(block + self.lookahead, len(self))
             images, labels = self._gather(plan, slice(block * self.batch_size, last * self.batch_size))
-            batches = zip(
+            for batch in zip(
                 torch.split(images, self.batch_size), torch.split(labels, self.batch_size), strict=True
-            )
-            for step, batch in enumerate(batches, start=block):
+            ):
                 # Moved on before the batch is handed out: a checkpoint written meanwhile counts it as seen.
-                after = step + 1
-                self._position = Position(epoch, after) if after < len(self) else Position(epoch + 1, 0)
+                position = position.next(len(self))
+                self._position = position
                 yield batch
 
     def plan(self, epoch: int) -> EpochPlan:

@@ -57,16 +57,24 @@ class CifarSpec:
 def load_cifar(spec: CifarSpec, root: Path | str | None = None) -> ImageSet:
     """Read the set from the first place that has it (see `gossamer.data.locate`)."""
     layouts = (
-        Layout("the unpacked binary version", spec.binary, lambda folder: _read_binary(spec, folder)),
+        Layout("the unpacked binary version", _paths(spec.binary), lambda folder: _read_binary(spec, folder)),
         Layout(
-            "the archive of the binary version", (spec.archive,), lambda folder: _read_archive(spec, folder)
+            "the binary version's archive", (spec.archive.path,), lambda folder: _read_archive(spec, folder)
         ),
-        Layout("WebP grids", (*spec.grids, spec.packed_label_file), lambda folder: _read_grids(spec, folder)),
+        Layout(
+            "WebP grids",
+            _paths((*spec.grids, spec.packed_label_file)),
+            lambda folder: _read_grids(spec, folder),
+        ),
     )
     downloads = (Download(spec.archive, (spec.address,)),)
     return read_first(
         spec.name, layouts, downloads, root=root, hint=lambda folder: _python_version(spec, folder)
     )
+
+
+def _paths(files: tuple[File, ...]) -> tuple[str, ...]:
+    return tuple(file.path for file in files)
 
 
 def _python_version(spec: CifarSpec, folder: Path) -> str | None:

@@ -11,6 +11,7 @@ import dataclasses
 import gzip
 import hashlib
 import io
+import lzma
 import tarfile
 import zlib
 from pathlib import Path, PurePosixPath
@@ -98,7 +99,7 @@ def read_tar_members(content: bytes, sizes: dict[str, int], name: str) -> dict[s
                 stream = archive.extractfile(member)
                 assert stream is not None  # a regular file always has a stream
                 found[key] = stream.read(sizes[key])
-    except (tarfile.TarError, OSError, EOFError, zlib.error) as error:
+    except (tarfile.TarError, OSError, EOFError, zlib.error, lzma.LZMAError) as error:
         raise CorruptData(
             f"{name} is not a complete tar archive ({error}); delete it and fetch it again"
         ) from error

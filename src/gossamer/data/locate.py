@@ -32,10 +32,10 @@ _CHUNK = 1 << 20
 
 @dataclasses.dataclass(frozen=True)
 class Layout(Generic[T]):
-    """One way a set is stored: the files that must all be there, and how they are read from a folder."""
+    """One way a set is stored: the paths that must all be there, and how they are read from a folder."""
 
     title: str
-    files: tuple[File, ...]
+    paths: tuple[str, ...]
     read: Callable[[Path], T]
 
 
@@ -85,35 +85,38 @@ def read_first(
     downloads: Iterable[Download],
     *,
     root: Path | str | None = None,
+    system: Path | None = None,
     hint: Callable[[Path], str | None] = lambda folder: None,
 ) -> T:
     """Read a set from the first folder that holds one of its layouts completely, or download it.
 
-    `hint` may say something about a folder that holds the set in a form that is not read. With an explicit
-    `root` nothing is downloaded.
+    `system` is a folder where the operating system's packages put the set, searched before the cache. `hint`
+    may say something about a folder that holds the set in a form that is not read. With an explicit `root`
+    nothing is downloaded.
     """
-    layouts, downloads, folders = tuple(layouts), tuple(downloads), search_folders(root)
+    layouts, folders = tuple(layouts), search_folders(root)
+    if root is None and system is not None:
+        folders = (*folders[:-1], system, folders[-1])
     remarks: list[str] = []
     for folder in folders:
         for layout in layouts:
-            missing = [file.path for file in layout.files if not (folder / file.path).is_file()]
+            missing = [path for path in layout.paths if not (folder / path).is_file()]
             if not missing:
                 return layout.read(folder)
-            if len(missing) < len(layout.files):
+            if len(missing) < len(layout.paths):
                 remarks.append(f"{folder} has {layout.title} without {', '.join(missing)}")
         if remark := hint(folder):
             remarks.append(remark)
-    if root is None and downloads:
+    if root is None:
         try:
-            for download in downloads:
-                fetch(download, cache_folder())
+            fetched = [fetch(download, cache_folder()) for download in downloads]
         except OSError as error:
             remarks.append(f"the download failed: {error}")
         else:
-            return read_first(name, layouts, (), root=cache_folder(), hint=hint)
-    wanted = "; or ".join(
-        f"{layout.title} ({', '.join(file.path for file in layout.files)})" for layout in layouts
-    )
+            if fetched:
+                return read_first(name, layouts, (), root=cache_folder(), hint=hint)
+    others = "".join(f", or {layout.title}" for layout in layouts[1:])
+    wanted = f"{layouts[0].title} ({', '.join(layouts[0].paths)}){others}"
     raise DataNotFound(
         f"the data set {name!r} was not found: searched {', '.join(map(str, folders))} for {wanted}. "
         + "".join(f"Note: {remark}. " for remark in remarks)

@@ -19,7 +19,7 @@ _CHANNELS = (64, 128, 256, 512, 512)
 
 
 class VGG(nn.Module):
-    """Five stages, the i-th of `convolutions[i]` convolutions; `hidden` are the widths inside the classifier."""
+    """Five stages, the i-th of `convolutions[i]` convolutions; `hidden` are the classifier's inner widths."""
 
     def __init__(
         self, convolutions: tuple[int, ...], hidden: tuple[int, ...] = (), num_classes: int = 10

@@ -1,0 +1,270 @@
+"""An ImageNet-style folder, streamed by worker processes.
+
+The layout is train/<class>/*.JPEG and val/<class>/*.JPEG, in a folder or in an uncompressed tar archive,
+which is read in place. Classes are numbered in the order of their sorted names. Too large for the device's
+memory, images are decoded, cropped and mirrored by worker processes and travel as bytes; only normalisation
+happens on the device. Crops and mirrors are drawn from (seed, epoch, index of the image) alone, so the
+number of workers and the place where a run was interrupted change nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import tarfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from gossamer.data.augment import normalise, scale_and_shift
+from gossamer.data.batches import Position, epoch_plan
+from gossamer.data.files import CorruptData, DataNotFound, File, read_checked
+from gossamer.data.locate import search_folders
+from gossamer.data.pixels import centre_crop, decode, random_crop_flip
+
+__all__ = ["FolderBatches", "FolderPart", "FolderSet", "load_folder"]
+
+_SUFFIXES = (".jpeg", ".jpg", ".png", ".bmp", ".webp")
+_KNOWN = ("imagenet", "imagenette-mini", "imagenette-mini.tar")
+_MINI = File(
+    "imagenette-mini.tar",
+    "sha256:f30d4d6c1f77bbc850a6da3f2b02e45106509071a74eac7d95360647d248c7df",
+    15_749_120,
+)
+_TRAIN, _VALIDATION = "train", "val"
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class FolderPart:
+    """The images of one part. `source` is their folder, or an archive where image i is at `spans[i]`.
+
+    A span is an offset and a size in bytes.
+    """
+
+    source: Path
+    names: tuple[str, ...]
+    labels: Tensor
+    spans: Tensor | None = None
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def read(self, index: int) -> bytes:
+        """The encoded image."""
+        if self.spans is None:
+            return (self.source / self.names[index]).read_bytes()
+        offset, size = self.spans[index].tolist()
+        with open(self.source, "rb") as archive:
+            archive.seek(offset)
+            return archive.read(size)
+
+    def describe(self, index: int) -> str:
+        """The name of an image for a message."""
+        return (
+            f"{self.source / self.names[index]}"
+            if self.spans is None
+            else f"{self.source}:{self.names[index]}"
+        )
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class FolderSet:
+    """An image folder with its classes; `mean` and `std` are those customary for ImageNet."""
+
+    name: str
+    train: FolderPart
+    validation: FolderPart
+    class_names: tuple[str, ...]
+    mean: tuple[float, ...] = (0.485, 0.456, 0.406)
+    std: tuple[float, ...] = (0.229, 0.224, 0.225)
+
+    @property
+    def num_classes(self) -> int:
+        return len(self.class_names)
+
+
+def load_folder(root: Path | str | None = None) -> FolderSet:
+    """Index an image folder or a tar archive of one; without `root`, the first one in the search folders."""
+    if root is not None:
+        return _index(Path(root))
+    folders = search_folders()
+    for folder in folders:
+        for name in _KNOWN:
+            if (folder / name).exists():
+                return _index(folder / name)
+    raise DataNotFound(
+        f"no image folder was found: searched {', '.join(map(str, folders))} for {', '.join(_KNOWN)}; "
+        f"give its path as root (a folder with {_TRAIN}/<class>/ and {_VALIDATION}/<class>/ in it)"
+    )
+
+
+def _index(root: Path) -> FolderSet:
+    if root.is_file():
+        if root.name == _MINI.path:
+            read_checked(root.parent, _MINI)
+        files = _files_of_archive(root)
+    elif root.is_dir():
+        files = {part: _files_of_folder(root / part) for part in (_TRAIN, _VALIDATION)}
+    else:
+        raise DataNotFound(
+            f"expected root to be an image folder or a tar archive of one, got {root}, which is neither"
+        )
+    classes = sorted({name.partition("/")[0] for name in files[_TRAIN]})
+    strange = sorted({name.partition("/")[0] for name in files[_VALIDATION]} - set(classes))
+    if strange:
+        raise CorruptData(
+            f"{root}: the classes {', '.join(strange[:5])} are in {_VALIDATION} but not in {_TRAIN}"
+        )
+    parts = {part: _part(root, part, files[part], classes) for part in files}
+    return FolderSet(root.name.removesuffix(".tar"), parts[_TRAIN], parts[_VALIDATION], tuple(classes))
+
+
+def _part(root: Path, part: str, files: dict[str, tuple[int, int]], classes: list[str]) -> FolderPart:
+    if not files:
+        raise DataNotFound(
+            f"expected images in {root} under {part}/<class>/ with a name in {', '.join(_SUFFIXES)}, found none"
+        )
+    numbers = {name: number for number, name in enumerate(classes)}
+    names = sorted(files)
+    labels = torch.tensor([numbers[name.partition("/")[0]] for name in names])
+    if root.is_dir():
+        return FolderPart(root / part, tuple(names), labels)
+    return FolderPart(root, tuple(names), labels, torch.tensor([files[name] for name in names]))
+
+
+def _files_of_folder(folder: Path) -> dict[str, tuple[int, int]]:
+    """The images in the subfolders of `folder`, named relative to it."""
+    found: dict[str, tuple[int, int]] = {}
+    if not folder.is_dir():
+        return found
+    for entry in os.scandir(folder):
+        if entry.is_dir():
+            with os.scandir(entry) as images:
+                found.update(
+                    (f"{entry.name}/{image.name}", (0, 0))
+                    for image in images
+                    if image.name.lower().endswith(_SUFFIXES)
+                )
+    return found
+
+
+def _files_of_archive(path: Path) -> dict[str, dict[str, tuple[int, int]]]:
+    """The images of both parts with the place of their bytes in the tar; a leading folder is skipped."""
+    found: dict[str, dict[str, tuple[int, int]]] = {_TRAIN: {}, _VALIDATION: {}}
+    length = path.stat().st_size
+    try:
+        with tarfile.open(path, "r:") as archive:
+            for member in archive:
+                *_, part, label, name = ("", "", *member.name.split("/"))
+                if part not in found or not member.isreg() or not name.lower().endswith(_SUFFIXES):
+                    continue
+                if member.offset_data + member.size > length:
+                    raise CorruptData(
+                        f"{path} is truncated inside {member.name}; delete it and fetch it again"
+                    )
+                found[part][f"{label}/{name}"] = (member.offset_data, member.size)
+    except tarfile.TarError as error:
+        raise CorruptData(f"{path} is not an uncompressed tar archive ({error}); fetch it again") from error
+    return found
+
+
+class _Images(Dataset[tuple[Tensor, int]]):
+    """Decoded crops by (epoch, index): what the worker processes run."""
+
+    def __init__(self, part: FolderPart, *, size: int, resize: int, training: bool, seed: int) -> None:
+        self.part, self.size, self.resize, self.training, self.seed = part, size, resize, training, seed
+
+    def __len__(self) -> int:
+        return len(self.part)
+
+    def __getitem__(self, key: tuple[int, int]) -> tuple[Tensor, int]:
+        epoch, index = key
+        image = decode(self.part.read(index), self.part.describe(index))
+        if self.training:
+            random = np.random.default_rng((self.seed, epoch, index))
+            pixels = random_crop_flip(image, self.size, random)
+        else:
+            pixels = centre_crop(image, self.size, self.resize)
+        return torch.from_numpy(pixels), int(self.part.labels[index])
+
+
+class FolderBatches:
+    """Iterate over normalised (images, labels) batches of a part, decoded by `workers` processes.
+
+    Training: a random crop of 8 to 100 % of the area and 3:4 to 4:3 in shape, scaled to `size` and mirrored
+    at random; shuffled, a short last batch dropped. Evaluation: the shorter side scaled to `resize`, the
+    centre cropped; in order. `state` works like that of `Batches`.
+    """
+
+    def __init__(
+        self,
+        dataset: FolderSet,
+        part: FolderPart,
+        batch_size: int,
+        *,
+        training: bool,
+        size: int = 224,
+        resize: int = 256,
+        seed: int = 0,
+        workers: int = 0,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+        channels_last: bool = False,
+    ) -> None:
+        if batch_size < 1 or workers < 0 or seed < 0:
+            raise ValueError(
+                f"expected batch_size ≥ 1, workers ≥ 0 and seed ≥ 0, got {batch_size}, {workers} and {seed}"
+            )
+        if not 0 < size <= resize:
+            raise ValueError(f"expected 0 < size ≤ resize, got size {size} and resize {resize}")
+        if training and len(part) < batch_size:
+            raise ValueError(
+                f"expected at least one batch of {batch_size}, got {len(part)} images; lower batch_size"
+            )
+        self._images = _Images(part, size=size, resize=resize, training=training, seed=seed)
+        self.batch_size, self.training, self.seed, self.workers = batch_size, training, seed, workers
+        self.device, self.dtype, self.channels_last = torch.device(device), dtype, channels_last
+        self._scale, self._shift = scale_and_shift(dataset.mean, dataset.std, self.device)
+        self._position = Position()
+
+    def __len__(self) -> int:
+        """Batches an epoch."""
+        count = len(self._images)
+        return count // self.batch_size if self.training else math.ceil(count / self.batch_size)
+
+    @property
+    def state(self) -> Position:
+        return self._position
+
+    @state.setter
+    def state(self, position: Position) -> None:
+        position.check(len(self))
+        self._position = position
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        position = self._position
+        order = epoch_plan(
+            len(self._images), seed=self.seed, epoch=position.epoch, shuffle=self.training
+        ).order.tolist()
+        keys = [(position.epoch, index) for index in order]
+        starts = range(position.step * self.batch_size, len(self) * self.batch_size, self.batch_size)
+        loader = DataLoader(
+            self._images,
+            batch_sampler=[keys[start : start + self.batch_size] for start in starts],
+            num_workers=self.workers,
+            pin_memory=self.device.type == "cuda",
+        )
+        for images, labels in loader:
+            batch = normalise(
+                images.to(self.device, non_blocking=True), self._scale, self._shift, dtype=self.dtype
+            )
+            if self.channels_last:
+                batch = batch.contiguous(memory_format=torch.channels_last)
+            position = position.next(len(self))
+            self._position = position
+            yield batch, labels.to(self.device, non_blocking=True)
