@@ -93,10 +93,10 @@ def _lower_by_bracket_(
     keep = int(budget)
     if keep >= values.numel():
         # Everything stays, also what the loss has pushed to zero or below.
-        threshold = values.min().clamp_max(0.0)
-        values.sub_(threshold).clamp_min_(torch.finfo(values.dtype).tiny)
+        values.clamp_min_(torch.finfo(values.dtype).tiny)
         mask.fill_(True)
-        return threshold, threshold
+        nothing = values.new_zeros(())
+        return nothing, nothing
     threshold, above = _largest_dropped(values, keep)
     missing = keep - above
     if missing:
@@ -162,8 +162,7 @@ def _lower_by_digits_(
     spent = tied.long() if cost is None else torch.where(tied, cost, 0)
     kept_ties = tied & (spent.cumsum(0) + _spent_by_earlier_processes(spent.sum(), group) <= left)
     torch.logical_or(keys > cut, kept_ties | fits, out=mask)
-    lowest = _minimum(order, group).clamp_max(0.0)
-    threshold = torch.where(fits, lowest, _value_of_key(cut, values.dtype))
+    threshold = torch.where(fits, 0.0, _value_of_key(cut, values.dtype))
     decay = threshold if cost is None else threshold * cost
     lowered = values - decay
     # Rounding (and ties) may leave a value on the wrong side of zero: the mask decides.
@@ -229,13 +228,6 @@ def _ordered_keys(values: Tensor) -> Tensor:
 
 def _value_of_key(key: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.where(key < 0, key ^ torch.iinfo(key.dtype).max, key).view(dtype)
-
-
-def _minimum(values: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    lowest = values.min() if values.numel() else values.new_tensor(torch.inf)
-    if group is not None:
-        dist.all_reduce(lowest, dist.ReduceOp.MIN, group=group)
-    return lowest
 
 
 def _spent_by_earlier_processes(spent: Tensor, group: dist.ProcessGroup | None) -> Tensor | int:

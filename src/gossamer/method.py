@@ -51,7 +51,7 @@ def _identity(m: Tensor, alpha: float) -> Tensor:
 
 def _leaky_relu(m: Tensor, alpha: float) -> Tensor:
     """Eq. (lrelu): σ(x) = max(x, αx)."""
-    return torch.where(m > 0, 1.0, alpha).to(m.dtype)
+    return torch.where(m > 0, torch.ones_like(m), alpha)
 
 
 def _softplus(m: Tensor, alpha: float) -> Tensor:
@@ -65,8 +65,8 @@ def _relu(m: Tensor, alpha: float) -> Tensor:
 
 
 def _clipped_relu(m: Tensor, alpha: float) -> Tensor:
-    """Eq. (crelu): σ(x) = min(max(0, x), α). Dead below 0 and from α on."""
-    return ((m > 0) & (m < alpha)).to(m.dtype)
+    """Eq. (crelu): σ(x) = min(max(0, x), α). Dead below 0 and above α."""
+    return ((m > 0) & (m <= alpha)).to(m.dtype)
 
 
 ESTIMATORS: Mapping[str, Callable[[Tensor, float], Tensor]] = MappingProxyType(

@@ -1,0 +1,69 @@
+"""Phases and durations."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gossamer.schedule import Phase, Plan, connections_left, make_plan, steps_of
+
+
+@pytest.mark.parametrize(
+    ("duration", "steps"), [("150ep", 15_000), ("2000it", 2000), ("0.3run", 3000), ("1.5ep", 150), (".5run", 5000)]
+)
+def test_durations_carry_units(duration: str, steps: int) -> None:
+    assert steps_of(duration, total_steps=10_000, steps_per_epoch=100) == steps
+
+
+@pytest.mark.parametrize("duration", ["150", "ep", "1.5it", "2run", "-1ep", "10 epochs"])
+def test_a_bad_duration_says_what_is_expected(duration: str) -> None:
+    with pytest.raises(ValueError, match="expected"):
+        steps_of(duration, total_steps=10_000, steps_per_epoch=100)
+
+
+def test_epochs_need_their_length() -> None:
+    with pytest.raises(ValueError, match="steps_per_epoch=len\\(loader\\)"):
+        steps_of("3ep", total_steps=100, steps_per_epoch=None)
+
+
+def test_phases_follow_each_other() -> None:
+    plan = make_plan(100, warmup="20it", sparsify="0.3run", stabilise="10it")
+    assert plan == Plan(20, 30, 10, 40)
+    phases = [plan.at(step).phase for step in range(120)]
+    assert phases == (
+        [Phase.WARMUP] * 20 + [Phase.SPARSIFY] * 30 + [Phase.STABILISE] * 10 + [Phase.FINETUNE] * 60
+    )
+    assert plan.at(49).ramp == 1.0
+    assert plan.at(48).ramp < 1.0
+    assert plan.at(20).settling == 0.0
+    assert plan.at(59).settling < 1.0
+
+
+@given(st.integers(1, 50), st.integers(1, 50), st.integers(0, 50), st.integers(0, 50))
+def test_ramp_and_settling_never_go_back(warmup: int, sparsify: int, stabilise: int, finetune: int) -> None:
+    moments = [Plan(warmup, sparsify, stabilise, finetune).at(step) for step in range(200)]
+    for before, after in zip(moments, moments[1:], strict=False):
+        assert before.ramp <= after.ramp <= 1
+        assert before.settling <= after.settling <= 1
+
+
+def test_phases_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(ValueError, match="take 110 steps, but the run has only 100"):
+        make_plan(100, warmup="50it", sparsify="50it", stabilise="10it")
+    with pytest.raises(ValueError, match="sparsify phase of at least one step"):
+        make_plan(100, warmup="50it", sparsify="0it", stabilise="10it")
+    with pytest.raises(ValueError, match="total_steps of at least 1"):
+        make_plan(0, warmup="50it", sparsify="0it", stabilise="10it")
+
+
+def test_leaving_early_lengthens_fine_tuning() -> None:
+    plan = Plan(20, 30, 10, 40).leave_sparsify(33)
+    assert plan == Plan(20, 13, 10, 57)
+    assert plan.at(33).phase is Phase.STABILISE
+
+
+def test_budget_ramp_ends_exactly_at_the_target() -> None:
+    budgets = [connections_left(step / 100, 1000, 50) for step in range(101)]
+    assert budgets[0] == 1000
+    assert budgets[-1] == 50
+    assert budgets == sorted(budgets, reverse=True)
+    assert budgets[50] == 50 + round(950 / 8)
