@@ -34,7 +34,7 @@ class Explicit(nn.Module):
         super().__init__()
         self.model = model
         self.names = list(names)
-        self.mask_variables = {name: None for name in self.names}
+        self.mask_variables: dict[str, Tensor | None] = dict.fromkeys(self.names)
 
     def start(self, value: Callable[[Tensor], Tensor]) -> None:
         parameters = dict(self.model.named_parameters())

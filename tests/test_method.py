@@ -49,7 +49,9 @@ def test_estimators_agree_with_the_reference(name: str) -> None:
 
 
 @pytest.mark.equation("ste_l2_gradient_0")
-@pytest.mark.parametrize(("name", "positive"), [(n, n in ("identity", "leaky_relu", "softplus")) for n in method.ESTIMATORS])
+@pytest.mark.parametrize(
+    ("name", "positive"), [(n, n in ("identity", "leaky_relu", "softplus")) for n in method.ESTIMATORS]
+)
 def test_which_estimators_are_positive_everywhere(name: str, positive: bool) -> None:
     m = torch.linspace(-3, 3, 601)
     assert bool((method.ESTIMATORS[name](m, 0.5) > 0).all()) is positive

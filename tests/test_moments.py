@@ -18,7 +18,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pack_sequence, pad_packed_s
 from torch.utils.checkpoint import checkpoint
 
 from gossamer.moments import SampleMoments
-from gossamer.sample_gradients import ChunkPlan, Lookup, Product, plan_chunks, squared_sums
+from gossamer.moments.gradients import ChunkPlan, Lookup, Product, plan_chunks, squared_sums
 
 CASES = settings(max_examples=30, deadline=None, derandomize=True)
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-5}
@@ -49,9 +49,7 @@ def dense_of(uses: Mapping[str, Sequence[tuple[nn.Module, str]]]) -> dict[str, T
     return dense
 
 
-def literal_sums(
-    model: nn.Module, losses: Losses, samples: int, dense: Mapping[str, Tensor]
-) -> dict[str, Tensor]:
+def literal_sums(model: nn.Module, losses: Losses, samples: int, dense: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """One backward a sample, everything written out as in the paper."""
     model = copy.deepcopy(model)
     parameters = dict(model.named_parameters())
@@ -102,9 +100,7 @@ def check(
     for name, wanted in expected.items():
         assert totals[name].dtype == torch.float32
         rtol = tolerance or TOLERANCE[wanted.dtype]
-        torch.testing.assert_close(
-            totals[name].double(), wanted.double(), rtol=rtol, atol=rtol * float(wanted.max())
-        )
+        torch.testing.assert_close(totals[name].double(), wanted.double(), rtol=rtol, atol=rtol * float(wanted.max()))
     return totals
 
 
@@ -162,16 +158,12 @@ def test_convolution(data: st.DataObject) -> None:
     stride = (1,) * axes if padding == "same" else data.draw(each)
     mode = data.draw(st.sampled_from(["zeros", "circular", "reflect", "replicate"]))
     dtype, chunk_bytes = data.draw(DTYPES), data.draw(SMALL)
-    size = [
-        gap * (taps - 1) + data.draw(st.integers(2, 4)) for gap, taps in zip(dilation, kernel, strict=True)
-    ]
+    size = [gap * (taps - 1) + data.draw(st.integers(2, 4)) for gap, taps in zip(dilation, kernel, strict=True)]
     size = [max(3, length) for length in size]
     layer = CONVOLUTIONS[axes](
         inputs, outputs, kernel, stride, padding, dilation, groups, padding_mode=mode, dtype=dtype
     )
-    check(
-        layer, losses_of(torch.randn(samples, inputs, *size, dtype=dtype)), samples, chunk_bytes=chunk_bytes
-    )
+    check(layer, losses_of(torch.randn(samples, inputs, *size, dtype=dtype)), samples, chunk_bytes=chunk_bytes)
 
 
 @settings(CASES, max_examples=60)
@@ -185,14 +177,10 @@ def test_transposed_convolution(data: st.DataObject) -> None:
     padding = tuple(
         data.draw(st.integers(0, gap * (taps - 1) // 2)) for gap, taps in zip(dilation, kernel, strict=True)
     )
-    extra = tuple(
-        data.draw(st.integers(0, max(gap, step) - 1)) for gap, step in zip(dilation, stride, strict=True)
-    )
+    extra = tuple(data.draw(st.integers(0, max(gap, step) - 1)) for gap, step in zip(dilation, stride, strict=True))
     size = [data.draw(st.integers(1, 4)) for _ in kernel]
     dtype = data.draw(DTYPES)
-    layer = TRANSPOSED[axes](
-        inputs, outputs, kernel, stride, padding, extra, groups, dilation=dilation, dtype=dtype
-    )
+    layer = TRANSPOSED[axes](inputs, outputs, kernel, stride, padding, extra, groups, dilation=dilation, dtype=dtype)
     inputs_ = torch.randn(samples, inputs, *size, dtype=dtype)
     check(layer, losses_of(inputs_), samples, chunk_bytes=data.draw(SMALL))
 
@@ -216,9 +204,7 @@ def test_unbatched_inputs_are_one_sample() -> None:
     dtype=DTYPES,
     chunk_bytes=SMALL,
 )
-def test_embedding(
-    samples: int, times: int, padding: int | None, dtype: torch.dtype, chunk_bytes: int
-) -> None:
+def test_embedding(samples: int, times: int, padding: int | None, dtype: torch.dtype, chunk_bytes: int) -> None:
     torch.manual_seed(0)
     tokens = torch.randint(0, 4, (samples, times) if times else (samples,))  # few tokens: many repeats
     model = nn.Embedding(6, 3, padding_idx=padding).to(dtype)
@@ -302,9 +288,7 @@ def test_recurrent(
 ) -> None:
     torch.manual_seed(0)
     make, options = kind
-    layer = make(
-        3, 4, layers, bias=bias, batch_first=batch_first, bidirectional=bidirectional, dtype=dtype, **options
-    )
+    layer = make(3, 4, layers, bias=bias, batch_first=batch_first, bidirectional=bidirectional, dtype=dtype, **options)
     widths = [options.get("proj_size", 4), 4][: 2 if make is nn.LSTM else 1]
     tracks = layers * (2 if bidirectional else 1)
     states = [torch.randn(tracks, samples, width, dtype=dtype) for width in widths] if with_state else []
@@ -652,9 +636,7 @@ def test_unsupported_modules_are_all_named_at_once() -> None:
         def forward(self, input: Tensor) -> Tensor:
             return F.linear(input, self.weight * 2)
 
-    model = nn.ModuleDict(
-        {"attention": nn.MultiheadAttention(4, 2), "own": Own(3, 2), "fine": nn.Linear(3, 2)}
-    )
+    model = nn.ModuleDict({"attention": nn.MultiheadAttention(4, 2), "own": Own(3, 2), "fine": nn.Linear(3, 2)})
     with pytest.raises(ValueError, match='scale="batch"') as caught:
         watch(model)
     for name in ("attention.in_proj_weight", "attention.out_proj.weight", "own.weight"):
@@ -662,9 +644,7 @@ def test_unsupported_modules_are_all_named_at_once() -> None:
     assert "fine" not in str(caught.value)
     assert not model["fine"]._forward_hooks
     with pytest.raises(ValueError, match="different parameters"):
-        SampleMoments(
-            {"w": [(nn.Linear(2, 2), "weight"), (nn.Linear(2, 2), "weight")]}, lambda name: torch.ones(2, 2)
-        )
+        SampleMoments({"w": [(nn.Linear(2, 2), "weight"), (nn.Linear(2, 2), "weight")]}, lambda name: torch.ones(2, 2))
     with pytest.raises(ValueError, match="'bias' is no weight"):
         SampleMoments({"b": [(nn.Linear(2, 2), "bias")]}, lambda name: torch.ones(2))
     convolution = nn.Conv1d(2, 2, 1)

@@ -1,5 +1,7 @@
 """Phases and durations."""
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -29,9 +31,7 @@ def test_phases_follow_each_other() -> None:
     plan = make_plan(100, warmup="20it", sparsify="0.3run", stabilise="10it")
     assert plan == Plan(20, 30, 10, 40)
     phases = [plan.at(step).phase for step in range(120)]
-    assert phases == (
-        [Phase.WARMUP] * 20 + [Phase.SPARSIFY] * 30 + [Phase.STABILISE] * 10 + [Phase.FINETUNE] * 60
-    )
+    assert phases == ([Phase.WARMUP] * 20 + [Phase.SPARSIFY] * 30 + [Phase.STABILISE] * 10 + [Phase.FINETUNE] * 60)
     assert plan.at(49).ramp == 1.0
     assert plan.at(48).ramp < 1.0
     assert plan.at(20).settling == 0.0
@@ -41,7 +41,7 @@ def test_phases_follow_each_other() -> None:
 @given(st.integers(1, 50), st.integers(1, 50), st.integers(0, 50), st.integers(0, 50))
 def test_ramp_and_settling_never_go_back(warmup: int, sparsify: int, stabilise: int, finetune: int) -> None:
     moments = [Plan(warmup, sparsify, stabilise, finetune).at(step) for step in range(200)]
-    for before, after in zip(moments, moments[1:], strict=False):
+    for before, after in pairwise(moments):
         assert before.ramp <= after.ramp <= 1
         assert before.settling <= after.settling <= 1
 

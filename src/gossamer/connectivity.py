@@ -16,7 +16,8 @@ from torch.distributed.tensor import DTensor
 from gossamer import method
 from gossamer.budget import meet_budget_
 from gossamer.health import HealthLog
-from gossamer.learning import Moments, learn_masks_
+from gossamer.learning import learn_masks_
+from gossamer.sample_scales import SampleScales
 from gossamer.select import Weight
 from gossamer.settings import Settings
 from gossamer.store import Store, local
@@ -34,10 +35,13 @@ class Connectivity:
         *,
         log: tuple[int, int],
         group: dist.ProcessGroup | None,
+        replicas: dist.ProcessGroup | None,
     ) -> None:
-        """`log` is the first step of the mask phases and their number; `group` the processes that share each tensor."""
+        """`log` is the first step of the mask phases and their number; `group` the processes that share each tensor,
+        `replicas` those that hold copies of the model and a part of each batch."""
         self.weights, self._settings, self._target, self._group = weights, settings, target, group
         self._parameters = [weight.parameter for weight in weights]
+        self.names = [weight.name for weight in weights]
         self.total = sum(parameter.numel() for parameter in self._parameters)
         with torch.no_grad():
             self.store = store = Store(self._parameters, momentum=settings.mask_momentum > 0)
@@ -51,6 +55,9 @@ class Connectivity:
             self._protected = store.strongest(self._floors) if sum(self._floors) else None
         self._costs = target.costs_on(store.sizes, store.device)
         self.log = HealthLog(len(weights), *log, store.device)
+        self._samples = None
+        if settings.scale == "per_sample":
+            self._samples = SampleScales(weights, dict(zip(self.names, store.dense_views, strict=True)), replicas)
         # Scalars on the device, so that a captured step reads what was set before its replay.
         self.learning_rate = torch.zeros((), dtype=store.dtype, device=store.device)
         self.budget = torch.zeros((), dtype=torch.int64, device=store.device)
@@ -73,10 +80,11 @@ class Connectivity:
     # --- a step ---
 
     def learn(
-        self, *, unscale: Tensor | None = None, found_inf: Tensor | None = None, moments: Moments | None = None
+        self, *, unscale: Tensor | None = None, found_inf: Tensor | None = None, loss_scale: float | None = None
     ) -> None:
         """Update mask variables from the gradients of the parameters, then the masks. Parameters are left undefined:
-        `hide` or `show` has to follow."""
+        `hide` or `show` has to follow. `unscale` is what the gradients have still to be multiplied by; `loss_scale`
+        what the loss was multiplied by, which only the per-sample scale needs to know."""
         store = self.store
         outcome = learn_masks_(
             store,
@@ -89,7 +97,7 @@ class Connectivity:
             connections=self.total,
             unscale=unscale,
             found_inf=found_inf,
-            moments=moments,
+            moments=None if self._samples is None else self._samples.take(loss_scale),
             group=self._group,
         )
         store.previous.copy_(store.mask)
@@ -157,6 +165,8 @@ class Connectivity:
         """Masks stay as they are from now on."""
         if not self.store.frozen:
             self.store.freeze()
+        if self._samples is not None:
+            self._samples.close()
 
     # --- checkpoints ---
 
@@ -187,12 +197,12 @@ class Connectivity:
             self._protected.copy_(state["protected"])
 
     def _named(self, views: Sequence[Tensor]) -> dict[str, Tensor]:
-        pairs = zip(self.weights, views, strict=True)
-        return {weight.name: _sharded_like(weight.parameter, view.clone()) for weight, view in pairs}
+        triples = zip(self.names, self._parameters, views, strict=True)
+        return {name: _sharded_like(parameter, view.clone()) for name, parameter, view in triples}
 
     def _fill(self, views: Sequence[Tensor], named: dict[str, Tensor]) -> None:
-        for weight, view in zip(self.weights, views, strict=True):
-            view.copy_(local(named[weight.name]))
+        for name, view in zip(self.names, views, strict=True):
+            view.copy_(local(named[name]))
 
     def _over_shards(self, counts: Tensor) -> Tensor:
         if self._group is not None:

@@ -38,8 +38,8 @@ def keep_zeros(
 ) -> ZerosKept:
     """Weights that are zero now stay exactly zero while `optimizer` trains, whatever its momentum or weight decay.
 
-    For fine-tuning a model that is already sparse; a `Sparsifier` in its own run does this by itself. Use the result in a
-    `with` block, or call its `remove()`, to let the weights go.
+    For fine-tuning a model that is already sparse; a `Sparsifier` in its own run does this by itself. Use the result in
+    a `with` block, or call its `remove()`, to let the weights go.
     """
     weights = select(model, include=include, exclude=exclude)
     return ZerosKept([(weight.parameter, local(weight.parameter) == 0) for weight in weights], optimizer)

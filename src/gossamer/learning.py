@@ -68,6 +68,8 @@ def learn_masks_(
         dist.all_reduce(squares, group=group)
     _rescale_(blocks, views, weights, squares, settings, connections, moments)
     healthy = torch.isfinite(squares.sum())
+    if moments is not None:
+        healthy = healthy & torch.isfinite(torch.stack([total.sum() for total in moments.totals.values()]).sum())
     if found_inf is not None:
         healthy = healthy & (found_inf == 0)
     on_cpu = store.device.type == "cpu"

@@ -51,7 +51,11 @@ class Settings:
                 ("mask_lr", "a number above 0", self.mask_lr > 0),
                 ("mask_momentum", "a number from 0 to below 1", 0 <= self.mask_momentum < 1),
                 ("start_value", "a number above 0, as masks start as connections", self.start_value > 0),
-                ("l2", "a number of at least 0", self.l2 >= 0),
+                (
+                    "l2",
+                    "a number of at least 0, and 0 with scale='per_sample'",
+                    self.l2 >= 0 and not (self.l2 and self.scale == "per_sample"),
+                ),
                 ("floor", "a share from 0 to below 1", 0 <= self.floor < 1),
             )
             if not good

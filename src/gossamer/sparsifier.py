@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from gossamer import method
@@ -42,7 +43,8 @@ class Sparsifier:
     exactly; needs `example_input`) and `decay` (the paper's fixed λ1; `leave_at` ends the sparsify phase early once
     that sparsity is reached). `total_steps` is the number of optimizer steps of the whole run, over which the phases
     are laid out; durations in epochs need `steps_per_epoch`. `include` and `exclude` choose tensors by name pattern,
-    module class or module. Any field of `Settings` can be given by name on top of a `preset`.
+    module class or module. `loss_scale=scaler.get_scale` is needed where a scaled loss meets scale="per_sample". Any
+    field of `Settings` can be given by name on top of a `preset`.
 
     For a step captured in a CUDA graph call `advance()` before each replay, and capture again when `phase` changes.
     """
@@ -70,6 +72,8 @@ class Sparsifier:
         optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
         self._owned = _owned(self.weights, optimizers)
         self._group = shard_group([weight.parameter for weight in self.weights])
+        self._replicas = model.process_group if isinstance(model, DistributedDataParallel) else None
+        self._check_scale()
         self.plan = make_plan(
             total_steps,
             warmup=self.settings.warmup,
@@ -200,8 +204,16 @@ class Sparsifier:
                 self._target,
                 log=(self.plan.warmup, self.plan.sparsify + self.plan.stabilise),
                 group=self._group,
+                replicas=self._replicas,
             )
         return self._connectivity
+
+    def _check_scale(self) -> None:
+        sharded = self._group is not None
+        if sharded and self.settings.scale == "per_sample":
+            raise ValueError('scale="per_sample" needs whole weights in every process: use DDP, or scale="global"')
+        if sharded and self.settings.scale == "batch" and any(weight.feature_axis for weight in self.weights):
+            raise ValueError('scale="batch" cannot see the features of sharded transposed weights: use scale="global"')
 
     def _anneal(self, settling: float, phase: Phase) -> float:
         if self.settings.anneal == "cosine":
@@ -250,7 +262,11 @@ class Sparsifier:
 
     def _learn(self, optimizer: Optimizer, connectivity: Connectivity) -> None:
         try:
-            connectivity.learn(unscale=_unscale(optimizer), found_inf=getattr(optimizer, "found_inf", None))
+            connectivity.learn(
+                unscale=_unscale(optimizer),
+                found_inf=getattr(optimizer, "found_inf", None),
+                loss_scale=None if self._loss_scale is None else self._loss_scale(),
+            )
         except BaseException:
             connectivity.show()
             raise

@@ -1,8 +1,8 @@
 """A fixed λ1 by short runs: the paper's own procedure, for those who want the paper's fixed connectivity decay.
 
-Nobody needs it to reach a sparsity (`Sparsifier(sparsity=…)` meets it exactly in one run). The paper runs about a tenth of
-the training with a large λ1, which takes effect fast, and lowers it until the target sparsity comes out. Sparsity grows
-with λ1, so here the target is bracketed from above and then found by bisection of log λ1.
+Nobody needs it to reach a sparsity (`Sparsifier(sparsity=…)` meets it exactly in one run). The paper runs about a tenth
+of the training with a large λ1, which takes effect fast, and lowers it until the target sparsity comes out. Sparsity
+grows with λ1, so here the target is bracketed from above and then found by bisection of log λ1.
 """
 
 import math

@@ -156,9 +156,7 @@ def train(problem: Problem, settings: Settings, steps: int) -> tuple[Snapshot, .
         used = tuple(map(scl.masked_weight, weights, masks))
         gradients = backpropagate(used, tuple(biases), problem.inputs[rows], problem.labels[rows])
         mask_gradients = scaled_mask_gradients(gradients, tuple(weights), tuple(masks), settings)
-        sgd = partial(
-            sgd_step, rate=settings.rate, momentum=settings.momentum, weight_decay=settings.weight_decay
-        )
+        sgd = partial(sgd_step, rate=settings.rate, momentum=settings.momentum, weight_decay=settings.weight_decay)
         decay = partial(
             scl.decay_step,
             rate=settings.mask_rate(step),
@@ -178,9 +176,7 @@ def train(problem: Problem, settings: Settings, steps: int) -> tuple[Snapshot, .
     return tuple(trajectory)
 
 
-def snapshot(
-    variables: Tensors, biases: Tensors, mask_variables: Tensors, loss: float, shift: float
-) -> Snapshot:
+def snapshot(variables: Tensors, biases: Tensors, mask_variables: Tensors, loss: float, shift: float) -> Snapshot:
     masks = tuple(map(scl.unit_step, mask_variables))
     connections = sum(int(m.sum()) for m in masks)
     return Snapshot(

@@ -68,9 +68,7 @@ def estimator(name: str, alpha: float = 0.1) -> Estimator:
         ),
         "softplus": Estimator(lambda m: np.logaddexp(m.dtype.type(0), m), sigmoid),
         "relu": Estimator(relu, unit_step),
-        "clipped_relu": Estimator(
-            lambda m: relu(m) - relu(m - alpha), lambda m: unit_step(m) - unit_step(m - alpha)
-        ),
+        "clipped_relu": Estimator(lambda m: relu(m) - relu(m - alpha), lambda m: unit_step(m) - unit_step(m - alpha)),
     }
     return estimators[name]
 
@@ -219,9 +217,7 @@ def exact_budget(
             shifted[i] = 0
     ends = np.cumsum([tensor.size for tensor in mask_variables])
     pieces = np.split(shifted, ends[:-1])
-    return BudgetStep(
-        tuple(p.reshape(t.shape) for p, t in zip(pieces, mask_variables, strict=True)), float(theta)
-    )
+    return BudgetStep(tuple(p.reshape(t.shape) for p, t in zip(pieces, mask_variables, strict=True)), float(theta))
 
 
 # ---- Schedules, t from 0 at the start of the sparsify phase to 1 at its end ----------------------

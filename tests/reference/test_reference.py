@@ -68,9 +68,7 @@ def test_estimators_are_derivatives_of_their_functions(name: str) -> None:
 
 
 def test_clipped_relu_rises_up_to_its_bound() -> None:
-    assert_array_equal(
-        scl.estimator("clipped_relu", 1.0).derivative(array(0, 0.5, 1, 1.5)), array(0, 1, 1, 0)
-    )
+    assert_array_equal(scl.estimator("clipped_relu", 1.0).derivative(array(0, 0.5, 1, 1.5)), array(0, 1, 1, 0))
 
 
 def test_softplus_does_not_overflow() -> None:
@@ -130,9 +128,7 @@ def test_normalised_features_have_unit_mean_square_and_empty_ones_are_left_alone
 
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("groups", [1, 2])
-def test_features_of_convolutions_are_the_weights_an_output_channel_depends_on(
-    transposed: bool, groups: int
-) -> None:
+def test_features_of_convolutions_are_the_weights_an_output_channel_depends_on(transposed: bool, groups: int) -> None:
     """Autograd says which weights reach a channel; the scale is the root mean square over just those."""
     layer: torch.nn.Module
     if transposed:

@@ -31,9 +31,7 @@ def small_problem(seed: int = 0, dtype: type = np.float64) -> mlp.Problem:
     )
 
 
-def torch_loss(
-    weights: list[torch.Tensor], biases: list[torch.Tensor], x: Array, y: mlp.IntArray
-) -> torch.Tensor:
+def torch_loss(weights: list[torch.Tensor], biases: list[torch.Tensor], x: Array, y: mlp.IntArray) -> torch.Tensor:
     h = torch.from_numpy(x)
     for w, b in zip(weights[:-1], biases[:-1], strict=True):
         h = torch.relu(torch.nn.functional.linear(h, w, b))
@@ -126,9 +124,7 @@ def test_fixed_decay_agrees_with_the_autograd_formulation(mask_momentum: float) 
         for optimizer in optimizers:
             optimizer.zero_grad()
         used = [StraightThrough.apply(*pair) for pair in zip(w, m, strict=True)]  # type: ignore[no-untyped-call]
-        penalty = sum(
-            (0.05 * mask.sum() for mask in m), torch.zeros(())
-        )  # Σ m through the identity estimator
+        penalty = sum((0.05 * mask.sum() for mask in m), torch.zeros(()))  # Σ m through the identity estimator
         (torch_loss(used, b, p.inputs[rows], p.labels[rows]) + penalty).backward()  # type: ignore[no-untyped-call]
         for optimizer in optimizers:
             optimizer.step()

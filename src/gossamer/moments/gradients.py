@@ -200,9 +200,7 @@ def _merge(uses: Sequence[Use]) -> list[Use]:
     lookups = [use for use in uses if isinstance(use, Lookup)]
     merged: list[Use] = [use for use in uses if isinstance(use, Convolution)]
     if products:
-        merged.append(
-            Product(_join([use.inputs for use in products]), _join([use.deltas for use in products]))
-        )
+        merged.append(Product(_join([use.inputs for use in products]), _join([use.deltas for use in products])))
     if lookups:
         merged.append(Lookup(_join([use.tokens for use in lookups]), _join([use.deltas for use in lookups])))
     return merged

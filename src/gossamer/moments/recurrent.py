@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .sample_gradients import Product
+from gossamer.moments.gradients import Product
 
 RecurrentModule = nn.RNNBase | nn.RNNCellBase
 

@@ -37,7 +37,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from .layer_visits import (
+from gossamer.moments.gradients import Use, by_feature, squared_sums
+from gossamer.moments.visits import (
     Call,
     Kind,
     Visit,
@@ -48,7 +49,6 @@ from .layer_visits import (
     transposed_groups,
     weight_names,
 )
-from .sample_gradients import Use, by_feature, squared_sums
 
 Uses = Mapping[str, Sequence[tuple[nn.Module, str]]]
 
@@ -200,8 +200,7 @@ class SampleMoments:
         def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
             if torch.compiler.is_compiling():
                 raise RuntimeError(
-                    "per-sample scales: expected an eager model, got one under torch.compile. Use "
-                    'scale="batch" there.'
+                    'per-sample scales: expected an eager model, got one under torch.compile. Use scale="batch" there.'
                 )
             if not torch.is_grad_enabled() or not any(one.parameter.requires_grad for one in held.values()):
                 return output
@@ -271,8 +270,7 @@ class SampleMoments:
         missed = [
             watched.name
             for watched in self._weights.values()
-            if watched.samples == 0
-            and (watched.bypassed or (watched.captured and watched.parameter.grad is not None))
+            if watched.samples == 0 and (watched.bypassed or (watched.captured and watched.parameter.grad is not None))
         ]
         if missed:
             raise RuntimeError(
@@ -332,13 +330,9 @@ def _refuse_unknown(uses: Uses, axes: Mapping[nn.Module, int]) -> None:
         for module, attribute in places:
             parameter = dict(module.named_parameters(recurse=False)).get(attribute)
             if kind_of(module) is None:
-                problems.append(
-                    f"{name}: held by {type(module).__name__}, whose gradients are not known by sample"
-                )
+                problems.append(f"{name}: held by {type(module).__name__}, whose gradients are not known by sample")
             elif parameter is None or attribute not in weight_names(module):
-                problems.append(
-                    f"{name}: {attribute!r} is no weight parameter of its {type(module).__name__}"
-                )
+                problems.append(f"{name}: {attribute!r} is no weight parameter of its {type(module).__name__}")
             elif not parameter.is_floating_point():
                 problems.append(f"{name}: expected real floating-point weights, got {parameter.dtype}")
             else:

@@ -19,8 +19,8 @@ from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
 
-from .recurrent_replay import gate_products, replay
-from .sample_gradients import Convolution, Lookup, Product, Use
+from gossamer.moments.gradients import Convolution, Lookup, Product, Use
+from gossamer.moments.recurrent import gate_products, replay
 
 Deltas = Sequence[Tensor | None]
 
@@ -78,9 +78,7 @@ def kind_of(module: nn.Module) -> Kind | None:
 
 def weight_names(module: nn.Module) -> set[str]:
     """The parameters of a known layer that hold connections: its matrices and kernels."""
-    return {
-        name for name, held in module.named_parameters(recurse=False) if "weight" in name and held.dim() > 1
-    }
+    return {name for name, held in module.named_parameters(recurse=False) if "weight" in name and held.dim() > 1}
 
 
 def default_batch_axis(module: nn.Module) -> int:
@@ -131,9 +129,7 @@ def _visit_linear(call: Call) -> Visit:
     layer, axis = call.module, call.batch_axis
 
     def uses(saved: Sequence[Tensor], deltas: Deltas) -> dict[str, Use]:
-        inputs, delta = (
-            _samples_first(tensor, axis, inner=1, layer=layer) for tensor in (saved[0], _given(deltas))
-        )
+        inputs, delta = (_samples_first(tensor, axis, inner=1, layer=layer) for tensor in (saved[0], _given(deltas)))
         return {"weight": Product(inputs, delta)}
 
     return Visit((call.output,), (call.argument(0, "input"),), uses, _first)
@@ -208,9 +204,7 @@ def _visit_cell(call: Call) -> Visit:
             inputs.new_zeros(1, inputs.shape[1], cell.hidden_size) for _ in range(states_count)
         ]
         replayed = replay(cell, inputs, states)
-        return gate_products(
-            replayed, [None, *(None if delta is None else one_layer(delta) for delta in deltas)]
-        )
+        return gate_products(replayed, [None, *(None if delta is None else one_layer(delta) for delta in deltas)])
 
     def rebuild(tensors: Sequence[Tensor]) -> Any:
         return tuple(tensors) if isinstance(call.output, tuple) else tensors[0]
@@ -299,9 +293,7 @@ class _Layout:
     def in_given_order(self, product: Product) -> Product:
         if self.unsorted_indices is None:
             return product
-        inputs, deltas = (
-            part.index_select(0, self.unsorted_indices) for part in (product.inputs, product.deltas)
-        )
+        inputs, deltas = (part.index_select(0, self.unsorted_indices) for part in (product.inputs, product.deltas))
         return Product(inputs, deltas)
 
 

@@ -1,0 +1,5 @@
+"""Exact per-sample scales of the mask gradient, without storing per-sample gradients."""
+
+from gossamer.moments.watcher import SampleMoments
+
+__all__ = ["SampleMoments"]
