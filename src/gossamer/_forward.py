@@ -37,7 +37,7 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
         stack.enter_context(torch.no_grad())
         stack.enter_context(torch.random.fork_rng(devices=sorted(devices)))
         try:
-            model.eval()
+            _to_evaluation(model)
             yield
         finally:
             for module, mode in modes:
@@ -48,18 +48,25 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
                     buffer.copy_(saved)
 
 
-def batch_size_of(example_input: object) -> int:
-    """Samples in ``example_input`` where the batch is the first axis of its first tensor."""
-    if isinstance(example_input, PackedSequence):
-        return int(example_input.batch_sizes[0])
-    tensor = first_tensor(example_input)
-    return int(tensor.shape[0]) if tensor is not None and tensor.ndim else 1
+def _to_evaluation(model: nn.Module) -> None:
+    try:
+        model.eval()
+    except NotImplementedError:  # torch.export's modules have no modes: what they do is fixed
+        for module in model.modules():
+            module.training = False
 
 
-def first_tensor(example_input: object) -> Tensor | None:
-    """The first tensor in ``example_input``, however deep."""
-    tensors = (leaf for leaf in tree_leaves(arguments(example_input)) if isinstance(leaf, Tensor))
-    return next(tensors, None)
+def first_input(values: object) -> Tensor | PackedSequence | None:
+    """The first tensor or packed sequence among ``values``, however deep."""
+    leaves = tree_leaves(values, is_leaf=lambda value: isinstance(value, PackedSequence))
+    return next((leaf for leaf in leaves if isinstance(leaf, Tensor | PackedSequence)), None)
+
+
+def batch_size_of(value: Tensor | PackedSequence | None) -> int:
+    """Samples in ``value`` where the batch is its first axis."""
+    if isinstance(value, PackedSequence):
+        return int(value.batch_sizes[0])
+    return int(value.shape[0]) if value is not None and value.ndim else 1
 
 
 def batch_size_at(module: nn.Module, value: Tensor) -> int | None:

@@ -80,10 +80,11 @@ def _wrong_type(got: object, argument: str) -> TypeError:
 
 def spellings(names: Sequence[str], model: nn.Module) -> tuple[str, ...]:
     """``names`` as they are and as a user knows them, without what wrappers have put in."""
-    return tuple(dict.fromkeys(each for name in names for each in (name, _clean(name, model))))
+    return tuple(dict.fromkeys(each for name in names for each in (name, clean_name(name, model))))
 
 
-def _clean(name: str, model: nn.Module) -> str:
+def clean_name(name: str, model: nn.Module) -> str:
+    """``name`` as a user knows it, without what wrappers around (parts of) ``model`` have put in."""
     parts = name.split(".")
     wrapped = isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel)
     if wrapped and parts[0] == "module":

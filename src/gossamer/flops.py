@@ -7,10 +7,11 @@ A look-up multiplies nothing, so an embedding counts 0 unless it is also used as
 The count is taken from the operations themselves, not from the modules: one evaluation forward runs under a
 dispatch mode that sees every matrix product and convolution, and knows the weights by the memory they lie in.
 So ``F.linear(x, self.embedding.weight)``, attention's packed projections, recurrent layers, packed sequences,
-casts under autocast and weights that a module first rescales are all counted where they are used, and a shared
-weight gets the sum over its uses.
+casts under autocast and weights that a module first rescales are all counted where they are used, and a
+shared weight gets the sum over its uses.
 """
 
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -23,7 +24,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from gossamer._forward import arguments, batch_size_at, batch_size_of, first_tensor, undisturbed
+from gossamer._forward import arguments, batch_size_at, batch_size_of, first_input, undisturbed
+from gossamer._tensors import local
 from gossamer.select import Weight
 
 FLOPS_PER_MULTIPLY_ADD = 2
@@ -34,7 +36,9 @@ _MATRIX_PRODUCTS = {
     **dict.fromkeys(("addmm", "baddbmm", "addbmm", "addmv", "_addmm_activation"), (1, 2)),
 }
 _RECURRENT = frozenset({"mkldnn_rnn_layer", "_cudnn_rnn", "miopen_rnn"})
-_LOOK_UPS = frozenset({"embedding", "_embedding_bag", "_embedding_bag_forward_only", "gather", "index_select"})
+_LOOK_UPS = frozenset(
+    {"embedding", "_embedding_bag", "_embedding_bag_forward_only", "gather", "index_select"}
+)
 
 
 def positions(
@@ -42,8 +46,8 @@ def positions(
 ) -> dict[str, int]:
     """Multiply-adds that one connection of each weight takes part in, for one sample, by ``Weight.name``.
 
-    ``example_input`` is a tensor, a tuple of positional inputs or a mapping of keyword inputs; the batch is the
-    first axis of its first tensor (or where a time-first recurrent or attention layer says), unless
+    ``example_input`` is a tensor, a tuple of positional inputs or a mapping of keyword inputs; the batch is
+    the first axis of its first tensor (or where a time-first recurrent or attention layer says), unless
     ``batch_size`` gives the number of samples. A linear layer then has the number of vectors it maps, a
     convolution the number of output pixels (transposed: input pixels), a recurrent layer the number of steps,
     each averaged over the samples. A tensor that the forward pass does not use has 0.
@@ -58,6 +62,8 @@ def positions(
         batch = _BatchSize(example_input)
         for handle in (*counter.follow(weights), *batch.watch(model)):
             stack.callback(handle.remove)
+        if "torch._dynamo" in sys.modules:  # compiled parts would hide their operations
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
         # The fused kernel of attention in evaluation hides its products.
         stack.callback(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
         torch.backends.mha.set_fastpath_enabled(False)
@@ -74,30 +80,26 @@ def _per_connection(multiply_adds: int, weight: Weight, samples: int) -> int:
     return max(1, round(Fraction(multiply_adds, weight.parameter.numel() * max(1, samples))))
 
 
-@dataclass
 class _BatchSize:
     """Finds the number of samples: the first layer that sees the example's own leading shape knows best."""
 
-    example_input: object
-    told: int | None = None
+    def __init__(self, example_input: object) -> None:
+        self._example = first_input(arguments(example_input))
+        self._told: int | None = None
 
     @property
     def size(self) -> int:
-        return batch_size_of(self.example_input) if self.told is None else self.told
+        return batch_size_of(self._example) if self._told is None else self._told
 
     def watch(self, model: nn.Module) -> list[Any]:
-        example = first_tensor(self.example_input)
-        if example is None:
-            return []
-        shape = example.shape[:2]
-        return [
-            module.register_forward_pre_hook(partial(self._look, shape), with_kwargs=True) for module in model.modules()
-        ]
+        return [module.register_forward_pre_hook(self._look, with_kwargs=True) for module in model.modules()]
 
-    def _look(self, shape: torch.Size, module: nn.Module, args: object, kwargs: object) -> None:
-        value = first_tensor((args, kwargs)) if self.told is None else None
-        if value is not None and value.shape[:2] == shape:
-            self.told = batch_size_at(module, value)
+    def _look(self, module: nn.Module, args: object, kwargs: object) -> None:
+        if self._told is not None or not isinstance(self._example, Tensor):
+            return
+        value = first_input((args, kwargs))
+        if isinstance(value, Tensor) and value.shape[:2] == self._example.shape[:2]:
+            self._told = batch_size_at(module, value)
 
 
 @dataclass(frozen=True)
@@ -109,7 +111,7 @@ class _Span:
     name: str
 
 
-class _MultiplyAdds(TorchDispatchMode):
+class _MultiplyAdds(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Adds up, per weight, the multiply-adds of every operation that multiplies with it.
 
     Memory blocks are told apart as *constant* (parameters, buffers and what is computed from these alone) and
@@ -118,7 +120,7 @@ class _MultiplyAdds(TorchDispatchMode):
     """
 
     def __init__(self, model: nn.Module, weights: Sequence[Weight]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.totals = {weight.name: 0 for weight in weights}
         self._constant: dict[int, Tensor] = {}  # holds the tensor, so that its block is not used anew
         self._spans: dict[int, list[_Span]] = {}
@@ -126,6 +128,10 @@ class _MultiplyAdds(TorchDispatchMode):
             self._constant[_block(tensor)] = tensor
         for weight in weights:
             self._stands_for(weight.parameter, weight.name)
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # True would import the compiler, seconds for a count that needs none of it
 
     def follow(self, weights: Sequence[Weight]) -> list[Any]:
         """Hooks for FSDP2, which puts a gathered weight in a module's place while the module runs."""
@@ -140,17 +146,16 @@ class _MultiplyAdds(TorchDispatchMode):
         tensor = module._parameters.get(attribute)
         if tensor is not None and self._name_of(tensor) != name:
             self._constant[_block(tensor)] = tensor
-            self._spans[_block(tensor)] = []
             self._stands_for(tensor, name)
 
     def _stands_for(self, tensor: Tensor, name: str) -> None:
-        local = _local(tensor)
-        extent = sum((size - 1) * step for size, step in zip(local.shape, local.stride(), strict=True))
-        start = local.storage_offset()
-        self._spans.setdefault(_block(tensor), []).append(_Span(start, start + extent + 1, name))
+        part = local(tensor)
+        extent = sum((size - 1) * step for size, step in zip(part.shape, part.stride(), strict=True))
+        start = int(part.storage_offset())
+        self._spans.setdefault(_block(tensor), []).append(_Span(start, start + int(extent) + 1, name))
 
     def _name_of(self, tensor: Tensor) -> str | None:
-        offset = _local(tensor).storage_offset()
+        offset = local(tensor).storage_offset()
         spans = self._spans.get(_block(tensor), ())
         return next((span.name for span in spans if span.start <= offset < span.end), None)
 
@@ -228,16 +233,6 @@ class _MultiplyAdds(TorchDispatchMode):
                 self._spans.pop(_block(tensor), None)
 
 
-def _local(tensor: Tensor) -> Tensor:
-    """The tensor in this process's memory: the shard of a DTensor, else the tensor itself."""
-    if torch.distributed.is_available():
-        from torch.distributed.tensor import DTensor
-
-        if isinstance(tensor, DTensor):
-            return tensor.to_local()
-    return tensor
-
-
 def _block(tensor: Tensor) -> int:
     """What tells one block of memory from another, as long as both are alive."""
-    return _local(tensor).untyped_storage()._cdata
+    return int(local(tensor).untyped_storage()._cdata)

@@ -76,7 +76,9 @@ class _Candidate:
         return any(self.place.is_spelled_by(selector) for selector in selectors)
 
 
-def select(model: nn.Module, *, include: Selectors = None, exclude: Selectors = None) -> tuple[Weight, ...]:
+def select(
+    model: nn.Module, *, include: Selectors = None, exclude: Selectors = None, for_training: bool = True
+) -> tuple[Weight, ...]:
     """List the tensors of connections of ``model``, in the order of ``model.named_parameters()``.
 
     ``include`` keeps only what it matches and ``exclude`` then removes what it matches. Each is one selector
@@ -90,15 +92,19 @@ def select(model: nn.Module, *, include: Selectors = None, exclude: Selectors = 
     A parameter (two or more dimensions) of an unknown module type is added where a pattern of ``include``
     spells its own name, as in ``"*.kernel"``; a bare last ``*``, as in ``"encoder.*"``, adds none of them.
     Frozen parameters (``requires_grad=False``) are left out. Raises ``SelectionError``.
+
+    ``for_training=False`` is for those who only read: frozen parameters are listed too, and what stands in
+    the way of training alone (an embedding with sparse gradients, say) is no error.
     """
     included, excluded = as_tuple(include, "include"), as_tuple(exclude, "exclude")
     candidates, uninitialised = _candidates(model)
     chosen = [
         candidate
         for candidate in candidates
-        if candidate.is_included(included) and not any(candidate.place.matches(selector) for selector in excluded)
+        if candidate.is_included(included)
+        and not any(candidate.place.matches(selector) for selector in excluded)
     ]
-    trained = [candidate.weight for candidate in chosen if candidate.weight.parameter.requires_grad]
+    taken = [each.weight for each in chosen if each.weight.parameter.requires_grad or not for_training]
 
     problems = list(_unmatched(model, candidates, included, excluded))
     if uninitialised:
@@ -108,14 +114,15 @@ def select(model: nn.Module, *, include: Selectors = None, exclude: Selectors = 
     engine = engine_problem(model)
     if engine is not None:
         problems.append(engine)
-    problems += [problem for weight in trained for problem in _unusable(weight)]
     problems += _computed(candidates, chosen, included, excluded)
-    problems += overlapping_memory([(weight.name, weight.parameter) for weight in trained])
-    if not trained and not problems:
+    if for_training:
+        problems += [problem for weight in taken for problem in _unusable(weight)]
+        problems += overlapping_memory([(weight.name, weight.parameter) for weight in taken])
+    if not taken and not problems:
         problems.append(_nothing(candidates, chosen))
     if problems:
         raise SelectionError(problems)
-    return tuple(trained)
+    return tuple(taken)
 
 
 def layer_attributes(module: nn.Module) -> tuple[str, ...]:
@@ -126,7 +133,9 @@ def layer_attributes(module: nn.Module) -> tuple[str, ...]:
         kinds = ("ih", "hh", "hr") if module.proj_size else ("ih", "hh")
         directions = ("", "_reverse") if module.bidirectional else ("",)
         layers = range(module.num_layers)
-        return tuple(f"weight_{kind}_l{layer}{way}" for layer in layers for way in directions for kind in kinds)
+        return tuple(
+            f"weight_{kind}_l{layer}{way}" for layer in layers for way in directions for kind in kinds
+        )
     if isinstance(module, nn.RNNCellBase):
         return ("weight_ih", "weight_hh")
     if isinstance(module, nn.MultiheadAttention):  # its out_proj is a Linear of its own
@@ -207,20 +216,24 @@ def _computed(
     included: tuple[Selector, ...],
     excluded: tuple[Selector, ...],
 ) -> Iterator[str]:
-    """Layer weights that would have been taken, were they not computed from another parameter."""
+    """Layer weights that would have been taken, were they not computed from other parameters."""
+    behind: dict[str, list[_Candidate]] = {}
     for candidate in candidates:
-        place = candidate.computes
-        if place is None or candidate in chosen or not candidate.weight.parameter.requires_grad:
+        if candidate.computes is not None and candidate.weight.parameter.requires_grad:
+            behind.setdefault(candidate.computes.names[0], []).append(candidate)
+    for name, parts in behind.items():
+        places = [place for part in parts for place in (part.place, part.computes) if place is not None]
+        is_excluded = any(place.matches(selector) for place in places for selector in excluded)
+        is_included = any(place.matches(selector) for place in places for selector in included)
+        if is_excluded or (included and not is_included) or any(part in chosen for part in parts):
             continue
-        if included and not any(place.matches(selector) for selector in included):
-            continue
-        if not any(place.matches(each) or candidate.place.matches(each) for each in excluded):
-            yield (
-                f"{place.names[0]} is no parameter but computed from {candidate.weight.name} each time; "
-                "make it plain first (remove_parametrizations, remove_weight_norm, prune.remove), or pass "
-                f"exclude={place.names[0]!r}, or, where zeros of the one are zeros of the other, "
-                f"spell {candidate.weight.name!r} in include"
-            )
+        # Where there are several, as in weight norm, the largest holds the connections.
+        largest = max(parts, key=lambda part: part.weight.parameter.numel()).weight.name
+        yield (
+            f"{name} is no parameter but computed from {largest} each time; make it plain first "
+            f"(remove_parametrizations, remove_weight_norm, prune.remove), or pass exclude={name!r}, or, "
+            f"where zeros of the one are zeros of the other, spell {largest!r} in include"
+        )
 
 
 def _unmatched(
@@ -247,7 +260,9 @@ def _unmatched(
             layers = sorted({type(module).__name__ for module in model.modules() if layer_attributes(module)})
             found = ", ".join(layers) or "none"
             yield f"include={shown(selector)} matches no connections; the layers of the model are {found}"
-    names = all_names(model) + tuple(each.computes.names[0] for each in candidates if each.computes is not None)
+    names = all_names(model) + tuple(
+        each.computes.names[0] for each in candidates if each.computes is not None
+    )
     for selector in excluded:
         if isinstance(selector, str):
             if not Place(names, ()).matches(selector):
@@ -258,7 +273,9 @@ def _unmatched(
 
 def _unusable(weight: Weight) -> Iterator[str]:
     parameter, remedy = weight.parameter, f"pass exclude={weight.name!r}"
-    if any(isinstance(use.module, nn.Embedding | nn.EmbeddingBag) and use.module.sparse for use in weight.uses):
+    if any(
+        isinstance(use.module, nn.Embedding | nn.EmbeddingBag) and use.module.sparse for use in weight.uses
+    ):
         yield (
             f"{weight.name} belongs to an embedding with sparse=True, and masks need the whole gradient; "
             f"build the embedding with sparse=False, or {remedy}"
@@ -277,7 +294,9 @@ def _nothing(candidates: list[_Candidate], chosen: list[_Candidate]) -> str:
         frozen = some([candidate.weight.name for candidate in chosen])
         return f"all tensors that could be taken are frozen: {frozen}; set requires_grad=True on some"
     unknown = [candidate.weight.name for candidate in candidates if not candidate.known]
-    advice = f"; parameters of unknown module types can be included by name: {some(unknown)}" if unknown else ""
+    advice = (
+        f"; parameters of unknown module types can be included by name: {some(unknown)}" if unknown else ""
+    )
     return (
         "nothing to sparsify: expected weights of linear, convolution, recurrent, embedding or attention "
         f"layers, found none that may be taken{advice}"
