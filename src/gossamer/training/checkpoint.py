@@ -17,7 +17,8 @@ from typing import IO, Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DeviceMesh, DTensor, Replicate, Shard
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 _NAME = re.compile(r"checkpoint-(\d{9})\.pt")
 _KEPT = 2
@@ -40,7 +41,7 @@ class Checkpoints:
         path = self.folder / f"checkpoint-{step:09d}.pt"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            digest = write_atomically(path, lambda file: torch.save(state, file), before=_write_digest)
+            write_atomically(path, lambda file: torch.save(state, file), before=_write_digest)
         except (OSError, RuntimeError) as error:
             _digest_path(path).unlink(missing_ok=True)
             kept = self.paths()
@@ -51,7 +52,6 @@ class Checkpoints:
                 stacklevel=2,
             )
             return False
-        assert digest
         for old in self.paths()[_KEPT:]:
             _remove(old)
         return True
@@ -76,7 +76,7 @@ class Checkpoints:
 
 
 def write_atomically(
-    path: Path, write: Callable[[IO[bytes]], None], *, before: Callable[[Path, str], None] | None = None
+    path: Path, write: Callable[[IO[bytes]], object], *, before: Callable[[Path, str], None] | None = None
 ) -> str:
     """Let `write` fill a file that has its name only once it is complete and on the disk. Returns its SHA-256.
 
@@ -121,7 +121,7 @@ class _Hashing:
 
 
 def _write_digest(path: Path, digest: str) -> None:
-    write_atomically(_digest_path(path), lambda file: file.write(digest.encode()) and None)
+    write_atomically(_digest_path(path), lambda file: file.write(digest.encode()))
 
 
 def _digest_path(path: Path) -> Path:

@@ -56,7 +56,7 @@ def _scl(
         include=run.include or None,
         exclude=run.exclude or None,
         example_input=example if run.flops is not None else None,
-        **run.settings,
+        **dict[str, Any](run.settings),
     )
 
 

@@ -8,12 +8,15 @@ whole batch, which torch synchronises on accelerators only.
 
 import os
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from gossamer.training.run import Run
@@ -39,8 +42,8 @@ class Place:
 
     def weight_of(self, count: int) -> float:
         """What the mean loss over this process's slice is multiplied by, so that processes average to the whole."""
-        share = self.slice_of(count)
-        return (share.stop - share.start) * self.world / count
+        first, last = self.rank * count // self.world, (self.rank + 1) * count // self.world
+        return (last - first) * self.world / count
 
     def agree(self, flag: bool) -> bool:
         """Whether any process says so; all have to ask."""
@@ -122,7 +125,7 @@ def synchronise_batch_norm(model: nn.Module, place: Place) -> nn.Module:
             stacklevel=3,
         )
         return model
-    converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
     return converted
 
 
@@ -131,12 +134,12 @@ def shard_(model: nn.Module, run: Run, place: Place) -> None:
     if place.world > 1 and run.sharding == "fsdp2":
         from torch.distributed.fsdp import fully_shard
 
-        fully_shard(model)
+        fully_shard(model, mesh=init_device_mesh(place.device.type, (place.world,)))
 
 
-def forward_of(model: nn.Module, run: Run, place: Place) -> nn.Module:
+def forward_of(model: nn.Module, run: Run, place: Place) -> Callable[..., Any]:
     """What the training step calls: the model, synchronised over processes and compiled where that is asked for."""
-    forward = model
+    forward: Callable[..., Any] = model
     if place.world > 1 and run.sharding == "ddp":
         forward = nn.parallel.DistributedDataParallel(
             model, device_ids=[place.device] if place.device.type == "cuda" else None
@@ -144,3 +147,11 @@ def forward_of(model: nn.Module, run: Run, place: Place) -> nn.Module:
     if run.compile:
         forward = torch.compile(forward)
     return forward
+
+
+def whole_state(model: nn.Module) -> dict[str, Tensor]:
+    """The state of a model with sharded tensors put together; all processes have to take part."""
+    return {
+        name: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        for name, tensor in model.state_dict().items()
+    }

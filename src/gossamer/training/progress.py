@@ -111,7 +111,7 @@ class TensorBoard:
     def begin(self, status: Status) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(str(self._folder), purge_step=status.step or None)  # type: ignore[no-untyped-call]
+        self._writer = SummaryWriter(str(self._folder), purge_step=status.step or None)
 
     def tell(self, status: Status) -> None:
         named = {f"validation {status.metric}": status.validation, "loss": status.loss, "learning rate": status.lr}

@@ -28,7 +28,7 @@ SHARDINGS = ("ddp", "fsdp2")
 Scalar: TypeAlias = bool | int | float | str | None
 
 # Where a run is computed and how often it is written down: the same run, whatever these are.
-_NOT_IN_IDENTITY = frozenset({"device", "data_root", "checkpoint_minutes", "checkpoint_steps", "log_steps"})
+_NOT_IN_IDENTITY = frozenset({"device", "data_root", "workers", "checkpoint_minutes", "checkpoint_steps", "log_steps"})
 
 
 def _no_options() -> Mapping[str, Scalar]:
@@ -45,6 +45,7 @@ class Run:
     data: str = "cifar10"
     validation: int = 0  # training images held out to look at while training; text sets bring their own
     augment: bool = True
+    image_size: int = 224  # of an image folder; other sets have their own
 
     # How it is made sparse: exactly one request, none for the dense network.
     method: str = "dense"
@@ -88,6 +89,7 @@ class Run:
     # Where, and what is written: not part of the identity.
     device: str = "auto"
     data_root: str | None = None
+    workers: int = 4  # processes that decode the images of a folder
     checkpoint_minutes: float = 5.0  # 0 switches off
     checkpoint_steps: int = 0  # 0 switches off
     log_steps: int = 50
@@ -197,6 +199,8 @@ def _wrong_numbers(run: Run) -> list[str]:
         ("batch_size", "at least 1", run.batch_size >= 1),
         ("bptt", "at least 1", run.bptt >= 1),
         ("seed", "at least 0", run.seed >= 0),
+        ("image_size", "at least 1 pixel", run.image_size >= 1),
+        ("workers", "at least 0", run.workers >= 0),
         ("validation", "at least 0 images", run.validation >= 0),
         ("lr", "a number above 0", run.lr > 0),
         ("momentum", "from 0 to below 1", 0 <= run.momentum < 1),
@@ -216,7 +220,7 @@ def _wrong_numbers(run: Run) -> list[str]:
 def _wrong_request(run: Run) -> list[str]:
     given = [name for name in ("sparsity", "flops", "decay") if getattr(run, name) is not None]
     if run.method == "dense":
-        return [f"method=dense: expected no {name}, got it; set method=scl to make the network sparse" for name in given]
+        return [f"method=dense: expected no {name}, got one; set method=scl for a sparse network" for name in given]
     if len(given) != 1:
         return [
             f"method={run.method}: expected one of sparsity, flops and decay, got {', '.join(given) or 'none of them'}"

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from gossamer import data
-from gossamer.data import Batches, ImageSet, Position, TextSet
-from gossamer.data.text import TextBatches
+from gossamer.data import Batches, FolderBatches, FolderSet, ImageSet, Position, TextBatches, TextSet
 from gossamer.training.place import Place
 from gossamer.training.run import Run
 
@@ -77,55 +76,82 @@ def autocast(run: Run, place: Place) -> torch.autocast:
 
 
 class ImageTask:
-    """Classification of images."""
+    """Classification of images, of a set that lives on the device or of a folder that is streamed."""
 
     metric = "accuracy"
 
-    def __init__(self, run: Run, place: Place, dataset: ImageSet) -> None:
-        dataset = dataset.split(run.validation) if run.validation else dataset
-        if not run.augment:
-            dataset = replace(dataset, padding=0, flip=False)
-        self._run, self._place, self._dataset = run, place, dataset.to(place.device)
+    def __init__(self, run: Run, place: Place, dataset: ImageSet | FolderSet) -> None:
+        self._run, self._place = run, place
         self.num_classes = dataset.num_classes
-        self.has_validation = dataset.validation is not None
-        self.source: Source = Batches.training(
-            self._dataset, run.batch_size, seed=run.seed, channels_last=run.channels_last
-        )
+        self.source: Source
+        self._parts: dict[str, Source]
+        if isinstance(dataset, FolderSet):
+            self.source, self._parts = _of_folder(run, place, dataset)
+            self._shape: tuple[int, ...] = (3, run.image_size, run.image_size)
+        else:
+            self.source, self._parts = _of_images(run, place, dataset)
+            self._shape = dataset.input_shape
+        self.has_validation = "validation" in self._parts
 
     def example(self) -> Tensor:
-        return torch.zeros(2, *self._dataset.input_shape, device=self._place.device)
+        return torch.zeros(2, *self._shape, device=self._place.device)
 
     def loss(self, forward: Callable[..., Any], batch: tuple[Tensor, Tensor]) -> Tensor:
         images, labels = batch
         mine = self._place.slice_of(len(labels))
         with autocast(self._run, self._place):
             logits = forward(images[mine])
-        loss = functional.cross_entropy(
-            logits.float(), labels[mine], label_smoothing=self._run.label_smoothing
-        )
+        loss = functional.cross_entropy(logits.float(), labels[mine], label_smoothing=self._run.label_smoothing)
         return loss * self._place.weight_of(len(labels)) if self._place.world > 1 else loss
 
     def begin_epoch(self) -> None:
         pass  # images are independent of each other
 
     def evaluate(self, model: nn.Module, part: str) -> float:
-        chosen = self._dataset.test if part == "test" else self._dataset.validation
-        if chosen is None:
-            raise ValueError(f"{self._dataset.name} has no validation part: set validation= to hold images out")
         right = torch.zeros((), dtype=torch.int64, device=self._place.device)
-        batches = Batches.evaluation(
-            self._dataset, chosen, _EVALUATION_BATCH, channels_last=self._run.channels_last
-        )
+        seen = 0
         with _evaluating(model), autocast(self._run, self._place):
-            for images, labels in batches:
+            for images, labels in self._parts[part]:
                 right += (model(images).argmax(dim=1) == labels).sum()
-        return float(right) / len(chosen)
+                seen += len(labels)
+        return float(right) / seen
 
     def state(self) -> dict[str, Any]:
         return {}
 
     def load_state(self, state: dict[str, Any]) -> None:
         pass
+
+
+def _of_images(run: Run, place: Place, dataset: ImageSet) -> tuple[Source, dict[str, Source]]:
+    dataset = dataset.split(run.validation) if run.validation else dataset
+    if not run.augment:
+        dataset = replace(dataset, padding=0, flip=False)
+    dataset = dataset.to(place.device)
+    named = {"test": dataset.test, "validation": dataset.validation}
+    return Batches.training(dataset, run.batch_size, seed=run.seed, channels_last=run.channels_last), {
+        name: Batches.evaluation(dataset, part, _EVALUATION_BATCH, channels_last=run.channels_last)
+        for name, part in named.items()
+        if part is not None
+    }
+
+
+def _of_folder(run: Run, place: Place, dataset: FolderSet) -> tuple[Source, dict[str, Source]]:
+    """The part that such a folder calls val is the test set: ImageNet publishes no labels of its own test set."""
+    if run.validation:
+        raise ValueError(f"validation={run.validation}: nothing can be held out of an image folder; set validation=0")
+    if not run.augment:
+        raise ValueError("augment=false: an image folder is always cropped at random while training")
+    size = run.image_size
+    common: dict[str, Any] = {
+        "size": size,
+        "resize": size * 256 // 224,
+        "workers": run.workers,
+        "device": place.device,
+        "channels_last": run.channels_last,
+    }
+    training = FolderBatches(dataset, dataset.train, run.batch_size, training=True, seed=run.seed, **common)
+    return training, {"test": FolderBatches(dataset, dataset.validation, run.batch_size, training=False, **common)}
 
 
 class TextTask:
