@@ -12,11 +12,12 @@ import typing
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
-from types import MappingProxyType, NoneType
-from typing import Any, TypeAlias
+from types import MappingProxyType
+from typing import Any
 
 from gossamer.schedule import steps_of
 from gossamer.settings import PRESETS, Settings, choose
+from gossamer.training.values import Scalar, guess, parse, typed
 
 FORMAT = 1  # of the dictionary and of the files that hold it
 
@@ -24,8 +25,6 @@ OPTIMIZERS = ("sgd", "adamw")
 SCHEDULES = ("constant", "cosine", "steps", "phases", "phases_cosine")
 PRECISIONS = ("float32", "bf16")
 SHARDINGS = ("ddp", "fsdp2")
-
-Scalar: TypeAlias = bool | int | float | str | None
 
 # Where a run is computed and how often it is written down: the same run, whatever these are.
 _NOT_IN_IDENTITY = frozenset({"device", "data_root", "workers", "checkpoint_minutes", "checkpoint_steps", "log_steps"})
@@ -95,8 +94,8 @@ class Run:
     log_steps: int = 50
 
     def __post_init__(self) -> None:
-        for name in ("model_options", "settings"):
-            object.__setattr__(self, name, MappingProxyType(dict(getattr(self, name))))
+        object.__setattr__(self, "model_options", MappingProxyType(dict(self.model_options)))
+        object.__setattr__(self, "settings", MappingProxyType(_as_numbers(self.settings)))
         problems = [*_wrong_choices(self), *_wrong_numbers(self), *_wrong_request(self), *_wrong_durations(self)]
         if problems:
             raise ValueError("a run that cannot be trained:\n  " + "\n  ".join(problems))
@@ -141,7 +140,7 @@ class Run:
         given = {name: value for name, value in values.items() if name != "format"}
         for name in given:
             _check_key(name)
-        return Run(**{name: _typed(name, value) for name, value in given.items()})
+        return Run(**{name: typed(_types()[name], name, value) for name, value in given.items()})
 
     def with_settings(self, assignments: Iterable[str]) -> "Run":
         """This run with some fields changed by 'key=value', values read by the type of the field.
@@ -158,11 +157,11 @@ class Run:
             if dot:
                 if not _is_mapping(name):
                     raise ValueError(f"expected a plain value for {name}, got the part {option!r} of it: {name}=…")
-                changes[name] = {**changes.get(name, getattr(self, name)), option: _guess(text)}
+                changes[name] = {**changes.get(name, getattr(self, name)), option: _option(name, option, text.strip())}
             elif _is_mapping(name):
                 raise ValueError(f"expected {name}.key=value, such as {_EXAMPLES[name]}, got {assignment!r}")
             else:
-                changes[name] = _parse(name, text.strip())
+                changes[name] = parse(_types()[name], name, text.strip())
         return replace(self, **changes)
 
 
@@ -250,6 +249,28 @@ def _types() -> dict[str, Any]:
     return {each.name: hints[each.name] for each in fields(Run)}
 
 
+@cache
+def _setting_types() -> dict[str, Any]:
+    return typing.get_type_hints(Settings)
+
+
+def _option(name: str, option: str, text: str) -> Scalar:
+    """One value of a mapping: by the type of the setting where that is known."""
+    if name == "settings" and option in _setting_types():
+        value: Scalar = parse(_setting_types()[option], f"settings.{option}", text)
+        return value
+    return guess(text)
+
+
+def _as_numbers(settings: Mapping[str, Scalar]) -> dict[str, Scalar]:
+    """The same settings with 2 written as 2.0 where a setting is a number, so that both are the same run."""
+    kinds = _setting_types()
+    return {
+        name: float(value) if kinds.get(name) is float and type(value) is int else value
+        for name, value in settings.items()
+    }
+
+
 def _is_mapping(name: str) -> bool:
     return typing.get_origin(_types()[name]) is Mapping
 
@@ -268,62 +289,7 @@ def _check_key(name: str) -> None:
     if name in _types():
         return
     near = difflib.get_close_matches(name, [*_types()], n=1)
-    if not near and name in {each.name for each in fields(Settings)}:
+    if not near and name in _setting_types():
         near = [f"settings.{name}"]
     hint = f"did you mean {near[0]!r}?" if near else f"the keys are {', '.join(_types())}"
     raise ValueError(f"unknown key {name!r} of a run: {hint}")
-
-
-def _typed(name: str, value: Any) -> Any:
-    """A value of a file as the field wants it, or an error."""
-    kind = _types()[name]
-    if _is_mapping(name):
-        if isinstance(value, Mapping) and all(isinstance(each, Scalar) for each in value.values()):
-            return {str(key): each for key, each in value.items()}
-        raise ValueError(f"{name}: expected a table of plain values, got {value!r}")
-    if typing.get_origin(kind) is tuple:
-        if isinstance(value, list | tuple) and all(isinstance(each, str) for each in value):
-            return tuple(value)
-        raise ValueError(f"{name}: expected a list of strings, got {value!r}")
-    allowed = typing.get_args(kind) or (kind,)
-    if type(value) in allowed:
-        return value
-    if float in allowed and type(value) is int:
-        return float(value)
-    raise ValueError(f"{name}: expected {_said(kind)}, got {value!r}")
-
-
-def _parse(name: str, text: str) -> Any:
-    kind = _types()[name]
-    if typing.get_origin(kind) is tuple:
-        return tuple(part.strip() for part in text.split(",") if part.strip())
-    allowed = typing.get_args(kind) or (kind,)
-    if NoneType in allowed and text.lower() in ("none", "null", ""):
-        return None
-    wanted = next(each for each in allowed if each is not NoneType)
-    try:
-        if wanted is bool:
-            return {"true": True, "false": False, "1": True, "0": False, "yes": True, "no": False}[text.lower()]
-        return wanted(text)
-    except (ValueError, KeyError):
-        raise ValueError(f"{name}: expected {_said(kind)}, got {text!r}") from None
-
-
-def _guess(text: str) -> Scalar:
-    """A value whose type nobody has declared: a number, true, false or none where it reads as one, else the text."""
-    lower = text.strip().lower()
-    if lower in ("true", "false"):
-        return lower == "true"
-    if lower in ("none", "null"):
-        return None
-    for number in (int, float):
-        try:
-            return number(lower)
-        except ValueError:
-            continue
-    return text.strip()
-
-
-def _said(kind: Any) -> str:
-    names = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", NoneType: "none"}
-    return " or ".join(names[each] for each in typing.get_args(kind) or (kind,))
