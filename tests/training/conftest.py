@@ -8,10 +8,10 @@ from gossamer.training import task
 
 
 def tiny_images(name: str = "tiny", count: int = 40) -> ImageSet:
-    """Images of 1 × 4 × 4 pixels whose class shows in their brightness."""
+    """Images of 1 × 8 × 8 pixels whose class shows in their brightness."""
     generator = torch.Generator().manual_seed(1)
     labels = torch.arange(count) % 3
-    noise = torch.randint(0, 60, (count, 1, 4, 4), generator=generator, dtype=torch.uint8)
+    noise = torch.randint(0, 60, (count, 1, 8, 8), generator=generator, dtype=torch.uint8)
     images = noise + (labels * 70).to(torch.uint8).view(-1, 1, 1, 1)
     part = Labelled(images, labels)
     return ImageSet(name, part, part, ("dark", "grey", "bright"), (0.4,), (0.2,))
