@@ -30,7 +30,7 @@ def in_child(folder: Path) -> None:
 
 
 def start(folder: Path) -> BaseProcess:
-    SERVER.set_forkserver_preload(["gossamer.training"])
+    SERVER.set_forkserver_preload(["gossamer.training", "sklearn.datasets"])
     process = SERVER.Process(target=in_child, args=(folder,))
     process.start()
     return process

@@ -51,6 +51,8 @@ def train(run: Run, out: Path | str, *, observers: Sequence[Observer] = ()) -> d
         if run.batch_size < place.world:
             raise ValueError(f"expected a batch_size of at least one sample a process ({place.world})")
         task = make_task(run, place)
+        if run.schedule == "plateau" and not task.has_validation:
+            raise ValueError("schedule=plateau needs a validation part: set validation= to hold some images out")
         total, per_epoch = len(task.source) * run.epochs, len(task.source)
 
         torch.manual_seed(run.seed)
@@ -103,6 +105,7 @@ def train(run: Run, out: Path | str, *, observers: Sequence[Observer] = ()) -> d
                         total_steps=total,
                         steps_per_epoch=per_epoch,
                     )
+                    lr *= parts.plateau.factor
                     set_learning_rate(optimizer, lr)
                     loss = task.loss(forward, batch)
                     meter.add(loss, step)
@@ -117,6 +120,7 @@ def train(run: Run, out: Path | str, *, observers: Sequence[Observer] = ()) -> d
                     validation = None
                     if epoch_over and task.has_validation and (step // per_epoch) % run.evaluate_every == 0:
                         validation = task.evaluate(model, "validation")
+                        parts.plateau = parts.plateau.see(run, task.metric, validation)
                     if epoch_over or step % run.log_steps == 0:
                         watching.tell(status(lr=lr, validation=validation))
 

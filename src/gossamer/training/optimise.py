@@ -8,16 +8,22 @@ checkpoint is setting the step.
     steps           times lr_factor at each of lr_drops
     phases          the paper: times lr_factor when the sparsify phase ends, again half-way through fine-tuning
     phases_cosine   a cosine from 1 to lr_factor over the mask phases, then times lr_factor half-way through fine-tuning
+    plateau         times lr_factor after each look at the validation part that shows no improvement
+
+The last one alone depends on what has happened; `Plateau` is all its state.
 """
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
 from gossamer.schedule import Plan, steps_of
 from gossamer.training.run import Run
+
+_LEAST_GAIN = 1e-4  # relative: less is no improvement
 
 
 def make_optimizer(run: Run, model: nn.Module) -> Optimizer:
@@ -54,7 +60,7 @@ def _factor(run: Run, plan: Plan, step: int, total_steps: int, steps: Callable[[
     if run.schedule == "steps":
         drops = sum(step >= steps(duration) for duration in run.lr_drops)
         return float(run.lr_factor**drops)
-    if run.schedule == "constant":
+    if run.schedule in ("constant", "plateau"):
         return 1.0
     masks_end = plan.warmup + plan.sparsify + plan.stabilise
     if step >= masks_end:
@@ -64,3 +70,20 @@ def _factor(run: Run, plan: Plan, step: int, total_steps: int, steps: Callable[[
         return run.lr_factor if step >= plan.warmup + plan.sparsify else 1.0
     settled = max(0, step - plan.warmup) / (plan.sparsify + plan.stabilise)
     return run.lr_factor + (1.0 - run.lr_factor) * 0.5 * (1.0 + math.cos(math.pi * settled))
+
+
+@dataclass(frozen=True)
+class Plateau:
+    """A factor that falls when a metric stops getting better."""
+
+    factor: float = 1.0
+    best: float | None = None  # as a loss: smaller is better
+
+    def see(self, run: Run, metric: str, value: float) -> "Plateau":
+        """The state after a look at the validation part."""
+        if run.schedule != "plateau":
+            return self
+        loss = math.log(value) if metric == "perplexity" else 1.0 - value
+        if self.best is None or loss < self.best * (1.0 - _LEAST_GAIN):
+            return replace(self, best=loss)
+        return replace(self, factor=self.factor * run.lr_factor)

@@ -22,7 +22,7 @@ from gossamer.training.values import Scalar, guess, parse, typed
 FORMAT = 1  # of the dictionary and of the files that hold it
 
 OPTIMIZERS = ("sgd", "adamw")
-SCHEDULES = ("constant", "cosine", "steps", "phases", "phases_cosine")
+SCHEDULES = ("constant", "cosine", "steps", "phases", "phases_cosine", "plateau")
 PRECISIONS = ("float32", "bf16")
 SHARDINGS = ("ddp", "fsdp2")
 

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from gossamer.data import Position
 from gossamer.training.checkpoint import Checkpoints, random_states, reshard, set_random_states, unshard
 from gossamer.training.methods import SparseTraining
+from gossamer.training.optimise import Plateau
 from gossamer.training.place import Place
 from gossamer.training.run import Run
 from gossamer.training.task import Task
@@ -23,7 +24,7 @@ from gossamer.training.task import Task
 _FORMAT = 1
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Parts:
     """Everything of a run that changes while it is trained."""
 
@@ -31,6 +32,7 @@ class Parts:
     optimizer: Optimizer
     sparsifier: SparseTraining | None
     task: Task
+    plateau: Plateau = Plateau()
 
     def state(self) -> dict[str, Any]:
         return {
@@ -62,6 +64,7 @@ def save(checkpoints: Checkpoints, run: Run, place: Place, parts: Parts, *, step
     ranks = place.gather(own)
     if place.leads:
         told = {"format": _FORMAT, "run": run.to_dict(), "step": step, "seconds": seconds}
+        told["plateau"] = asdict(parts.plateau)
         checkpoints.save({**told, "position": asdict(parts.task.source.state), **alike, "ranks": ranks}, step)
 
 
@@ -89,5 +92,6 @@ def restore(checkpoints: Checkpoints, run: Run, place: Place, parts: Parts) -> f
     parts.load(reshard(own, parts.mesh()) if "model" in own else state)
     parts.task.load_state(own["task"])
     parts.task.source.state = Position(**state["position"])
+    parts.plateau = Plateau(**state["plateau"])
     set_random_states(own["random"])
     return float(state["seconds"])
