@@ -23,7 +23,7 @@ def small(run: Run, num_classes: int) -> nn.Module:
 def all_of_them(folder: Path, shardings: tuple[str, ...]) -> None:
     dataset = tiny_images(count=47)
     with (
-        mock.patch.object(task.data, "load", lambda name, root=None: dataset),
+        mock.patch.object(task.data, "load", return_value=dataset),
         mock.patch.object(networks, "create", small),
     ):
         for sharding in shardings:

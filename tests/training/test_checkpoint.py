@@ -68,7 +68,7 @@ def test_a_full_disk_leaves_the_last_good_one(tmp_path: Path, monkeypatch: pytes
         with pytest.warns(UserWarning, match="no checkpoint at step 2.*the last good one is checkpoint-000000001.pt"):
             assert not checkpoints.save(state(2), 2)
     assert value_of(checkpoints.load()) == 1
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
+    assert sorted(each.name for each in tmp_path.iterdir()) == [
         "checkpoint-000000001.pt",
         "checkpoint-000000001.sha256",
     ]

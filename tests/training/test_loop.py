@@ -87,7 +87,12 @@ def test_the_result_says_what_was_done(images: ImageSet, tmp_path: Path) -> None
     assert written["config"]["sparsity"] == 0.8
     assert written["versions"]["torch"] == torch.__version__
     assert 0 <= written["validation_accuracy"] <= 1
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["model.safetensors", "result.json", "run.json"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "layers.json",
+        "model.safetensors",
+        "result.json",
+        "run.json",
+    ]
 
 
 def test_accuracy_is_that_of_the_written_model(images: ImageSet, tmp_path: Path) -> None:
@@ -170,7 +175,7 @@ def test_a_folder_of_another_run_is_refused(images: ImageSet, tmp_path: Path) ->
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_finishes_the_step_and_leaves_a_checkpoint(images: ImageSet, tmp_path: Path, number: int) -> None:
     handlers = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
-    with pytest.raises(Interrupted, match="stopped after step 6 of 20; a checkpoint is in .*: run the same command"):
+    with pytest.raises(Interrupted, match=r"stopped after step 6 of 20; a checkpoint is in .*: run the same command"):
         train(SPARSE, tmp_path, observers=[At(6, lambda: os.kill(os.getpid(), number))])
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == handlers
     assert [path.name for path in tmp_path.glob("*.pt")] == ["checkpoint-000000006.pt"]
@@ -252,3 +257,17 @@ def test_the_other_ways_to_compute_train_too(images: ImageSet, tmp_path: Path, c
     found = train(SPARSE.with_settings([change, "epochs=10", "weight_decay=0.0"]), tmp_path)
     assert found["sparsity"] == pytest.approx(0.8, abs=0.001)
     assert found["accuracy"] > 0.6
+
+
+def test_a_rate_that_fell_on_a_plateau_stays_low_after_a_death(text: TextSet, tmp_path: Path) -> None:
+    run = WORDS.with_settings(["schedule=plateau", "lr_factor=0.5", "lr=30", "epochs=6", "checkpoint_steps=4"])
+    whole = At(-1, die)
+    train(run, tmp_path / "whole", observers=[whole])
+    rates = [status.lr for status in whole.seen]
+    assert rates[-1] < rates[0]
+    with pytest.raises(MemoryError):
+        train(run, tmp_path / "torn", observers=[At(75, die)])
+    torn = At(-1, die)
+    train(run, tmp_path / "torn", observers=[torn])
+    assert [status.lr for status in torn.seen] == rates[-len(torn.seen) :]
+    assert_same(weights(tmp_path / "whole"), weights(tmp_path / "torn"))

@@ -1,11 +1,12 @@
 import math
+from itertools import pairwise
 
 import pytest
 import torch
 from torch import nn
 
 from gossamer.schedule import Plan
-from gossamer.training.optimise import learning_rate, make_optimizer
+from gossamer.training.optimise import Plateau, learning_rate, make_optimizer
 from gossamer.training.run import Run
 
 PLAN = Plan(warmup=10, sparsify=6, stabilise=4, finetune=20)
@@ -34,7 +35,7 @@ def test_phases_cosine_comes_down_inside_the_mask_phases() -> None:
     found = rates(Run(schedule="phases_cosine", lr=1.0))
     assert found[:11] == [1.0] * 11
     assert found[15] == pytest.approx(0.1 + 0.9 / 2)
-    assert all(later < earlier for earlier, later in zip(found[10:19], found[11:20], strict=True))
+    assert all(later < earlier for earlier, later in pairwise(found[10:20]))
     assert found[20:] == pytest.approx([0.1] * 10 + [0.01] * 10)
 
 
@@ -52,3 +53,15 @@ def test_optimizers_have_the_settings_of_the_run() -> None:
     adamw = make_optimizer(Run(optimizer="adamw", lr=0.001, weight_decay=0.05), model)
     assert isinstance(adamw, torch.optim.AdamW)
     assert adamw.param_groups[0]["weight_decay"] == 0.05
+
+
+def test_on_a_plateau_the_rate_falls_and_the_best_stays() -> None:
+    run = Run(schedule="plateau", lr_factor=0.5)
+    state, factors = Plateau(), []
+    for perplexity in (100.0, 90.0, 89.99, 95.0, 80.0, 80.0):
+        state = state.see(run, "perplexity", perplexity)
+        factors.append(state.factor)
+    assert factors == [1.0, 1.0, 0.5, 0.25, 0.25, 0.125]  # 89.99 is an improvement of less than 1e-4 of the loss
+    assert Plateau().see(run, "accuracy", 0.8).see(run, "accuracy", 0.9).factor == 1.0
+    assert Plateau().see(run, "accuracy", 0.8).see(run, "accuracy", 0.7).factor == 0.5
+    assert Plateau().see(Run(), "accuracy", 0.8).see(Run(), "accuracy", 0.7) == Plateau()

@@ -2,6 +2,7 @@ import copy
 import hashlib
 import json
 import pickle
+import re
 
 import pytest
 
@@ -91,13 +92,12 @@ def test_several_settings_add_up() -> None:
     ],
 )
 def test_a_wrong_setting_is_an_error_that_says_what_to_do(text: str, message: str) -> None:
-    with pytest.raises(ValueError) as error:
+    with pytest.raises(ValueError, match=re.escape(message)):
         SPARSE.with_settings([text])
-    assert message in str(error.value)
 
 
 def test_all_problems_are_told_at_once() -> None:
-    with pytest.raises(ValueError) as error:
+    with pytest.raises(ValueError, match="cannot be trained") as error:
         Run(epochs=0, lr=-1.0, precision="int3", method="scl")
     assert all(name in str(error.value) for name in ("epochs", "lr", "precision", "method=scl"))
 
@@ -118,9 +118,8 @@ def test_a_file_of_a_newer_version_is_refused() -> None:
     ],
 )
 def test_a_file_with_wrong_values_is_refused(values: dict[str, object], message: str) -> None:
-    with pytest.raises(ValueError) as error:
+    with pytest.raises(ValueError, match=re.escape(message)):
         Run.from_dict(values)
-    assert message in str(error.value)
 
 
 def test_whole_numbers_in_a_file_are_numbers() -> None:

@@ -21,6 +21,7 @@ _OURS = Run(
 _PAPER = Run(
     epochs=370,
     method="scl",
+    sparsity=0.95,
     preset="paper",
     schedule="phases",
     settings={"warmup": "150ep", "sparsify": "40ep", "stabilise": "20ep"},
@@ -36,6 +37,7 @@ def _recipes(
     sparsity: float,
     data: str = "cifar10",
 ) -> tuple[Recipe, ...]:
+    """`accuracies` are pairs of a sparsity and the accuracy that the paper prints for it."""
     return variants(
         replace(_OURS, model=model, data=data),
         f"{data}-{model.removesuffix('_cifar').replace('_', '-')}",

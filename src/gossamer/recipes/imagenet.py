@@ -16,6 +16,7 @@ _BASE = Run(
     batch_size=128,
     lr=0.005,
     method="scl",
+    sparsity=0.74,
     schedule="phases_cosine",
     settings={"warmup": "0ep", "sparsify": "70ep", "stabilise": "20ep"},
     channels_last=True,
@@ -32,7 +33,7 @@ RECIPES = (
             Published("VGG-16 on ImageNet", accuracy=0.6924, sparsity=0.899),
         ),
     ),
-    Recipe("imagenet-resnet50", "ImageNet, ResNet-50, 74 % sparse", replace(_BASE, model="resnet50", sparsity=0.74)),
+    Recipe("imagenet-resnet50", "ImageNet, ResNet-50, 74 % sparse", replace(_BASE, model="resnet50")),
     Recipe(
         "imagenet-efficientnet-b0",
         "ImageNet, EfficientNet-B0, 55 % sparse",

@@ -144,10 +144,11 @@ def train(run: Run, out: Path | str, *, observers: Sequence[Observer] = ()) -> d
                 sparsifier.finish()
             validation = task.evaluate(model, "validation") if task.has_validation else None
             test = task.evaluate(model, "test")
+            counted = result.count(run, model, task.example())
             finished = result.make_result(
                 run,
                 place,
-                counted=result.count(run, model, task.example()),
+                counted=counted,
                 metric=task.metric,
                 test=test,
                 validation=validation,
@@ -156,7 +157,8 @@ def train(run: Run, out: Path | str, *, observers: Sequence[Observer] = ()) -> d
             tensors = whole_state(model)
             if place.leads:
                 result.write_model(folder / result.MODEL, tensors)
-                result.write_json(folder / result.RESULT, finished)
+                result.write_json(folder / result.LAYERS, counted.to_dict())
+                result.write_json(folder / result.RESULT, finished)  # last: the run is complete when this is there
                 checkpoints.clear()
             return finished
     finally:

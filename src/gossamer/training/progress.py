@@ -132,7 +132,7 @@ class LiveLine:
         self._title = title
         self._progress = Progress(
             TextColumn("[bold]{task.description}"),
-            BarColumn(bar_width=20),
+            BarColumn(bar_width=10),
             _Facts(),
             TimeRemainingColumn(elapsed_when_finished=True),
             console=console or Console(stderr=True),
@@ -165,13 +165,13 @@ class _Facts(ProgressColumn):
 
 def facts(status: Status, validation: float | None) -> str:
     """The status in words, as short as possible."""
-    parts = [f"epoch {min(int(status.epoch) + 1, status.epochs)}/{status.epochs}", status.phase]
+    parts = [f"{min(int(status.epoch) + 1, status.epochs)}/{status.epochs} {status.phase}"]
     if status.loss is not None:
         parts.append(f"loss {status.loss:.3f}")
     if validation is not None:
-        parts.append(f"{validation:.2%}" if status.metric == "accuracy" else f"perplexity {validation:.2f}")
+        parts.append(f"{validation:.2%}" if status.metric == "accuracy" else f"ppl {validation:.2f}")
     if status.sparsity is not None:
-        parts.append(f"sparsity {status.sparsity:.2%}")
+        parts.append(f"sparse {status.sparsity:.1%}")
     if status.decay is not None:
         parts.append(f"λ1 {status.decay:.2g}")
     return " · ".join(parts)

@@ -4,6 +4,7 @@ import json
 import platform
 import subprocess
 from collections.abc import Mapping
+from dataclasses import fields
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import gossamer
-from gossamer.report import Report, report
+from gossamer.report import Report, Row, report
 from gossamer.training.checkpoint import write_atomically
 from gossamer.training.place import Place
 from gossamer.training.run import Run
@@ -21,6 +22,7 @@ from gossamer.training.run import Run
 RESULT = "result.json"
 MODEL = "model.safetensors"
 RUN = "run.json"
+LAYERS = "layers.json"
 
 
 def make_result(
@@ -71,6 +73,32 @@ def read_result(folder: Path, run: Run) -> dict[str, Any] | None:
         return None
     found: dict[str, Any] = read_json(result)
     return found if found.get("complete") is True else None
+
+
+def read_result_file(path: Path) -> dict[str, Any]:
+    """The result in a file, or in the folder of a run."""
+    file = path / RESULT if path.is_dir() else path
+    if not file.is_file():
+        raise FileNotFoundError(f"expected a finished run with a {RESULT} in it, got {path}: train it to the end first")
+    values = read_json(file)
+    if not isinstance(values, dict) or not {"sparsity", "connections", "weights", "seconds"} <= values.keys():
+        raise ValueError(f"expected the result of a run in {file}, got something else")
+    return values
+
+
+def read_layers(path: Path) -> Report:
+    """The connections of every layer of a finished run, from its folder or its result file."""
+    file = (path if path.is_dir() else path.parent) / LAYERS
+    if not file.is_file():
+        raise FileNotFoundError(f"expected the layers of a finished run in {file}, which does not exist")
+    rows = read_json(file)["rows"]
+    names = {each.name for each in fields(Row)}
+    return Report(
+        tuple(
+            Row(**{key: value for key, value in row.items() if key in names} | {"shape": tuple(row["shape"])})
+            for row in rows
+        )
+    )
 
 
 def read_json(path: Path) -> Any:

@@ -5,7 +5,7 @@ language model, and with sharded parameters everything) is written for each, so 
 of processes.
 """
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from torch import nn
@@ -32,7 +32,7 @@ class Parts:
     optimizer: Optimizer
     sparsifier: SparseTraining | None
     task: Task
-    plateau: Plateau = Plateau()
+    plateau: Plateau = field(default_factory=Plateau)
 
     def state(self) -> dict[str, Any]:
         return {
