@@ -9,6 +9,7 @@ from rich.table import Table
 from gossamer import data, models
 from gossamer.recipes import RECIPES, Published, Recipe
 from gossamer.report import Report
+from gossamer.training import networks
 from gossamer.training.methods import METHODS
 
 
@@ -31,16 +32,15 @@ def of_results(results: Sequence[tuple[str, Mapping[str, Any]]]) -> Table:
 
 def of_layers(report: Report, title: str) -> Table:
     """One row a tensor, narrower than the report's own table."""
-    table = _table("tensor", "weights", "connections", "density", "dead features", "FLOPs left", left=1, title=title)
+    table = _table("tensor", "weights", "connections", "density", "dead features", "FLOPs", left=1, title=title)
     for row in (*report.rows, report.total):
-        dense = row.flops_dense or 0
         table.add_row(
             row.name,
             f"{row.weights:,}",
             f"{row.connections:,}",
             f"{row.density:.2%}",
             f"{row.dead_features} / {row.features}",
-            f"{_short(row.flops_sparse)} / {_short(dense)}" if dense else "–",
+            _short(row.flops_sparse),
         )
     return table
 
@@ -60,9 +60,10 @@ def against_paper(recipe: Recipe, result: Mapping[str, Any]) -> str:
 
 def of_everything() -> tuple[Table, ...]:
     """The models, data sets, methods and recipes, each with their number."""
-    networks = _table("model", "data", "connections", "", left=2, title=f"{len(models.MODELS)} models")
+    zoo = _table("model", "data", "connections", "", left=2, title=f"{len(networks.names())} models")
+    zoo.add_row(networks.QUICK_START, "digits", f"{networks.QUICK_START_CONNECTIONS:,}", "three convolutions")
     for entry in models.MODELS:
-        networks.add_row(entry.name, entry.data, f"{entry.connections:,}", entry.description)
+        zoo.add_row(entry.name, entry.data, f"{entry.connections:,}", entry.description)
     sets = _table("data set", "", left=2, title=f"{len(data.names())} data sets")
     for name, description in data.table():
         sets.add_row(name, description)
@@ -72,7 +73,7 @@ def of_everything() -> tuple[Table, ...]:
     recipes = _table("recipe", "", "epochs", "paper", left=2, title=f"{len(RECIPES)} recipes")
     for recipe in RECIPES:
         recipes.add_row(recipe.name, recipe.about, str(recipe.run.epochs), _published(recipe.expected()))
-    return networks, sets, methods, recipes
+    return zoo, sets, methods, recipes
 
 
 def _published(number: Published | None) -> str:
@@ -84,7 +85,8 @@ def _published(number: Published | None) -> str:
 def _table(*titles: str, left: int, title: str | None = None) -> Table:
     table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", title_style="bold")
     for index, each in enumerate(titles):
-        table.add_column(each, justify="left" if index < left or each == "" else "right")
+        words = index < left or each == ""
+        table.add_column(each, justify="left" if words else "right", no_wrap=index == 0, overflow="fold")
     return table
 
 

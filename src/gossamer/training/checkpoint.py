@@ -58,7 +58,8 @@ class Checkpoints:
 
     def load(self) -> dict[str, Any] | None:
         """The newest checkpoint that is whole, or None where there is none."""
-        for path in self.paths():
+        paths = self.paths()
+        for path in paths:
             problem = _problem(path)
             if problem is None:
                 try:
@@ -66,7 +67,8 @@ class Checkpoints:
                     return state
                 except Exception as error:  # whatever the reader stumbles over, an older file may be whole
                     problem = f"cannot be read: {error}"
-            warnings.warn(f"the checkpoint {path} {problem}; going on from the one before", stacklevel=2)
+            remedy = "beginning again" if path == paths[-1] else "going on from the one before"
+            warnings.warn(f"the checkpoint {path} {problem}; {remedy}", stacklevel=2)
         return None
 
     def clear(self) -> None:

@@ -8,6 +8,7 @@ from gossamer._forward import undisturbed
 from gossamer.training.run import Run
 
 QUICK_START = "digits_cnn"  # too small for the zoo of the paper; the quick start trains it
+QUICK_START_CONNECTIONS = 58_144
 
 
 class DigitsNet(nn.Module):
