@@ -119,9 +119,7 @@ FOREIGN = [
     ),
     Foreign(
         "mixtral",
-        _hugging_face(
-            *("MixtralForCausalLM", "MixtralConfig"), **_TEXT, num_key_value_heads=1, num_local_experts=3
-        ),
+        _hugging_face(*("MixtralForCausalLM", "MixtralConfig"), **_TEXT, num_key_value_heads=1, num_local_experts=3),
         _tokens("input_ids"),
         include=("*.weight", "*.experts.*_proj"),  # experts are stacked in three-dimensional parameters
     ),

@@ -43,9 +43,7 @@ def test_selected_tensors_are_trained_matrices(foreign: Foreign) -> None:
         "original0",
         "masked_spec_embed",
     )
-    assert all(name.endswith(known) or not model.get_parameter(name).requires_grad for name in left_out), (
-        left_out
-    )
+    assert all(name.endswith(known) or not model.get_parameter(name).requires_grad for name in left_out), left_out
     total(model(**foreign.inputs())).backward()
     without = [weight.name for weight in weights if weight.parameter.grad is None]
     assert without == []
@@ -79,9 +77,7 @@ def test_zeros_are_counted_and_verified(foreign: Foreign) -> None:
         for weight in select(model, include=foreign.include):
             weight.parameter.view(-1)[::2] = 0
     result = report(model, inputs, include=foreign.include)
-    by_name = {
-        row.name: np.count_nonzero(model.get_parameter(row.name).detach().numpy()) for row in result.rows
-    }
+    by_name = {row.name: np.count_nonzero(model.get_parameter(row.name).detach().numpy()) for row in result.rows}
     assert {row.name: row.connections for row in result.rows} == by_name
     assert 0.5 <= result.sparsity < 0.55 or foreign.name == "whisper"  # which has frozen, dense positions
     same = foreign.build()

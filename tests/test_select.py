@@ -215,9 +215,7 @@ def test_frozen_tensors_are_left_out() -> None:
 
 
 def test_all_problems_are_reported_at_once() -> None:
-    model = nn.Sequential(
-        nn.Embedding(5, 4, sparse=True), nn.LazyLinear(3), nn.Linear(3, 2, dtype=torch.complex64)
-    )
+    model = nn.Sequential(nn.Embedding(5, 4, sparse=True), nn.LazyLinear(3), nn.Linear(3, 2, dtype=torch.complex64))
     with pytest.raises(SelectionError) as caught:
         select(model, exclude="5")
     message = str(caught.value)
@@ -310,7 +308,5 @@ def test_selection_leaves_the_model_alone() -> None:
     model = Tied().train()
     before = {name: (id(parameter), parameter._version) for name, parameter in model.named_parameters()}
     select(model)
-    assert before == {
-        name: (id(parameter), parameter._version) for name, parameter in model.named_parameters()
-    }
+    assert before == {name: (id(parameter), parameter._version) for name, parameter in model.named_parameters()}
     assert model.training

@@ -90,8 +90,7 @@ def test_missing_and_misshapen_tensors(model: nn.Sequential, example: Tensor) ->
 
 def test_sparse_and_half_state_dicts(model: nn.Sequential) -> None:
     state = {
-        name: tensor.half() if tensor.is_floating_point() else tensor
-        for name, tensor in model.state_dict().items()
+        name: tensor.half() if tensor.is_floating_point() else tensor for name, tensor in model.state_dict().items()
     }
     state["0.weight"] = state["0.weight"].to_sparse()
     assert verify(model, state)
@@ -169,9 +168,7 @@ def test_models_and_inputs_are_left_alone(model: nn.Sequential) -> None:
 def test_wrong_arguments(model: nn.Sequential) -> None:
     with pytest.raises(TypeError, match="pass example_input"):
         verify(model, lambda x: x)
-    with pytest.raises(
-        TypeError, match="expected a module, a state dict or a function to compare with, got int"
-    ):
+    with pytest.raises(TypeError, match="expected a module, a state dict or a function to compare with, got int"):
         verify(model, 3)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="expected 0 or more, got -1"):
         verify(model, model, tolerance=-1)

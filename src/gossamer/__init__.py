@@ -1,9 +1,12 @@
 """Gossamer makes neural networks sparse while they train."""
 
 from gossamer.keep_zeros import keep_zeros
+from gossamer.report import report
+from gossamer.select import select
 from gossamer.sparsifier import Sparsifier
 from gossamer.tune import tune_decay
+from gossamer.verify import verify
 
 __version__ = "0.1.0"
 
-__all__ = ["Sparsifier", "keep_zeros", "tune_decay"]
+__all__ = ["Sparsifier", "keep_zeros", "report", "select", "tune_decay", "verify"]

@@ -18,9 +18,7 @@ _DEEPSPEED_MARKS = frozenset({"ds_id", "ds_tensor", "_hp_mapping"})
 def engine_problem(model: nn.Module) -> str | None:
     """Why an engine's flattened parameters cannot be made sparse, or None."""
     if any(_class_named("FullyShardedDataParallel", module) for module in model.modules()):
-        return (
-            f"the model is wrapped in FullyShardedDataParallel (FSDP1), which flattens parameters; {_INSTEAD}"
-        )
+        return f"the model is wrapped in FullyShardedDataParallel (FSDP1), which flattens parameters; {_INSTEAD}"
     for name, parameter in model.named_parameters():
         if _class_named("FlatParameter", parameter):
             return f"{name} is a FlatParameter (FSDP1), many weights in one flat tensor; {_INSTEAD}"
@@ -40,9 +38,7 @@ def overlapping_memory(parameters: Sequence[tuple[str, nn.Parameter]]) -> list[s
         # Subclasses (DTensor, quantised tensors) and meta tensors do not say where their memory is.
         if type(parameter) is not nn.Parameter or parameter.is_meta or parameter.numel() == 0:
             continue
-        span = 1 + sum(
-            (size - 1) * stride for size, stride in zip(parameter.shape, parameter.stride(), strict=True)
-        )
+        span = 1 + sum((size - 1) * stride for size, stride in zip(parameter.shape, parameter.stride(), strict=True))
         start = parameter.data_ptr()
         extents.append((str(parameter.device), start, start + span * parameter.element_size(), name))
     extents.sort()

@@ -10,9 +10,9 @@ the order of their position, kept mask variables end up positive and dropped one
 
 Two ways to find the threshold, both exact. On a CPU a sample brackets it and one pass over the values counts and
 collects what lies in the bracket. On an accelerator, or when the values are spread over processes, digit by digit from
-histograms of 2,048 bins: no sort, no host synchronisation (so it can be captured in a CUDA graph), and the histograms
-are all that processes exchange. Temporary memory: one megabyte or so on the CPU, at most 26 bytes a connection on an
-accelerator.
+histograms of up to 2,048 bins: no sort, no host synchronisation (so it can be captured in a CUDA graph), and the
+histograms are all that processes exchange. Temporary memory: about a percent of the values on the CPU, at most 40 bytes
+a connection on an accelerator.
 """
 
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ from torch import Tensor
 
 Array = npt.NDArray[Any]
 
-_DIGIT_BITS = 11
+_FAST_BINS = 12_288  # 32-bit counters in 48 KiB
 _CHUNK = 1 << 16  # connections looked at together on the CPU: 256 KiB, fits the cache
 
 
@@ -72,15 +72,15 @@ def meet_budget_(
     """
     kept_values = None
     if protected is not None:
-        kept_values = mask_variable[protected]
-        mask_variable[protected] = torch.inf
+        kept_values = mask_variable.index_select(0, protected)
+        mask_variable.index_fill_(0, protected, torch.inf)
     on_cpu = mask_variable.device.type == "cpu" and costs is None and group is None
     lower = _lower_by_bracket_ if on_cpu else _lower_by_digits_
     threshold, decay = lower(mask_variable, mask, budget, costs, group)
     if protected is not None and kept_values is not None:
         smallest = torch.finfo(mask_variable.dtype).tiny
-        lowered = kept_values - (decay[protected] if decay.dim() else decay)
-        mask_variable[protected] = lowered.clamp_min_(smallest)
+        lowered = kept_values - (decay if decay.dim() == 0 else decay.index_select(0, protected))
+        mask_variable.index_copy_(0, protected, lowered.clamp_min_(smallest))
     return threshold
 
 
@@ -142,47 +142,62 @@ def _bracket(array: Array, keep: int) -> tuple[float, float]:
     return low, high
 
 
-# --- accelerators and several processes ---
+# --- accelerators, several processes, several networks ---
+
+
+def meet_budgets_(mask_variables: Tensor, masks: Tensor, budgets: Tensor) -> Tensor:
+    """`meet_budget_` for the rows of a matrix at once: each row a network of its own with a budget of its own."""
+    thresholds, _ = _lower_rows_by_digits_(mask_variables, masks, budgets, None, None)
+    return thresholds
 
 
 def _lower_by_digits_(
     values: Tensor, mask: Tensor, budget: Tensor, costs: Costs | None, group: dist.ProcessGroup | None
 ) -> tuple[Tensor, Tensor]:
+    thresholds, decay = _lower_rows_by_digits_(values[None], mask[None], budget.reshape(1), costs, group)
+    return thresholds[0], decay[0].squeeze()
+
+
+def _lower_rows_by_digits_(
+    values: Tensor, mask: Tensor, budgets: Tensor, costs: Costs | None, group: dist.ProcessGroup | None
+) -> tuple[Tensor, Tensor]:
+    """Returns the threshold of each row, and what its values were lowered by: one number, or one for each value."""
     smallest = torch.finfo(values.dtype).tiny
     if costs is None:
-        order, cost, kind, prices = values, None, None, budget.new_ones(1)
+        order, cost, kind, prices = values, None, None, budgets.new_ones(1)
     else:
         prices, kind = costs.prices, costs.kind_of_connections()
         cost = prices[kind]
         order = torch.where(cost > 0, values / cost, torch.inf)  # what is free is never dropped
     keys = _ordered_keys(order)
-    cut, left, fits = _first_not_affordable(keys, budget, kind, prices, group)
+    cut, left, fits = _first_not_affordable(keys, budgets[:, None], kind, prices, group)
     tied = keys == cut
     # Of the connections tied at the cut the earliest are kept, as far as the budget reaches.
     spent = tied.long() if cost is None else torch.where(tied, cost, 0)
-    kept_ties = tied & (spent.cumsum(0) + _spent_by_earlier_processes(spent.sum(), group) <= left)
+    kept_ties = tied & (spent.cumsum(1) + _spent_by_earlier_processes(spent.sum(1), group) <= left)
     torch.logical_or(keys > cut, kept_ties | fits, out=mask)
     threshold = torch.where(fits, 0.0, _value_of_key(cut, values.dtype))
     decay = threshold if cost is None else threshold * cost
     lowered = values - decay
     # Rounding (and ties) may leave a value on the wrong side of zero: the mask decides.
     torch.where(mask, lowered.clamp_min(smallest), lowered.clamp_max(0.0), out=values)
-    return threshold, decay
+    return threshold[:, 0], decay
 
 
 def _first_not_affordable(
     keys: Tensor, budget: Tensor, kind: Tensor | None, prices: Tensor, group: dist.ProcessGroup | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The key at which the budget runs out, what is left of the budget there, and whether everything fits.
+    """For each row the key at which its budget runs out, what is left of the budget there, and whether all fits.
 
-    Looks at `_DIGIT_BITS` bits of the keys at a time, from the highest: a histogram says in which bin the budget runs
-    out, and the next round looks into that bin.
+    Looks at some bits of the keys at a time, from the highest: a histogram says in which bin the budget runs out, and
+    the next round looks into that bin.
     """
     bits = 8 * keys.element_size()
-    prefix = torch.zeros((), dtype=keys.dtype, device=keys.device)
+    most = _digit_bits(keys.shape[0] * prices.numel())
+    prefix = torch.zeros_like(keys[:, :1])
     left, fits, shift = budget, None, bits
     while shift > 0:
-        width = min(_DIGIT_BITS, shift)
+        width = min(most, shift)
         shift -= width
         digit = keys >> shift
         if fits is None:
@@ -190,33 +205,45 @@ def _first_not_affordable(
         else:
             digit = torch.where((keys >> (shift + width)) == prefix, digit & ((1 << width) - 1), -1)
         cost = _cost_histogram(digit, 1 << width, kind, prices, group)
-        at_least = cost.flip(0).cumsum(0).flip(0)
+        at_most = cost.cumsum(1)
+        above = at_most[:, -1:] - at_most  # the cost of the bins above each
+        bin_ = (above + cost > left).sum(1, keepdim=True).sub_(1).clamp_min_(0)
+        left = left - above.gather(1, bin_)
         if fits is None:
-            fits = at_least[0] <= budget
-        bin_ = ((at_least > left).sum() - 1).clamp_min(0)
-        left = left - (at_least[bin_] - cost[bin_])
-        prefix = (prefix << width) + bin_ if shift + width < bits else bin_ - (1 << (width - 1))
-        prefix = prefix.to(keys.dtype)
+            fits = at_most[:, -1:] <= budget
+            prefix = (bin_ - (1 << (width - 1))).to(keys.dtype)
+        else:
+            prefix = ((prefix << width) + bin_).to(keys.dtype)
     assert fits is not None
     return prefix, left, fits
+
+
+def _digit_bits(histograms: int) -> int:
+    """As many bits as leave all the histograms together within the fast memory of a GPU's multiprocessor."""
+    return max(4, min(11, (_FAST_BINS // histograms).bit_length() - 1))
 
 
 def _cost_histogram(
     digit: Tensor, bins: int, kind: Tensor | None, prices: Tensor, group: dist.ProcessGroup | None
 ) -> Tensor:
-    """The cost that lies in each bin; digits of -1 do not count."""
-    rows = prices.numel()
-    if kind is not None:
-        digit = torch.where(digit >= 0, digit + kind * bins, -1)
-    if digit.device.type == "cpu":
-        counts = torch.bincount(digit + 1, minlength=rows * bins + 1)[1:]
+    """For each row the cost that lies in each bin; digits of -1 do not count."""
+    rows, kinds = digit.shape[0], prices.numel()
+    count = rows * kinds * bins
+    if rows * kinds > 1:
+        histogram = torch.arange(rows, device=digit.device, dtype=digit.dtype)[:, None] * kinds
+        if kind is not None:
+            histogram = histogram + kind
+        digit = torch.where(digit >= 0, digit + histogram * bins, -1)
+    place = digit.flatten()
+    if place.device.type == "cpu":
+        counts = torch.bincount(place + 1, minlength=count + 1)[1:]
     else:
-        # histc counts in the type of its input: 32-bit integers, so exactly. It knows no 64-bit keys' digits.
-        counts = torch.histc(digit.int(), bins=rows * bins, min=0, max=rows * bins).long()
-    counts = (counts.view(rows, bins) * prices[:, None]).sum(0)
+        counts = torch.histc(place.int(), bins=count, min=0, max=count).long()  # of integers: it counts exactly
+    cost = counts.view(rows, kinds, bins)
+    cost = cost[:, 0] if kind is None else (cost * prices[:, None]).sum(1)
     if group is not None:
-        dist.all_reduce(counts, group=group)
-    return counts
+        dist.all_reduce(cost, group=group)
+    return cost
 
 
 def _ordered_keys(values: Tensor) -> Tensor:
@@ -234,5 +261,5 @@ def _spent_by_earlier_processes(spent: Tensor, group: dist.ProcessGroup | None) 
     if group is None:
         return 0
     everyone = spent.new_empty(dist.get_world_size(group))
-    dist.all_gather_into_tensor(everyone, spent.reshape(1), group=group)
+    dist.all_gather_into_tensor(everyone, spent, group=group)
     return everyone[: dist.get_rank(group)].sum()

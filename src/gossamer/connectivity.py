@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import Tensor
 
 from gossamer import method
 from gossamer.budget import meet_budget_
@@ -20,7 +19,8 @@ from gossamer.learning import learn_masks_
 from gossamer.sample_scales import SampleScales
 from gossamer.select import Weight
 from gossamer.settings import Settings
-from gossamer.store import Store, local
+from gossamer.sharding import local, sharded_like
+from gossamer.store import Store
 from gossamer.target import Target
 
 
@@ -126,8 +126,8 @@ class Connectivity:
             )
             return torch.where(self.learning_rate > 0, threshold / self.learning_rate, 0.0)
         if self._protected is not None:
-            kept = store.mask_variable[self._protected].clamp_min_(torch.finfo(store.dtype).tiny)
-            store.mask_variable[self._protected] = kept
+            kept = store.mask_variable.index_select(0, self._protected).clamp_min_(torch.finfo(store.dtype).tiny)
+            store.mask_variable.index_copy_(0, self._protected, kept)
         torch.gt(store.mask_variable, 0, out=store.mask)
         return torch.full((), self._target.decay, device=store.device)
 
@@ -198,7 +198,7 @@ class Connectivity:
 
     def _named(self, views: Sequence[Tensor]) -> dict[str, Tensor]:
         triples = zip(self.names, self._parameters, views, strict=True)
-        return {name: _sharded_like(parameter, view.clone()) for name, parameter, view in triples}
+        return {name: sharded_like(view.clone(), parameter) for name, parameter, view in triples}
 
     def _fill(self, views: Sequence[Tensor], named: dict[str, Tensor]) -> None:
         for name, view in zip(self.names, views, strict=True):
@@ -213,16 +213,3 @@ class Connectivity:
 def floors(sizes: Sequence[int], share: float) -> list[int]:
     """How many connections of each tensor are never removed."""
     return [min(size, max(1, math.ceil(share * size))) if share else 0 for size in sizes]
-
-
-def _sharded_like(parameter: nn.Parameter, tensor: Tensor) -> Tensor:
-    if not isinstance(parameter, DTensor):
-        return tensor
-    return DTensor.from_local(
-        tensor,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )

@@ -25,8 +25,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from gossamer._forward import arguments, batch_size_at, batch_size_of, first_input, undisturbed
-from gossamer._tensors import local
 from gossamer.select import Weight
+from gossamer.sharding import local
 
 FLOPS_PER_MULTIPLY_ADD = 2
 
@@ -36,9 +36,7 @@ _MATRIX_PRODUCTS = {
     **dict.fromkeys(("addmm", "baddbmm", "addbmm", "addmv", "_addmm_activation"), (1, 2)),
 }
 _RECURRENT = frozenset({"mkldnn_rnn_layer", "_cudnn_rnn", "miopen_rnn"})
-_LOOK_UPS = frozenset(
-    {"embedding", "_embedding_bag", "_embedding_bag_forward_only", "gather", "index_select"}
-)
+_LOOK_UPS = frozenset({"embedding", "_embedding_bag", "_embedding_bag_forward_only", "gather", "index_select"})
 
 
 def positions(

@@ -8,7 +8,7 @@ from torch.optim import Optimizer
 
 from gossamer._selectors import Selectors
 from gossamer.select import select
-from gossamer.store import local
+from gossamer.sharding import local
 
 
 class ZerosKept:

@@ -18,9 +18,9 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from gossamer._selectors import Selectors
-from gossamer._tensors import whole
 from gossamer.flops import FLOPS_PER_MULTIPLY_ADD, positions
 from gossamer.select import Weight, select
+from gossamer.sharding import whole
 
 
 @dataclass(frozen=True)

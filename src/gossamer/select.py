@@ -101,8 +101,7 @@ def select(
     chosen = [
         candidate
         for candidate in candidates
-        if candidate.is_included(included)
-        and not any(candidate.place.matches(selector) for selector in excluded)
+        if candidate.is_included(included) and not any(candidate.place.matches(selector) for selector in excluded)
     ]
     taken = [each.weight for each in chosen if each.weight.parameter.requires_grad or not for_training]
 
@@ -133,9 +132,7 @@ def layer_attributes(module: nn.Module) -> tuple[str, ...]:
         kinds = ("ih", "hh", "hr") if module.proj_size else ("ih", "hh")
         directions = ("", "_reverse") if module.bidirectional else ("",)
         layers = range(module.num_layers)
-        return tuple(
-            f"weight_{kind}_l{layer}{way}" for layer in layers for way in directions for kind in kinds
-        )
+        return tuple(f"weight_{kind}_l{layer}{way}" for layer in layers for way in directions for kind in kinds)
     if isinstance(module, nn.RNNCellBase):
         return ("weight_ih", "weight_hh")
     if isinstance(module, nn.MultiheadAttention):  # its out_proj is a Linear of its own
@@ -260,9 +257,7 @@ def _unmatched(
             layers = sorted({type(module).__name__ for module in model.modules() if layer_attributes(module)})
             found = ", ".join(layers) or "none"
             yield f"include={shown(selector)} matches no connections; the layers of the model are {found}"
-    names = all_names(model) + tuple(
-        each.computes.names[0] for each in candidates if each.computes is not None
-    )
+    names = all_names(model) + tuple(each.computes.names[0] for each in candidates if each.computes is not None)
     for selector in excluded:
         if isinstance(selector, str):
             if not Place(names, ()).matches(selector):
@@ -273,9 +268,7 @@ def _unmatched(
 
 def _unusable(weight: Weight) -> Iterator[str]:
     parameter, remedy = weight.parameter, f"pass exclude={weight.name!r}"
-    if any(
-        isinstance(use.module, nn.Embedding | nn.EmbeddingBag) and use.module.sparse for use in weight.uses
-    ):
+    if any(isinstance(use.module, nn.Embedding | nn.EmbeddingBag) and use.module.sparse for use in weight.uses):
         yield (
             f"{weight.name} belongs to an embedding with sparse=True, and masks need the whole gradient; "
             f"build the embedding with sparse=False, or {remedy}"
@@ -294,9 +287,7 @@ def _nothing(candidates: list[_Candidate], chosen: list[_Candidate]) -> str:
         frozen = some([candidate.weight.name for candidate in chosen])
         return f"all tensors that could be taken are frozen: {frozen}; set requires_grad=True on some"
     unknown = [candidate.weight.name for candidate in candidates if not candidate.known]
-    advice = (
-        f"; parameters of unknown module types can be included by name: {some(unknown)}" if unknown else ""
-    )
+    advice = f"; parameters of unknown module types can be included by name: {some(unknown)}" if unknown else ""
     return (
         "nothing to sparsify: expected weights of linear, convolution, recurrent, embedding or attention "
         f"layers, found none that may be taken{advice}"

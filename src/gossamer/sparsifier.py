@@ -28,7 +28,7 @@ from gossamer.health import Health
 from gossamer.schedule import Phase, Plan, make_plan
 from gossamer.select import Weight, select
 from gossamer.settings import choose
-from gossamer.store import local, shard_group
+from gossamer.sharding import local, shard_group
 from gossamer.target import make_target
 
 _FLOOR_EVERY = 100  # mask steps between two choices of the connections that the floor keeps

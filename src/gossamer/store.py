@@ -14,38 +14,11 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
+
+from gossamer.sharding import local
 
 _LAYOUTS = {4: (torch.channels_last,), 5: (torch.channels_last_3d,)}
-
-
-def local(tensor: Tensor) -> Tensor:
-    """What of a tensor lies in this process (all of it, unless FSDP2 has sharded it), outside autograd."""
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
-
-
-def shard_group(parameters: Sequence[nn.Parameter]) -> dist.ProcessGroup | None:
-    """The processes over which the tensors are sharded, or None where each process has them whole."""
-    groups: set[dist.ProcessGroup | None] = set()
-    for parameter in parameters:
-        if not isinstance(parameter, DTensor):
-            groups.add(None)
-            continue
-        sharded = [axis for axis, placement in enumerate(parameter.placements) if isinstance(placement, Shard)]
-        if len(sharded) > 1:
-            raise ValueError(
-                f"expected parameters sharded along one dimension of the device mesh, got {parameter.placements}: "
-                "use fully_shard over a one-dimensional mesh (or a hybrid mesh of replicas)"
-            )
-        groups.add(parameter.device_mesh.get_group(sharded[0]) if sharded else None)
-    if len(groups) > 1:
-        raise ValueError(
-            "expected all the weights to be sharded over the same processes or none, got a mixture: "
-            "apply fully_shard to the whole model, or exclude the others"
-        )
-    return groups.pop()
 
 
 class Store:

@@ -18,8 +18,8 @@ from torch.utils._pytree import tree_map
 
 from gossamer._forward import arguments, undisturbed
 from gossamer._selectors import Selectors, clean_name, some
-from gossamer._tensors import whole
 from gossamer.select import Weight, select
+from gossamer.sharding import whole
 
 Other: TypeAlias = nn.Module | torch.export.ExportedProgram | Mapping[str, Tensor] | Callable[..., Any]
 
@@ -52,8 +52,7 @@ class Verification:
         compared = [f"zeros of {self.tensors} tensors"] if self.tensors else []
         if self.outputs:
             compared.append(
-                f"{self.outputs} outputs (largest difference {self.max_absolute:.3g}, "
-                f"relative {self.max_relative:.3g})"
+                f"{self.outputs} outputs (largest difference {self.max_absolute:.3g}, relative {self.max_relative:.3g})"
             )
         verdict = f"{len(self.differences)} differences" if self.differences else "same"
         lines = [f"{verdict}; compared {' and '.join(compared) or 'nothing'}"]
@@ -103,9 +102,7 @@ def verify(
             raise TypeError("a function can only be compared by its outputs; pass example_input")
         runnable = other
     else:
-        raise TypeError(
-            f"expected a module, a state dict or a function to compare with, got {type(other).__name__}"
-        )
+        raise TypeError(f"expected a module, a state dict or a function to compare with, got {type(other).__name__}")
 
     found = _Outputs((), 0, 0.0, 0.0, ())
     if example_input is not None and runnable is not None:
@@ -131,9 +128,7 @@ def _tensors_of(other: nn.Module | Mapping[str, Tensor]) -> dict[str, Tensor]:
     return dict(other)
 
 
-def _zero_differences(
-    model: nn.Module, weights: Sequence[Weight], others: Mapping[str, Tensor]
-) -> Iterator[str]:
+def _zero_differences(model: nn.Module, weights: Sequence[Weight], others: Mapping[str, Tensor]) -> Iterator[str]:
     for weight in weights:
         names = [weight.name, *(f"{use.module_name}.{use.attribute}" for use in weight.uses)]
         names += [clean_name(name, model) for name in names]
@@ -216,9 +211,7 @@ def _compare_outputs(expected: object, got: object, tolerance: float) -> _Output
             )
     if not both and not differences:
         differences.append("no tensor among the outputs, so nothing could be compared")
-    return _Outputs(
-        tuple(differences), len(both), max(absolutes), max(relatives), tuple(dict.fromkeys(ignored))
-    )
+    return _Outputs(tuple(differences), len(both), max(absolutes), max(relatives), tuple(dict.fromkeys(ignored)))
 
 
 def _largest_difference(a: Tensor, b: Tensor) -> tuple[float, float, tuple[int, ...]]:

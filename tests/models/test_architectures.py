@@ -194,13 +194,9 @@ def test_channels_last_stays_channels_last(name: str) -> None:
     for module in model.modules():
         if isinstance(module, nn.BatchNorm2d):
             module.register_forward_hook(
-                lambda _module, _inputs, output: formats.append(
-                    output.is_contiguous(memory_format=torch.channels_last)
-                )
+                lambda _module, _inputs, output: formats.append(output.is_contiguous(memory_format=torch.channels_last))
             )
-    torch.testing.assert_close(
-        model(x.contiguous(memory_format=torch.channels_last)), expected, rtol=1e-4, atol=1e-4
-    )
+    torch.testing.assert_close(model(x.contiguous(memory_format=torch.channels_last)), expected, rtol=1e-4, atol=1e-4)
     assert formats
     assert all(formats)
 

@@ -105,6 +105,13 @@ def test_unknown_name_suggests_the_nearest() -> None:
         models.create("zzzzzzzz")
 
 
+def test_unknown_options_list_the_known_ones() -> None:
+    with pytest.raises(TypeError, match="lstm_lm takes the options num_classes, hidden, layers, dropout, got droput"):
+        models.create("lstm_lm", droput=0.1)
+    with pytest.raises(TypeError, match="resnet20 takes the options num_classes, got depth"):
+        models.create("resnet20", depth=8)
+
+
 def test_too_few_classes_is_an_error() -> None:
     with pytest.raises(ValueError, match="at least 1, got 0"):
         models.create("lenet5", num_classes=0)

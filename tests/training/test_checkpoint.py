@@ -1,6 +1,7 @@
 import errno
 import os
 import random
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -52,8 +53,10 @@ def test_a_corrupted_newest_falls_back_to_the_one_before_and_says_so(tmp_path: P
         assert value_of(checkpoints.load()) == 1
 
 
-@pytest.mark.parametrize("broken", ["write", "fsync", "replace"])
-def test_a_full_disk_leaves_the_last_good_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
+@pytest.mark.parametrize("broken", ["limit", "write", "fsync", "replace"])
+def test_a_full_disk_leaves_the_last_good_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest, broken: str
+) -> None:
     checkpoints = Checkpoints(tmp_path)
     checkpoints.save(state(1), 1)
 
@@ -61,12 +64,18 @@ def test_a_full_disk_leaves_the_last_good_one(tmp_path: Path, monkeypatch: pytes
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
-        if broken == "write":
+        if broken == "limit":  # the system itself refuses, in the middle of the file
+            before = resource.getrlimit(resource.RLIMIT_FSIZE)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (2000, before[1]))
+            request.addfinalizer(lambda: resource.setrlimit(resource.RLIMIT_FSIZE, before))
+        elif broken == "write":
             patch.setattr(checkpoint._Hashing, "write", full)
         else:
             patch.setattr(os, broken, full)
         with pytest.warns(UserWarning, match="no checkpoint at step 2.*the last good one is checkpoint-000000001.pt"):
             assert not checkpoints.save(state(2), 2)
+        if broken == "limit":
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert value_of(checkpoints.load()) == 1
     assert sorted(each.name for each in tmp_path.iterdir()) == [
         "checkpoint-000000001.pt",

@@ -35,3 +35,12 @@ def test_two_processes_equal_one(folders: tuple[Path, Path], sharding: str) -> N
     for key in ("connections", "sparsity", "accuracy", "flops"):
         assert results[0][key] == results[1][key]
     assert results[1]["hardware"]["processes"] == 2
+
+
+@pytest.mark.parametrize("sharding", ["ddp", "fsdp2"])
+def test_two_processes_go_on_from_a_checkpoint_to_the_same_bits(folders: tuple[Path, Path], sharding: str) -> None:
+    whole, again = folders[1] / sharding, folders[1] / f"{sharding}-again"
+    assert list(whole.glob("checkpoint-*.pt"))
+    assert not list(again.glob("checkpoint-*.pt"))  # complete, so they are gone
+    one, two = load_file(whole / "model.safetensors"), load_file(again / "model.safetensors")
+    assert all(one[name].equal(two[name]) for name in one)

@@ -252,7 +252,10 @@ def test_tensorboard_gets_its_scalars(images: ImageSet, tmp_path: Path) -> None:
     assert [event.step for event in events.Scalars("loss")] == [3, 5, 6, 9, 10, 12, 15, 18, 20]
 
 
-@pytest.mark.parametrize("change", ["precision=bf16", "channels_last=true", "label_smoothing=0.1", "nesterov=true"])
+@pytest.mark.parametrize(
+    "change",
+    ["precision=bf16", "channels_last=true", "label_smoothing=0.1", "nesterov=true", "settings.scale=per_sample"],
+)
 def test_the_other_ways_to_compute_train_too(images: ImageSet, tmp_path: Path, change: str) -> None:
     found = train(SPARSE.with_settings([change, "epochs=10", "weight_decay=0.0"]), tmp_path)
     assert found["sparsity"] == pytest.approx(0.8, abs=0.001)

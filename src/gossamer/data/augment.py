@@ -27,9 +27,6 @@ class CropFlip:
     def __getitem__(self, rows: slice | Tensor) -> CropFlip:
         return CropFlip(self.top[rows], self.left[rows], self.flip[rows])
 
-    def to(self, device: torch.device | str) -> CropFlip:
-        return CropFlip(self.top.to(device), self.left.to(device), self.flip.to(device))
-
 
 def draw_crop_flip(
     count: int,
@@ -55,9 +52,7 @@ def crop_flip(images: Tensor, draw: CropFlip, *, padding: int = 4) -> Tensor:
     rows = torch.arange(height, device=device) + (draw.top[:, None] - padding)
     across = torch.arange(width, device=device)
     columns = torch.where(draw.flip[:, None], width - 1 - across, across) + (draw.left[:, None] - padding)
-    inside = ((rows >= 0) & (rows < height))[:, None, :, None] & ((columns >= 0) & (columns < width))[
-        :, None, None
-    ]
+    inside = ((rows >= 0) & (rows < height))[:, None, :, None] & ((columns >= 0) & (columns < width))[:, None, None]
     picked = images[
         torch.arange(count, device=device)[:, None, None, None],
         torch.arange(channels, device=device)[None, :, None, None],

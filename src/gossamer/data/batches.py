@@ -49,8 +49,18 @@ class EpochPlan:
     order: Tensor
     draw: CropFlip | None
 
-    def to(self, device: torch.device | str) -> EpochPlan:
-        return EpochPlan(self.order.to(device), None if self.draw is None else self.draw.to(device))
+    def to(self, device: torch.device) -> EpochPlan:
+        draw = self.draw
+        if draw is not None:
+            draw = CropFlip(_send(draw.top, device), _send(draw.left, device), _send(draw.flip, device))
+        return EpochPlan(_send(self.order, device), draw)
+
+
+def _send(tensor: Tensor, device: torch.device) -> Tensor:
+    """To the device; for a GPU from pinned memory, so that the copy does not wait for work ahead of it."""
+    if device.type == "cuda":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
 
 
 def seed_for(*parts: int) -> int:
@@ -96,15 +106,11 @@ class Batches:
     ) -> None:
         data = Labelled(images, labels)
         if batch_size < 1 or lookahead < 1:
-            raise ValueError(
-                f"expected batch_size and lookahead of at least 1, got {batch_size} and {lookahead}"
-            )
+            raise ValueError(f"expected batch_size and lookahead of at least 1, got {batch_size} and {lookahead}")
         if padding < 0 or seed < 0:
             raise ValueError(f"expected padding and seed of at least 0, got {padding} and {seed}")
         if not len(mean) == len(std) == images.shape[1]:
-            raise ValueError(
-                f"expected {images.shape[1]} channel means and stds, got {len(mean)} and {len(std)}"
-            )
+            raise ValueError(f"expected {images.shape[1]} channel means and stds, got {len(mean)} and {len(std)}")
         if len(images) < (batch_size if drop_last else 1):
             raise ValueError(
                 f"expected at least one batch of {batch_size}, got {len(images)} images; "
@@ -197,9 +203,7 @@ class Batches:
         for block in range(position.step, len(self), self.lookahead):
             last = min(block + self.lookahead, len(self))
             images, labels = self._gather(plan, slice(block * self.batch_size, last * self.batch_size))
-            for batch in zip(
-                torch.split(images, self.batch_size), torch.split(labels, self.batch_size), strict=True
-            ):
+            for batch in zip(torch.split(images, self.batch_size), torch.split(labels, self.batch_size), strict=True):
                 # Moved on before the batch is handed out: a checkpoint written meanwhile counts it as seen.
                 position = position.next(len(self))
                 self._position = position

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -58,9 +59,7 @@ def load_cifar(spec: CifarSpec, root: Path | str | None = None) -> ImageSet:
     """Read the set from the first place that has it (see `gossamer.data.locate`)."""
     layouts = (
         Layout("the unpacked binary version", _paths(spec.binary), lambda folder: _read_binary(spec, folder)),
-        Layout(
-            "the binary version's archive", (spec.archive.path,), lambda folder: _read_archive(spec, folder)
-        ),
+        Layout("the binary version's archive", (spec.archive.path,), lambda folder: _read_archive(spec, folder)),
         Layout(
             "WebP grids",
             _paths((*spec.grids, spec.packed_label_file)),
@@ -68,9 +67,7 @@ def load_cifar(spec: CifarSpec, root: Path | str | None = None) -> ImageSet:
         ),
     )
     downloads = (Download(spec.archive, (spec.address,)),)
-    return read_first(
-        spec.name, layouts, downloads, root=root, hint=lambda folder: _python_version(spec, folder)
-    )
+    return read_first(spec.name, layouts, downloads, root=root, hint=lambda folder: _python_version(spec, folder))
 
 
 def _paths(files: tuple[File, ...]) -> tuple[str, ...]:
@@ -107,9 +104,7 @@ def _from_records(spec: CifarSpec, contents: list[bytes]) -> ImageSet:
     parts = []
     for content, file in zip(contents, spec.binary, strict=True):
         if len(content) % spec.record:
-            raise CorruptData(
-                f"{file.path}: expected records of {spec.record} bytes, got {len(content)} bytes"
-            )
+            raise CorruptData(f"{file.path}: expected records of {spec.record} bytes, got {len(content)} bytes")
         records = np.frombuffer(content, np.uint8).reshape(-1, spec.record)
         parts.append((records[:, spec.label_bytes :], records[:, spec.label_bytes - 1]))
     return _assemble(spec, parts)
@@ -121,30 +116,26 @@ def _read_grids(spec: CifarSpec, folder: Path) -> ImageSet:
     with np.load(io.BytesIO(read_checked(folder, spec.packed_label_file)), allow_pickle=False) as arrays:
         missing = [key for key in spec.packed_labels if key not in arrays]
         if missing:
-            raise CorruptData(
-                f"{label_file}: expected the arrays {', '.join(missing)}, which it does not hold"
-            )
+            raise CorruptData(f"{label_file}: expected the arrays {', '.join(missing)}, which it does not hold")
         labels = np.concatenate([arrays[key] for key in spec.packed_labels])
     per_grid = spec.grid * spec.grid
     if labels.shape != (len(spec.grids) * per_grid,) or labels.dtype != np.uint8:
         raise CorruptData(
-            f"{label_file}: expected {len(spec.grids) * per_grid} uint8 labels, "
-            f"got {labels.dtype} {labels.shape}"
+            f"{label_file}: expected {len(spec.grids) * per_grid} uint8 labels, got {labels.dtype} {labels.shape}"
         )
-    parts = []
-    for number, file in enumerate(spec.grids):
-        pixels = _read_grid(read_checked(folder, file), spec.grid, str(folder / file.path))
-        parts.append((pixels, labels[number * per_grid : (number + 1) * per_grid]))
-    return _assemble(spec, parts)
+    # Decoding takes most of the time and releases the interpreter's lock.
+    with ThreadPoolExecutor() as pool:
+        grids = list(pool.map(lambda file: _read_grid(spec, folder, file), spec.grids))
+    return _assemble(spec, list(zip(grids, np.split(labels, len(grids)), strict=True)))
 
 
-def _read_grid(content: bytes, grid: int, name: str) -> _Bytes:
+def _read_grid(spec: CifarSpec, folder: Path, file: File) -> _Bytes:
+    content, grid, name = read_checked(folder, file), spec.grid, str(folder / file.path)
     try:
         from PIL import Image
     except ImportError as error:
         raise ImportError(
-            f"reading {name} needs Pillow: run pip install 'gossamer[data]', "
-            "or put the official binary version there"
+            f"reading {name} needs Pillow: run pip install 'gossamer[data]', or put the official binary version there"
         ) from error
     with Image.open(io.BytesIO(content), formats=["WEBP"]) as image:
         if image.size != (grid * 32, grid * 32):

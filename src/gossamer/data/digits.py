@@ -24,9 +24,7 @@ _CONTENT = "sha256:87ff0c9e40dc7e2c0e34e7257799c2e3f3aec1a016363bb11cad869ec428a
 def load_digits(root: Path | str | None = None) -> ImageSet:
     """The digits; they come with scikit-learn, so `root` must be None."""
     if root is not None:
-        raise ValueError(
-            f"expected no root for the digits, which come with scikit-learn, got {root}; leave it out"
-        )
+        raise ValueError(f"expected no root for the digits, which come with scikit-learn, got {root}; leave it out")
     try:
         from sklearn import datasets
     except ImportError as error:

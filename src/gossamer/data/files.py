@@ -59,9 +59,7 @@ def read_checked(root: Path, file: File) -> bytes:
     size = path.stat().st_size
     if file.size is not None and size != file.size:
         kind = "truncated" if size < file.size else "too long"
-        raise CorruptData(
-            f"{path} is {kind}: expected {file.size} bytes, got {size}; delete it and fetch it again"
-        )
+        raise CorruptData(f"{path} is {kind}: expected {file.size} bytes, got {size}; delete it and fetch it again")
     content = path.read_bytes()
     check_digest(content, file.digest, str(path))
     return content
@@ -73,9 +71,7 @@ def gunzip(content: bytes, size: int, name: str) -> bytes:
         with gzip.GzipFile(fileobj=io.BytesIO(content)) as stream:
             plain = stream.read(size + 1)
     except (OSError, EOFError, zlib.error) as error:
-        raise CorruptData(
-            f"{name} is not a complete gzip file ({error}); delete it and fetch it again"
-        ) from error
+        raise CorruptData(f"{name} is not a complete gzip file ({error}); delete it and fetch it again") from error
     if len(plain) != size:
         got = f"more than {size}" if len(plain) > size else str(len(plain))
         raise CorruptData(f"{name}: expected {size} bytes after decompression, got {got}; fetch it again")
@@ -93,19 +89,14 @@ def read_tar_members(content: bytes, sizes: dict[str, int], name: str) -> dict[s
                     continue
                 if not member.isreg() or member.size != sizes[key]:
                     raise CorruptData(
-                        f"{name}: expected {key} to be a file of {sizes[key]} bytes, got {member.size}; "
-                        "fetch it again"
+                        f"{name}: expected {key} to be a file of {sizes[key]} bytes, got {member.size}; fetch it again"
                     )
                 stream = archive.extractfile(member)
                 assert stream is not None  # a regular file always has a stream
                 found[key] = stream.read(sizes[key])
     except (tarfile.TarError, OSError, EOFError, zlib.error, lzma.LZMAError) as error:
-        raise CorruptData(
-            f"{name} is not a complete tar archive ({error}); delete it and fetch it again"
-        ) from error
+        raise CorruptData(f"{name} is not a complete tar archive ({error}); delete it and fetch it again") from error
     missing = sorted(set(sizes) - set(found))
     if missing:
-        raise CorruptData(
-            f"{name}: expected it to hold {', '.join(missing)}, which it does not; fetch it again"
-        )
+        raise CorruptData(f"{name}: expected it to hold {', '.join(missing)}, which it does not; fetch it again")
     return found

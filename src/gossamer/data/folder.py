@@ -15,6 +15,7 @@ import os
 import tarfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -65,11 +66,7 @@ class FolderPart:
 
     def describe(self, index: int) -> str:
         """The name of an image for a message."""
-        return (
-            f"{self.source / self.names[index]}"
-            if self.spans is None
-            else f"{self.source}:{self.names[index]}"
-        )
+        return f"{self.source / self.names[index]}" if self.spans is None else f"{self.source}:{self.names[index]}"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -111,15 +108,11 @@ def _index(root: Path) -> FolderSet:
     elif root.is_dir():
         files = {part: _files_of_folder(root / part) for part in (_TRAIN, _VALIDATION)}
     else:
-        raise DataNotFound(
-            f"expected root to be an image folder or a tar archive of one, got {root}, which is neither"
-        )
+        raise DataNotFound(f"expected root to be an image folder or a tar archive of one, got {root}, which is neither")
     classes = sorted({name.partition("/")[0] for name in files[_TRAIN]})
     strange = sorted({name.partition("/")[0] for name in files[_VALIDATION]} - set(classes))
     if strange:
-        raise CorruptData(
-            f"{root}: the classes {', '.join(strange[:5])} are in {_VALIDATION} but not in {_TRAIN}"
-        )
+        raise CorruptData(f"{root}: the classes {', '.join(strange[:5])} are in {_VALIDATION} but not in {_TRAIN}")
     parts = {part: _part(root, part, files[part], classes) for part in files}
     return FolderSet(root.name.removesuffix(".tar"), parts[_TRAIN], parts[_VALIDATION], tuple(classes))
 
@@ -127,7 +120,8 @@ def _index(root: Path) -> FolderSet:
 def _part(root: Path, part: str, files: dict[str, tuple[int, int]], classes: list[str]) -> FolderPart:
     if not files:
         raise DataNotFound(
-            f"expected images in {root} under {part}/<class>/ with a name in {', '.join(_SUFFIXES)}, found none"
+            f"expected images under {part}/<class>/ in {root}, found none; put them there "
+            f"with names ending in {', '.join(_SUFFIXES)}"
         )
     numbers = {name: number for number, name in enumerate(classes)}
     names = sorted(files)
@@ -146,9 +140,7 @@ def _files_of_folder(folder: Path) -> dict[str, tuple[int, int]]:
         if entry.is_dir():
             with os.scandir(entry) as images:
                 found.update(
-                    (f"{entry.name}/{image.name}", (0, 0))
-                    for image in images
-                    if image.name.lower().endswith(_SUFFIXES)
+                    (f"{entry.name}/{image.name}", (0, 0)) for image in images if image.name.lower().endswith(_SUFFIXES)
                 )
     return found
 
@@ -164,17 +156,21 @@ def _files_of_archive(path: Path) -> dict[str, dict[str, tuple[int, int]]]:
                 if part not in found or not member.isreg() or not name.lower().endswith(_SUFFIXES):
                     continue
                 if member.offset_data + member.size > length:
-                    raise CorruptData(
-                        f"{path} is truncated inside {member.name}; delete it and fetch it again"
-                    )
+                    raise CorruptData(f"{path} is truncated inside {member.name}; delete it and fetch it again")
                 found[part][f"{label}/{name}"] = (member.offset_data, member.size)
     except tarfile.TarError as error:
         raise CorruptData(f"{path} is not an uncompressed tar archive ({error}); fetch it again") from error
     return found
 
 
-class _Images(Dataset[tuple[Tensor, int]]):
-    """Decoded crops by (epoch, index): what the worker processes run."""
+_Sample: TypeAlias = tuple[Tensor, int] | CorruptData
+
+
+class _Images(Dataset[_Sample]):
+    """Decoded crops by (epoch, index): what the worker processes run.
+
+    A bad file comes back as a value: raised in a worker, its message would drown in the worker's traceback.
+    """
 
     def __init__(self, part: FolderPart, *, size: int, resize: int, training: bool, seed: int) -> None:
         self.part, self.size, self.resize, self.training, self.seed = part, size, resize, training, seed
@@ -182,15 +178,29 @@ class _Images(Dataset[tuple[Tensor, int]]):
     def __len__(self) -> int:
         return len(self.part)
 
-    def __getitem__(self, key: tuple[int, int]) -> tuple[Tensor, int]:
+    def __getitem__(self, key: tuple[int, int]) -> _Sample:
         epoch, index = key
-        image = decode(self.part.read(index), self.part.describe(index))
+        try:
+            image = decode(self.part.read(index), self.part.describe(index))
+        except CorruptData as error:
+            return error
         if self.training:
             random = np.random.default_rng((self.seed, epoch, index))
             pixels = random_crop_flip(image, self.size, random)
         else:
             pixels = centre_crop(image, self.size, self.resize)
         return torch.from_numpy(pixels), int(self.part.labels[index])
+
+
+def _collate(samples: list[_Sample]) -> tuple[Tensor, Tensor] | CorruptData:
+    """One batch, or the first error in it."""
+    images, labels = [], []
+    for sample in samples:
+        if isinstance(sample, CorruptData):
+            return sample
+        images.append(sample[0])
+        labels.append(sample[1])
+    return torch.stack(images), torch.tensor(labels)
 
 
 class FolderBatches:
@@ -223,9 +233,7 @@ class FolderBatches:
         if not 0 < size <= resize:
             raise ValueError(f"expected 0 < size ≤ resize, got size {size} and resize {resize}")
         if training and len(part) < batch_size:
-            raise ValueError(
-                f"expected at least one batch of {batch_size}, got {len(part)} images; lower batch_size"
-            )
+            raise ValueError(f"expected at least one batch of {batch_size}, got {len(part)} images; lower batch_size")
         self._images = _Images(part, size=size, resize=resize, training=training, seed=seed)
         self.batch_size, self.training, self.seed, self.workers = batch_size, training, seed, workers
         self.device, self.dtype, self.channels_last = torch.device(device), dtype, channels_last
@@ -257,12 +265,14 @@ class FolderBatches:
             self._images,
             batch_sampler=[keys[start : start + self.batch_size] for start in starts],
             num_workers=self.workers,
+            collate_fn=_collate,
             pin_memory=self.device.type == "cuda",
         )
-        for images, labels in loader:
-            batch = normalise(
-                images.to(self.device, non_blocking=True), self._scale, self._shift, dtype=self.dtype
-            )
+        for loaded in loader:
+            if isinstance(loaded, CorruptData):
+                raise loaded
+            images, labels = loaded
+            batch = normalise(images.to(self.device, non_blocking=True), self._scale, self._shift, dtype=self.dtype)
             if self.channels_last:
                 batch = batch.contiguous(memory_format=torch.channels_last)
             position = position.next(len(self))

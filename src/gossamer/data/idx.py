@@ -110,9 +110,7 @@ def _check_size(path: Path, *, lower: int = 1, upper: int) -> None:
     if not lower <= size <= upper:
         kind = "truncated" if size < lower else "too long"
         expected = f"{upper}" if lower == upper else f"at most {upper}"
-        raise CorruptData(
-            f"{path} is {kind}: expected {expected} bytes, got {size}; delete it and fetch it again"
-        )
+        raise CorruptData(f"{path} is {kind}: expected {expected} bytes, got {size}; delete it and fetch it again")
 
 
 def parse_idx(content: bytes, shape: tuple[int, ...], name: str) -> npt.NDArray[np.uint8]:
@@ -127,9 +125,7 @@ def parse_idx(content: bytes, shape: tuple[int, ...], name: str) -> npt.NDArray[
         )
     announced = struct.unpack_from(f">{len(shape)}I", content, 4)
     if announced != shape or len(content) != header + math.prod(shape):
-        raise CorruptData(
-            f"{name}: expected the shape {shape}, got {announced} in a file of {len(content)} bytes"
-        )
+        raise CorruptData(f"{name}: expected the shape {shape}, got {announced} in a file of {len(content)} bytes")
     return np.frombuffer(content, np.uint8, offset=header).reshape(shape)
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import http.client
 import os
 import sys
 import tempfile
@@ -73,9 +74,7 @@ def search_folders(root: Path | str | None = None) -> tuple[Path, ...]:
 
 def _existing(folder: Path, source: str) -> Path:
     if not folder.is_dir():
-        raise DataNotFound(
-            f"expected {source} to name a folder with data sets, got {folder}, which is not a folder"
-        )
+        raise DataNotFound(f"expected {source} to name a folder with data sets, got {folder}, which is not a folder")
     return folder
 
 
@@ -140,7 +139,13 @@ def fetch(download: Download, folder: Path, *, timeout: float = 60.0) -> Path:
                 os.fsync(sink.fileno())
             os.replace(temporary, target)
             return target
-        except (urllib.error.URLError, TimeoutError, ConnectionError, CorruptData) as error:
+        except (
+            urllib.error.URLError,
+            http.client.HTTPException,
+            TimeoutError,
+            ConnectionError,
+            CorruptData,
+        ) as error:
             problems.append(f"{address}: {error}")
         finally:
             Path(temporary).unlink(missing_ok=True)

@@ -32,15 +32,11 @@ class DataEntry:
 DATA_SETS: tuple[DataEntry, ...] = (
     DataEntry("digits", "1,437 + 360 grey images, 8 × 8, of scikit-learn", load_digits),
     DataEntry("mnist", "60,000 + 10,000 grey images, 28 × 28", lambda root: load_idx(MNIST, root)),
-    DataEntry(
-        "fashion_mnist", "60,000 + 10,000 grey images, 28 × 28", lambda root: load_idx(FASHION_MNIST, root)
-    ),
+    DataEntry("fashion_mnist", "60,000 + 10,000 grey images, 28 × 28", lambda root: load_idx(FASHION_MNIST, root)),
     DataEntry("cifar10", "50,000 + 10,000 colour images, 32 × 32", lambda root: load_cifar(CIFAR10, root)),
     DataEntry("cifar100", "50,000 + 10,000 colour images, 32 × 32", lambda root: load_cifar(CIFAR100, root)),
     DataEntry("imagefolder", "colour images in train/<class>/ and val/<class>/", load_folder),
-    DataEntry(
-        "wikitext2", "2,088,628 training words, 33,278 different", lambda root: load_text(WIKITEXT2, root)
-    ),
+    DataEntry("wikitext2", "2,088,628 training words, 33,278 different", lambda root: load_text(WIKITEXT2, root)),
     DataEntry("ptb", "929,589 training words, 10,000 different", lambda root: load_text(PTB, root)),
 )
 

@@ -24,13 +24,11 @@ class Labelled:
     def __post_init__(self) -> None:
         if self.images.dtype != torch.uint8 or self.images.ndim != 4:
             raise ValueError(
-                "expected uint8 images of shape (N, C, H, W), "
-                f"got {self.images.dtype} {tuple(self.images.shape)}"
+                f"expected uint8 images of shape (N, C, H, W), got {self.images.dtype} {tuple(self.images.shape)}"
             )
         if self.labels.dtype != torch.int64 or self.labels.shape != self.images.shape[:1]:
             raise ValueError(
-                f"expected {len(self.images)} int64 labels, "
-                f"got {self.labels.dtype} {tuple(self.labels.shape)}"
+                f"expected {len(self.images)} int64 labels, got {self.labels.dtype} {tuple(self.labels.shape)}"
             )
 
     def __len__(self) -> int:
@@ -72,13 +70,9 @@ class ImageSet:
         The result's `train` and `validation` are disjoint and together are this set's `train`.
         """
         if self.validation is not None:
-            raise ValueError(
-                f"{self.name} has been split already; split the set that load() returned instead"
-            )
+            raise ValueError(f"{self.name} has been split already; split the set that load() returned instead")
         if not 0 < validation < len(self.train):
-            raise ValueError(
-                f"expected 1 to {len(self.train) - 1} images to hold out of {self.name}, got {validation}"
-            )
+            raise ValueError(f"expected 1 to {len(self.train) - 1} images to hold out of {self.name}, got {validation}")
         order = torch.randperm(len(self.train), generator=torch.Generator().manual_seed(seed))
         # Sorted, so that both parts keep the order of the original and a batch reads memory forwards.
         held_out, kept = order[:validation].sort().values, order[validation:].sort().values
@@ -91,9 +85,7 @@ class ImageSet:
     def to(self, device: torch.device | str) -> ImageSet:
         """The same set with its pixels and labels on `device`, to be shared by several runs there."""
         validation = None if self.validation is None else self.validation.to(device)
-        return dataclasses.replace(
-            self, train=self.train.to(device), test=self.test.to(device), validation=validation
-        )
+        return dataclasses.replace(self, train=self.train.to(device), test=self.test.to(device), validation=validation)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -45,9 +45,7 @@ def load_text(spec: TextSpec, root: Path | str | None = None) -> TextSet:
     """Read the set from the first place that has it (see `gossamer.data.locate`)."""
     layouts = [_plain_layout(spec, spec.parts)]
     for paths in spec.other_names:
-        files = tuple(
-            dataclasses.replace(part, path=path) for part, path in zip(spec.parts, paths, strict=True)
-        )
+        files = tuple(dataclasses.replace(part, path=path) for part, path in zip(spec.parts, paths, strict=True))
         layouts.append(_plain_layout(spec, files))
     if spec.archive is not None:
         archive = spec.archive
@@ -177,9 +175,7 @@ WIKITEXT2 = TextSpec(
         "https://raw.githubusercontent.com/pytorch/examples/main/word_language_model/data/wikitext-2/valid.txt",
         "https://raw.githubusercontent.com/pytorch/examples/main/word_language_model/data/wikitext-2/test.txt",
     ),
-    other_names=(
-        ("wikitext-2/wiki.train.tokens", "wikitext-2/wiki.valid.tokens", "wikitext-2/wiki.test.tokens"),
-    ),
+    other_names=(("wikitext-2/wiki.train.tokens", "wikitext-2/wiki.valid.tokens", "wikitext-2/wiki.test.tokens"),),
     archive=File(
         "wikitext-2.tar.xz",
         "sha256:69584daa8fca598102340df555ee759cb45ccdafee8e5e149da21bc6396afa09",

@@ -33,9 +33,7 @@ class FullyConnectedLayer(nn.Module):
 class FullyConnectedDenseNet(nn.Module):
     """`layers` densely connected linear layers of `growth` units; images are flattened."""
 
-    def __init__(
-        self, in_features: int = 784, layers: int = 16, growth: int = 8, num_classes: int = 10
-    ) -> None:
+    def __init__(self, in_features: int = 784, layers: int = 16, growth: int = 8, num_classes: int = 10) -> None:
         super().__init__()
         widths = [in_features + growth * i for i in range(layers + 1)]
         self.features = nn.Sequential(*(FullyConnectedLayer(width, growth) for width in widths[:-1]))

@@ -57,9 +57,7 @@ class IndRNN(nn.Module):
     Takes sequences (batch, steps, input_size), or images, which are cut into steps of `input_size` numbers.
     """
 
-    def __init__(
-        self, num_classes: int = 10, input_size: int = 28, hidden_size: int = 128, layers: int = 6
-    ) -> None:
+    def __init__(self, num_classes: int = 10, input_size: int = 28, hidden_size: int = 128, layers: int = 6) -> None:
         super().__init__()
         if layers < 1:
             raise ValueError(f"expected at least one layer, got {layers}")

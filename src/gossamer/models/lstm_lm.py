@@ -3,7 +3,8 @@
 With 33,278 words (WikiText-2) and 1,500 units it has 85,917,000 connections, the shared embedding counted
 once. Dropout acts on the embedded words, between the LSTM layers and on their output, with one probability.
 As in the PyTorch word-language-model example, the embedding starts uniform in ±0.1, the decoder's bias at
-zero and the LSTM at PyTorch's default; He's scale is meant for ReLU and has no place here.
+zero and the LSTM at PyTorch's default; He's scale is meant for ReLU and has no place here. The LSTM is
+PyTorch's own (cuDNN on a GPU): torch.export takes it, torch.compile leaves it as it is.
 """
 
 from __future__ import annotations
@@ -18,9 +19,7 @@ State = tuple[Tensor, Tensor]
 class LSTMLanguageModel(nn.Module):
     """Predict the next word. Time comes first: tokens (steps, batch), logits (steps, batch, vocabulary)."""
 
-    def __init__(
-        self, vocabulary: int = 33_278, hidden: int = 1_500, layers: int = 2, dropout: float = 0.65
-    ) -> None:
+    def __init__(self, vocabulary: int = 33_278, hidden: int = 1_500, layers: int = 2, dropout: float = 0.65) -> None:
         super().__init__()
         if not 0 <= dropout < 1:
             raise ValueError(f"expected a dropout of at least 0 and below 1, got {dropout}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -63,9 +64,7 @@ MODELS: tuple[ModelEntry, ...] = (
     ModelEntry("resnet56", resnet56, "cifar10", _CIFAR, 10, 848_944, "ResNet-56, zero-pad shortcuts"),
     ModelEntry("resnet110", resnet110, "cifar10", _CIFAR, 10, 1_719_856, "ResNet-110, zero-pad shortcuts"),
     ModelEntry("densenet40", densenet40, "cifar10", _CIFAR, 10, 1_040_568, "DenseNet-40, growth 12"),
-    ModelEntry(
-        "densenet_bc100", densenet_bc100, "cifar10", _CIFAR, 10, 745_164, "DenseNet-BC-100, growth 12"
-    ),
+    ModelEntry("densenet_bc100", densenet_bc100, "cifar10", _CIFAR, 10, 745_164, "DenseNet-BC-100, growth 12"),
     ModelEntry("wrn28_10", wrn28_10, "cifar10", _CIFAR, 10, 36_461_232, "wide ResNet, depth 28, width 10"),
     ModelEntry("vgg16", vgg16, "imagefolder", _IMAGENET, 1000, 138_344_128, "VGG-16 of torchvision"),
     ModelEntry("resnet50", resnet50, "imagefolder", _IMAGENET, 1000, 25_502_912, "ResNet-50 of torchvision"),
@@ -89,9 +88,7 @@ MODELS: tuple[ModelEntry, ...] = (
         tokens=True,
     ),
     ModelEntry("indrnn", indrnn, "mnist", _GREY, 10, 86_784, "six IndRNN layers of 128, images row by row"),
-    ModelEntry(
-        "map_fit", map_fit, "random", (64,), 64, 12_288, "three layers of 64, for the map-fitting test"
-    ),
+    ModelEntry("map_fit", map_fit, "random", (64,), 64, 12_288, "three layers of 64, for the map-fitting test"),
 )
 
 
@@ -109,8 +106,14 @@ def entry(name: str) -> ModelEntry:
 
 
 def create(name: str, num_classes: int | None = None, **options: Any) -> nn.Module:
-    """Build a network with fresh random weights. `num_classes` changes the last layer only."""
+    """Build a network with fresh random weights. `num_classes` changes the last layer only.
+
+    `options` are those of the network's builder, e.g. dropout=0.5 for `lstm_lm`.
+    """
     model = entry(name)
+    allowed = inspect.signature(model.builder).parameters
+    if unknown := sorted(options.keys() - allowed.keys()):
+        raise TypeError(f"{name} takes the options {', '.join(allowed)}, got {', '.join(unknown)}; correct or drop it")
     classes = model.num_classes if num_classes is None else num_classes
     if classes < 1:
         raise ValueError(f"expected num_classes of at least 1, got {classes}")

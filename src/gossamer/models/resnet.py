@@ -52,9 +52,7 @@ class ResNet(nn.Module):
     def __init__(self, depth: int, num_classes: int = 10) -> None:
         super().__init__()
         if depth < 8 or (depth - 2) % 6:
-            raise ValueError(
-                f"expected a depth of the form 6n + 2 (8, 14, 20, …), got {depth}; choose one of those"
-            )
+            raise ValueError(f"expected a depth of the form 6n + 2 (8, 14, 20, …), got {depth}; choose one of those")
         blocks_per_stage = (depth - 2) // 6
         self.conv = nn.Conv2d(3, 16, 3, 1, 1, bias=False)
         self.bn = nn.BatchNorm2d(16)

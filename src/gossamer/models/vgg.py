@@ -21,9 +21,7 @@ _CHANNELS = (64, 128, 256, 512, 512)
 class VGG(nn.Module):
     """Five stages, the i-th of `convolutions[i]` convolutions; `hidden` are the classifier's inner widths."""
 
-    def __init__(
-        self, convolutions: tuple[int, ...], hidden: tuple[int, ...] = (), num_classes: int = 10
-    ) -> None:
+    def __init__(self, convolutions: tuple[int, ...], hidden: tuple[int, ...] = (), num_classes: int = 10) -> None:
         super().__init__()
         if len(convolutions) != len(_CHANNELS):
             raise ValueError(f"expected {len(_CHANNELS)} stages of convolutions, got {len(convolutions)}")

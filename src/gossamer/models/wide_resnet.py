@@ -56,9 +56,7 @@ class WideResNet(nn.Module):
     def __init__(self, depth: int, widen: int, num_classes: int = 10, dropout: float = 0.0) -> None:
         super().__init__()
         if depth < 10 or (depth - 4) % 6:
-            raise ValueError(
-                f"expected a depth of the form 6n + 4 (10, 16, 22, 28, …), got {depth}; choose one"
-            )
+            raise ValueError(f"expected a depth of the form 6n + 4 (10, 16, 22, 28, …), got {depth}; choose one")
         blocks = (depth - 4) // 6
         layers: list[nn.Module] = [nn.Conv2d(3, 16, 3, 1, 1, bias=False)]
         channels = 16

@@ -23,6 +23,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+# On a CPU chunks that stay in the cache are several times faster than large ones, whose memory is always new.
+CPU_CHUNK_BYTES = 2**20
+
 
 @dataclass(frozen=True)
 class ChunkPlan:
@@ -38,19 +41,19 @@ def plan_chunks(
     """The largest chunk whose temporaries stay within `limit` bytes.
 
     One sample needs `bytes_per_sample + rows * bytes_per_row`. Rows are split only where a single sample does
-    not fit; the floor is one sample (and, with `split_rows`, one row), whatever the limit.
+    not fit, and then get half the limit at least: what a sample needs beside them cannot be split, so blocks
+    of a few rows would only cost time. The floor is one sample and one row.
     """
     whole = bytes_per_sample + rows * bytes_per_row
     if whole <= limit or not split_rows:
         return ChunkPlan(samples=max(1, min(samples, limit // max(whole, 1))), rows=rows)
-    return ChunkPlan(samples=1, rows=max(1, min(rows, (limit - bytes_per_sample) // bytes_per_row)))
+    room = max(limit - bytes_per_sample, limit // 2)
+    return ChunkPlan(samples=1, rows=max(1, min(rows, room // bytes_per_row)))
 
 
 @dataclass(frozen=True)
 class Product:
-    """y_bt = W x_bt: linear layers, and every matrix inside a recurrent layer. The times t belong to one
-    sample.
-    """
+    """y_bt = W x_bt: linear layers, and every matrix of a recurrent one. The times belong to one sample."""
 
     inputs: Tensor  # (samples, times, inputs)
     deltas: Tensor  # (samples, times, features)
@@ -151,9 +154,7 @@ Use = Product | Lookup | Convolution
 
 
 def by_feature(weight: Tensor, *, transposed_groups: int | None = None) -> Tensor:
-    """The weight as (output features, connections of a feature); a transposed convolution has its features on
-    axis 1.
-    """
+    """The weight as (output features, connections of one); transposed convolutions have them on axis 1."""
     if transposed_groups is None:
         return weight.reshape(weight.shape[0], -1)
     grouped = weight.reshape(transposed_groups, weight.shape[0] // transposed_groups, weight.shape[1], -1)
@@ -179,7 +180,7 @@ def squared_sums(uses: Sequence[Use], dense: Tensor, *, chunk_bytes: int) -> Ten
         rows=features,
         bytes_per_row=dense.element_size() * fan * min(len(merged), 2),
         bytes_per_sample=dense.element_size() * sum(use.elements_per_sample() for use in merged),
-        limit=chunk_bytes,
+        limit=min(chunk_bytes, CPU_CHUNK_BYTES) if dense.device.type == "cpu" else chunk_bytes,
         split_rows=not any(isinstance(use, Convolution) for use in merged),
     )
     sums = dense.new_zeros(features)
@@ -223,17 +224,13 @@ def _sum_of_squares(gradients: Tensor) -> Tensor:
 
 
 def _squared_sums_of_vectors(use: Product, dense: Tensor) -> Tensor:
-    """One vector a sample: (δ_bj x_bi w̃_ji)² factorises, so Σ_b δ_bj² ((x²)(w̃²)ᵀ)_bj never forms rows ×
-    columns.
-    """
+    """(δ_bj x_bi w̃_ji)² factorises: Σ_b δ_bj² ((x²)(w̃²)ᵀ)_bj never forms rows × columns for a sample."""
     inputs, deltas = use.inputs[:, 0].to(dense.dtype), use.deltas[:, 0].to(dense.dtype)
     return (deltas.square() * F.linear(inputs.square(), dense.square())).sum(0)
 
 
 def _squared_sums_of_lookups(use: Lookup, dense: Tensor, *, chunk_bytes: int) -> Tensor:
-    """Only the (sample, token) pairs that occur: equal pairs are brought together by sorting, summed, then
-    squared.
-    """
+    """Only the (sample, token) pairs that occur: equal ones are sorted together, summed, then squared."""
     sums = dense.new_zeros(dense.shape[0])
     plan = plan_chunks(
         samples=use.samples,

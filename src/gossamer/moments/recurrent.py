@@ -27,9 +27,7 @@ RecurrentModule = nn.RNNBase | nn.RNNCellBase
 
 @dataclass(frozen=True)
 class Replayed:
-    """Outputs in the order the module returns them (outputs, final states), and each weight's (inputs,
-    outputs) by time.
-    """
+    """What the module returns (outputs, then final states), and what each weight took and gave by time."""
 
     outputs: tuple[Tensor, ...]
     products: dict[str, tuple[Tensor, Sequence[Tensor]]]
@@ -91,9 +89,7 @@ def replay(
 
 
 def gate_products(replayed: Replayed, deltas: Sequence[Tensor | None]) -> dict[str, Product]:
-    """Send the gradients of the outputs through the replay: what each weight was multiplied with, and what
-    came back.
-    """
+    """Send the gradients of the outputs through the replay; a product for every weight comes back."""
     reached = [
         (output, delta)
         for output, delta in zip(replayed.outputs, deltas, strict=True)

@@ -64,9 +64,7 @@ class Kind:
 
 
 def kind_of(module: nn.Module) -> Kind | None:
-    """The kind of a module, None where it is another layer or a subclass that computes something of its
-    own.
-    """
+    """The kind of a module, None for other layers and for subclasses with a forward of their own."""
     if isinstance(module, NonDynamicallyQuantizableLinear):  # attention uses its weight without calling it
         return None
     for kind in KINDS:
@@ -122,7 +120,7 @@ def _samples_first(tensor: Tensor, axis: int, *, inner: int, layer: nn.Module) -
             f"with {outer} axes for samples and times. Pass the right batch_axis for this module."
         )
     moved = tensor.movedim(axis, 0)
-    return moved.reshape(moved.shape[0], -1, *moved.shape[outer:])
+    return moved.unsqueeze(1) if outer == 1 else moved.flatten(1, outer - 1)
 
 
 def _visit_linear(call: Call) -> Visit:

@@ -1,5 +1,4 @@
-"""Exact per-sample scales: the squared mask gradients of single samples, summed while the ordinary backward
-runs.
+"""Exact per-sample scales: squared mask gradients of single samples, summed during the ordinary backward.
 
 The paper scales the mask gradient of output feature j by s_j, the root mean square over samples b and
 connections k of ∂L(x_b)/∂w_k · w̃_k. A backward pass delivers only the sum over the samples. `SampleMoments`
@@ -24,8 +23,7 @@ What counts as a sample's gradient:
 How it works: a forward hook sends each layer's outputs through an identity node (`_Tap`) whose backward sees
 the gradients of all outputs at once. The sums are taken when the weight's own gradient is complete, which
 autograd announces once a backward; so a backward that stops before the weights (`torch.autograd.grad` for the
-inputs) leaves no trace. Values and gradients of the network are bit for bit what they are without the
-watcher.
+inputs) leaves no trace. Values and gradients of the network are bit for bit those without the watcher.
 """
 
 from __future__ import annotations
@@ -55,8 +53,12 @@ Uses = Mapping[str, Sequence[tuple[nn.Module, str]]]
 
 @dataclass(eq=False)
 class _Pass:
-    """One call of one module; remembers which weights have had its gradient."""
+    """One call of one module; remembers which weights have had its gradient.
 
+    `during` is the backward inside which the call was made (reentrant checkpointing), negative for none.
+    """
+
+    during: int
     counted: set[str] = field(default_factory=set)
 
 
@@ -79,6 +81,7 @@ class _Watched:
     sums: Tensor | None = None
     samples: int = 0
     captured: list[_Capture] = field(default_factory=list)
+    last_root: int = -1  # the outermost backward that was counted last
     bypassed: bool = False  # a gradient arrived, but through no call of a watched module
     differentiable: bool = False  # a backward was itself recorded (create_graph)
 
@@ -91,7 +94,7 @@ class _Watched:
         if self.sums is None or self.sums.device != sums.device or self.sums.dtype != sums.dtype:
             self.sums = sums
         else:
-            self.sums += sums  # in place: a captured CUDA graph keeps adding to the same memory
+            self.sums += sums
         self.samples += samples
 
     def clear(self) -> None:
@@ -111,7 +114,7 @@ class SampleMoments:
     the samples are in the input of a Linear or Embedding when that is not axis 0. Temporaries stay within
     `chunk_bytes`, or what a single sample needs.
 
-    Takes eager models and one backward a forward; refuses what would not be exact.
+    Takes models that run eagerly and one backward a forward; refuses what would not be exact.
     """
 
     def __init__(
@@ -148,9 +151,7 @@ class SampleMoments:
             self._watch(module, held, axes.get(module, default_batch_axis(module)))
 
     def totals(self) -> dict[str, Tensor]:
-        """Q_j of every weight since the last reset: float32, one number an output feature, zero where nothing
-        came.
-        """
+        """Q_j of every weight since the last reset: one float32 a feature, zero where nothing was seen."""
         self._refuse_unseen()
         return {
             name: torch.zeros(watched.features, dtype=torch.float32, device=watched.parameter.device)
@@ -172,8 +173,7 @@ class SampleMoments:
             raise ValueError(
                 "per-sample scales: expected every weight to see the same number of samples, got "
                 f"{listed}. Tell where the samples are by batch_axis, do not fold other axes into the batch "
-                "axis, or "
-                'use scale="batch".'
+                'axis, or use scale="batch".'
             )
         return next(iter(seen.values()), 0)
 
@@ -198,30 +198,28 @@ class SampleMoments:
                 self._random_states[module] = torch.get_rng_state()
 
         def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-            if torch.compiler.is_compiling():
-                raise RuntimeError(
-                    'per-sample scales: expected an eager model, got one under torch.compile. Use scale="batch" there.'
-                )
             if not torch.is_grad_enabled() or not any(one.parameter.requires_grad for one in held.values()):
                 return output
             call = Call(module, args, kwargs, output, axis, self._random_states.pop(module, None))
             return self._tap(kind.visit(call), held)
 
         if isinstance(module, nn.RNNBase):
-            self._handles.append(module.register_forward_pre_hook(before))
-        # Before all other hooks: those may change the output, and the gradient of what the layer gave is
-        # wanted.
-        self._handles.append(module.register_forward_hook(after, with_kwargs=True, prepend=True))
+            self._handles.append(module.register_forward_pre_hook(_Hook(before)))
+        # Before all other hooks: they may change the output, and the gradient of the layer's own is wanted.
+        self._handles.append(module.register_forward_hook(_Hook(after), with_kwargs=True, prepend=True))
 
     def _tap(self, visit: Visit, held: Mapping[str, _Watched]) -> Any:
-        origin, uses_of = _Pass(), visit.uses
+        origin, uses_of = _Pass(during=_current_backward()), visit.uses
+        if origin.during < 0:
+            # Outside all backwards, what was captured and not counted was for a gradient of something else.
+            for watched in held.values():
+                watched.captured.clear()
 
         def arrived(saved: Sequence[Tensor], deltas: Sequence[Tensor | None], recorded: bool) -> None:
             backward = _current_backward()
             for attribute, use in uses_of(saved, deltas).items():
                 watched = held.get(attribute)
                 if watched is not None and watched.parameter.requires_grad:
-                    watched.captured = [one for one in watched.captured if one.backward == backward]
                     watched.captured.append(_Capture(backward, origin, use))
                     watched.differentiable |= recorded
 
@@ -234,32 +232,42 @@ class SampleMoments:
         """The weight's gradient is complete: square and sum what this backward captured for it."""
         backward = _current_backward()
         captured = [one for one in watched.captured if one.backward == backward]
-        watched.captured.clear()
+        origins = {one.origin for one in captured}
+        watched.captured = [one for one in watched.captured if one.backward != backward]
         if watched.differentiable:
             raise RuntimeError(
-                f"per-sample scales: the gradient of {watched.name} came through a backward that was itself "
-                'differentiated (create_graph=True). Expected plain backwards; use scale="batch" with such a '
-                "loss."
+                f"per-sample scales: the gradient of {watched.name} came through a backward that was "
+                "itself differentiated (create_graph=True). Expected plain backwards; use "
+                'scale="batch" with such a loss.'
             )
         if not captured:
             watched.bypassed = True
             return
-        if any(watched.name in one.origin.counted for one in captured):
+        if any(watched.name in origin.counted for origin in origins):
             raise RuntimeError(
                 f"per-sample scales: one forward of {watched.name} was followed by two backwards "
                 "(retain_graph=True), whose gradients would have to be added before they are squared. Add "
                 "the losses and call backward once."
             )
+        root = max(backward if origin.during < 0 else origin.during for origin in origins)
+        if root == watched.last_root:
+            raise RuntimeError(
+                f"per-sample scales: the gradient of {watched.name} arrives in parts, from several "
+                "checkpointed segments, which would have to be added before they are squared. Pass "
+                "use_reentrant=False to torch.utils.checkpoint."
+            )
+        watched.last_root = root
         sizes = sorted({one.use.samples for one in captured})
         if len(sizes) > 1:
             raise ValueError(
                 f"per-sample scales: expected all calls that use {watched.name} in one backward to have the "
                 f"same samples, got batches of {sizes}. Tell where the samples are by batch_axis, call "
-                "backward after each batch, or use "
-                'scale="batch".'
+                'backward after each batch, or use scale="batch".'
             )
-        for one in captured:
-            one.origin.counted.add(watched.name)
+        for origin in origins:
+            origin.counted.add(watched.name)
+        if sizes[0] == 0:
+            return
         dense = by_feature(self._dense(watched.name).detach(), transposed_groups=watched.transposed_groups)
         dense = dense.to(compute_dtype(dense))
         with torch.autocast(dense.device.type, enabled=False):
@@ -276,15 +284,12 @@ class SampleMoments:
             raise RuntimeError(
                 f"per-sample scales: {', '.join(missed)} got a gradient that did not come by loss.backward() "
                 "through a call of the module that holds it (functional use, a compiled model, or gradients "
-                "assigned by hand). Call the "
-                'module, exclude these tensors, or use scale="batch".'
+                'assigned by hand). Call the module, exclude these tensors, or use scale="batch".'
             )
 
 
 class _Tap(torch.autograd.Function):
-    """The identity on the outputs of a layer; tells `arrived` their gradients together with what was
-    saved.
-    """
+    """The identity on the outputs of a layer; hands their gradients and what was saved to `arrived`."""
 
     @staticmethod
     def forward(ctx: Any, arrived: Callable[..., None], outputs: int, *tensors: Tensor) -> Any:
@@ -308,6 +313,27 @@ class _Tap(torch.autograd.Function):
         return None, None, *deltas, *(None for _ in range(ctx.saved_count))
 
 
+class _Hook:
+    """A hook that does nothing on a copied or pickled module: only the module that trains is watched.
+
+    A compiled model leaves its graph for it; with fullgraph=True that is an error which gives the reason.
+    """
+
+    def __init__(self, action: Callable[..., Any]) -> None:
+        reason = 'per-sample scales need an eager model; use scale="batch" with torch.compile(fullgraph=True)'
+        self._action = torch.compiler.disable(action, reason=reason)  # type: ignore[no-untyped-call]
+
+    def __call__(self, *args: Any) -> Any:
+        return self._action(*args)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Hook, (_no_action,)
+
+
+def _no_action(*args: Any) -> None:
+    """What is left of a hook on a copy."""
+
+
 def _device_type(tensors: Sequence[Tensor | None]) -> str:
     return next(tensor.device.type for tensor in tensors if tensor is not None)
 
@@ -318,9 +344,7 @@ def _current_backward() -> int:
 
 
 def _refuse_unknown(uses: Uses, axes: Mapping[nn.Module, int]) -> None:
-    """Report all weights whose per-sample gradients are not known exactly, at once and before anything is
-    hooked.
-    """
+    """Report all weights whose per-sample gradients are not known exactly, before anything is hooked."""
     problems = []
     for name, places in uses.items():
         if not places:

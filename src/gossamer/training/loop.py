@@ -131,11 +131,14 @@ def train(run: Run, out: Path | str, *, observers: Sequence[Observer] = ()) -> d
                         due = place.agree(due or stopping or clock.checkpoint_is_due())
                     if due and step < total:
                         meter.check()
-                        snapshot.save(checkpoints, run, place, parts, step=step, seconds=clock.seconds())
+                        saved = snapshot.save(checkpoints, run, place, parts, step=step, seconds=clock.seconds())
                         clock.checkpoint_written()
                         if stopping:
+                            where = (
+                                "a checkpoint is" if saved else "no checkpoint could be written, only older ones are"
+                            )
                             raise Interrupted(
-                                f"stopped after step {step} of {total}; a checkpoint is in {folder}: "
+                                f"stopped after step {step} of {total}; {where} in {folder}: "
                                 "run the same command again to go on"
                             )
 

@@ -53,8 +53,8 @@ class Parts:
         return next(sharded, None)
 
 
-def save(checkpoints: Checkpoints, run: Run, place: Place, parts: Parts, *, step: int, seconds: float) -> None:
-    """Write a checkpoint; all processes have to take part."""
+def save(checkpoints: Checkpoints, run: Run, place: Place, parts: Parts, *, step: int, seconds: float) -> bool:
+    """Write a checkpoint; all processes have to take part. False where the disk did not take it."""
     own: dict[str, Any] = {"random": random_states(), "task": unshard(parts.task.state())}
     alike: dict[str, Any] = {}
     if parts.mesh() is not None:
@@ -62,10 +62,12 @@ def save(checkpoints: Checkpoints, run: Run, place: Place, parts: Parts, *, step
     elif place.leads:
         alike = parts.state()
     ranks = place.gather(own)
+    written = True
     if place.leads:
         told = {"format": _FORMAT, "run": run.to_dict(), "step": step, "seconds": seconds}
         told["plateau"] = asdict(parts.plateau)
-        checkpoints.save({**told, "position": asdict(parts.task.source.state), **alike, "ranks": ranks}, step)
+        written = checkpoints.save({**told, "position": asdict(parts.task.source.state), **alike, "ranks": ranks}, step)
+    return bool(place.share(written))
 
 
 def restore(checkpoints: Checkpoints, run: Run, place: Place, parts: Parts) -> float:

@@ -1,0 +1,114 @@
+"""Several networks of one architecture as one: their parameters stacked, the forward pass mapped over them."""
+
+import copy
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, vmap
+
+from gossamer.select import select
+from gossamer.side_by_side.layers import plain, stackable
+
+
+class NetworkStack:
+    """The parameters of all networks, as one matrix with a row for each network, and a forward pass over all of them.
+
+    The columns of `variables` are the connections (the weights that can be made sparse), then all other parameters. The
+    forward pass reads copies of them, `leaves`, which may be of lower precision; autograd leaves gradients there.
+    """
+
+    def __init__(self, networks: Sequence[nn.Module], *, device: torch.device, dtype: torch.dtype) -> None:
+        self.device, self.dtype = device, dtype
+        self.precise = torch.promote_types(dtype, torch.float32)
+        self.template = stackable(copy.deepcopy(networks[0]).to(device))
+        connections = [weight.name for weight in select(self.template)]
+        everything = [name for name, _ in self.template.named_parameters()]
+        self.names = connections + [name for name in everything if name not in connections]
+        shapes = [self.template.get_parameter(name).shape for name in self.names]
+        self.shapes = dict(zip(self.names, shapes, strict=True))
+        self.sizes = [shape.numel() for shape in shapes]
+        self.connections = sum(self.sizes[: len(connections)])
+        self.connection_sizes = self.sizes[: len(connections)]
+        self.variables = torch.stack([self._row(network) for network in networks]).to(device, self.precise)
+        self.buffers = {
+            name: torch.stack([self._buffer(network.get_buffer(name)) for network in networks])
+            for name, _ in self.template.named_buffers()
+        }
+        self._make_leaves()
+
+    def __len__(self) -> int:
+        return len(self.variables)
+
+    def __call__(self, images: Tensor) -> Tensor:
+        """Logits of each network for its own images: (networks, batch, …) → (networks, batch, classes)."""
+        return vmap(self._forward, randomness="different")(self.leaves, self.buffers, images)
+
+    def on_same_images(self, images: Tensor) -> Tensor:
+        """Logits of each network for the same images."""
+        mapped = vmap(self._forward, in_dims=(0, 0, None), randomness="different")
+        return mapped(self.leaves, self.buffers, images)
+
+    def _forward(self, leaves: dict[str, Tensor], buffers: dict[str, Tensor], images: Tensor) -> Tensor:
+        return functional_call(self.template, (leaves, buffers), (images,))  # type: ignore[no-any-return]
+
+    def branch(self, rows: Sequence[int]) -> None:
+        """Become a stack of copies: network i of the new stack goes on from network rows[i] of this one."""
+        index = torch.tensor(rows, device=self.device)
+        self.variables = self.variables.index_select(0, index)
+        self.buffers = {name: buffer.index_select(0, index) for name, buffer in self.buffers.items()}
+        self._make_leaves()
+
+    def take_gradients(self) -> Tensor:
+        """The gradients of all parameters as a matrix like `variables`."""
+        return torch.cat([self._columns_of(name, self._gradient(name)) for name in self.names], dim=1).to(self.precise)
+
+    def show_(self, variables: Tensor) -> None:
+        """Put these values into the leaves that the forward pass reads."""
+        parts = variables.split(self.sizes, dim=1)  # type: ignore[no-untyped-call]
+        leaves = [_storage_order(leaf) for leaf in self.leaves.values()]
+        torch._foreach_copy_(leaves, [part.view(leaf.shape) for part, leaf in zip(parts, leaves, strict=True)])
+
+    def network(self, row: int, variables: Tensor) -> nn.Module:
+        """One of the networks as a plain module, with these variables."""
+        network = plain(copy.deepcopy(self.template))
+        parts = variables[row].split(self.sizes)  # type: ignore[no-untyped-call]
+        with torch.no_grad():
+            for name, part in zip(self.names, parts, strict=True):
+                parameter = network.get_parameter(name)
+                _storage_order(parameter[None])[0].copy_(part.view(_storage_order(parameter[None]).shape[1:]))
+            for name, buffer in self.buffers.items():
+                network.get_buffer(name).copy_(buffer[row])
+        return network
+
+    def _make_leaves(self) -> None:
+        self.leaves = {name: self._leaf(shape) for name, shape in self.shapes.items()}
+        with torch.no_grad():
+            self.show_(self.variables)
+
+    def _leaf(self, shape: torch.Size) -> Tensor:
+        dtype = self.dtype if len(shape) > 1 else self.precise
+        if len(shape) != 4:
+            return torch.zeros(len(self), *shape, dtype=dtype, device=self.device, requires_grad=True)
+        out, into, height, width = shape
+        channels_last = torch.zeros(len(self), out, height, width, into, dtype=dtype, device=self.device)
+        return channels_last.permute(0, 1, 4, 2, 3).requires_grad_()
+
+    def _row(self, network: nn.Module) -> Tensor:
+        tensors = [network.get_parameter(name).detach()[None] for name in self.names]
+        return torch.cat([_storage_order(tensor).reshape(-1) for tensor in tensors])
+
+    def _buffer(self, buffer: Tensor) -> Tensor:
+        return buffer.to(self.device, self.precise if buffer.is_floating_point() else buffer.dtype)
+
+    def _gradient(self, name: str) -> Tensor:
+        gradient = self.leaves[name].grad
+        return torch.zeros_like(self.leaves[name]) if gradient is None else gradient
+
+    def _columns_of(self, name: str, tensor: Tensor) -> Tensor:
+        return _storage_order(tensor).reshape(len(tensor), -1)
+
+
+def _storage_order(stacked: Tensor) -> Tensor:
+    """The axes in the order in which memory holds them: filters are kept channels-last, which GPUs prefer."""
+    return stacked.detach().permute(0, 1, 3, 4, 2) if stacked.dim() == 5 else stacked.detach()

@@ -1,0 +1,111 @@
+"""Runs trained side by side give what each gives alone with a Sparsifier and torch's SGD."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import gossamer
+from gossamer.data.augment import crop_flip, normalise, scale_and_shift
+from gossamer.data.batches import epoch_plan
+from gossamer.data.sets import ImageSet, Labelled
+from gossamer.side_by_side import Member, Race, run_race
+
+CPU = torch.device("cpu")
+RACE = Race(warmup=1, sparsify=2, stabilise=1, finetune=1, batch_size=8, learning_rate=0.05, floor=0.02)
+
+
+def data() -> ImageSet:
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randint(0, 256, (96, 3, 8, 8), dtype=torch.uint8, generator=generator)
+    labels = (images[:, 0].float().mean((1, 2)) > 127).long() + 2 * (images[:, 1, :4].float().mean((1, 2)) > 127).long()
+    train, test = Labelled(images[:64], labels[:64]), Labelled(images[64:], labels[64:])
+    return ImageSet("toy", train, test, tuple("abcd"), (0.5,) * 3, (0.25,) * 3, padding=2, flip=True)
+
+
+def network() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(3, 4, 3, padding=1, bias=False),
+        nn.BatchNorm2d(4),
+        nn.ReLU(),
+        nn.Conv2d(4, 6, 3, stride=2, padding=1, bias=False),
+        nn.BatchNorm2d(6),
+        nn.ReLU(),
+        nn.AvgPool2d(4),
+        nn.Flatten(),
+        nn.Linear(6, 4),
+    )
+
+
+def alone(member: Member) -> tuple[nn.Module, float]:
+    """The same run with nothing stacked, in double precision."""
+    images = data()
+    torch.manual_seed(member.seed)
+    net = network().double().train()
+    optimizer = torch.optim.SGD(net.parameters(), lr=1.0, momentum=0.9, weight_decay=member.weight_decay)
+    steps = len(images.train) // RACE.batch_size
+    sparsifier = None
+    if member.method == "scl":
+        sparsifier = gossamer.Sparsifier(
+            net,
+            optimizer,
+            sparsity=member.sparsity,
+            total_steps=RACE.epochs * steps,
+            steps_per_epoch=steps,
+            warmup=f"{RACE.warmup}ep",
+            sparsify=f"{RACE.sparsify}ep",
+            stabilise=f"{RACE.stabilise}ep",
+            mask_lr=member.mask_lr,
+            scale="global",
+            power=member.global_power,
+            floor=RACE.floor,
+        )
+    scale, shift = (each.double() for each in scale_and_shift(images.mean, images.std))
+    for epoch in range(RACE.epochs):
+        plan = epoch_plan(64, seed=member.seed, epoch=epoch, padding=2, flip=True)
+        assert plan.draw is not None
+        for step in range(steps):
+            rows = slice(step * RACE.batch_size, (step + 1) * RACE.batch_size)
+            index = plan.order[rows]
+            batch = crop_flip(images.train.images[index], plan.draw[rows], padding=2)
+            batch = normalise(batch, scale, shift, dtype=torch.float64)
+            optimizer.param_groups[0]["lr"] = RACE.rate((epoch * steps + step) / steps)
+            F.cross_entropy(net(batch), images.train.labels[index]).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    if sparsifier is not None:
+        sparsifier.finish()
+    net.eval()
+    batch = normalise(images.test.images, scale, shift, dtype=torch.float64)
+    right = (net(batch).argmax(1) == images.test.labels).double().mean()
+    return net, 100 * float(right)
+
+
+def test_members_equal_their_runs_alone() -> None:
+    members = [
+        Member(seed=1, sparsity=0.8, mask_lr=0.03),
+        Member(seed=2, sparsity=0.8, mask_lr=0.03),
+        Member(seed=1, sparsity=0.5, mask_lr=0.1, global_power=0.5),
+        Member(seed=1, method="dense"),
+    ]
+    outcomes = run_race(RACE, members, data(), network, device=CPU, dtype=torch.float64)
+    for member, outcome in zip(members, outcomes, strict=True):
+        net, accuracy = alone(member)
+        weights = [net.get_parameter(name) for name in ("0.weight", "3.weight", "8.weight")]
+        assert outcome.connections_by_tensor == tuple(int((weight != 0).sum()) for weight in weights)
+        assert outcome.accuracy == pytest.approx(accuracy)
+        total = sum(weight.numel() for weight in weights)
+        kept = total - int(total * (0.0 if member.method == "dense" else member.sparsity) + 0.5)
+        assert outcome.sparsity == pytest.approx(1 - kept / total)
+
+
+def test_magnitude_keeps_the_largest_weights() -> None:
+    members = [Member(seed=3, method="magnitude", sparsity=0.6, global_power=0.0), Member(seed=3, feature_power=1.0)]
+    magnitude, learned = run_race(RACE, members, data(), network, device=CPU, dtype=torch.float64)
+    assert magnitude.sparsity == pytest.approx(0.6, abs=0.01)
+    assert learned.sparsity == pytest.approx(0.95, abs=0.01)
+
+
+def test_an_unknown_method_is_refused() -> None:
+    with pytest.raises(ValueError, match="expected a method out of dense, scl, magnitude"):
+        Member(seed=0, method="magic")
