@@ -1,6 +1,8 @@
 """Two processes that share every batch come to the result of one."""
 
 import json
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -18,8 +20,16 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     all_of_them(one, ("ddp",))
     program = str(Path(__file__).with_name("distributed_run.py"))
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    done = subprocess.run([*launcher, program, str(two)], capture_output=True, text=True, timeout=180)
-    assert done.returncode == 0, done.stderr
+    with open(two / "log.txt", "w") as log:
+        process = subprocess.Popen(
+            [*launcher, program, str(two)], stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            process.wait(timeout=120)
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)  # its processes too: they would wait for each other forever
+    assert process.returncode == 0, (two / "log.txt").read_text()
     return one / "ddp", two
 
 

@@ -43,129 +43,124 @@ class LossNotFinite(ArithmeticError):
 def train(run: Run, out: Path | str, *, observers: Sequence[Observer] = ()) -> dict[str, Any]:
     """Train `run`, or go on with it, in the folder `out`. Returns what is in result.json."""
     folder, build_method = Path(out), method_of(run)
-    done = result.read_result(folder, run)
+    place = join(run.device)
+    done: dict[str, Any] | None = place.share(result.read_result(folder, run) if place.leads else None)
     if done is not None:
         return done
-    place = join(run.device)
-    try:
-        if run.batch_size < place.world:
-            raise ValueError(f"expected a batch_size of at least one sample a process ({place.world})")
-        task = make_task(run, place)
-        if run.schedule == "plateau" and not task.has_validation:
-            raise ValueError("schedule=plateau needs a validation part: set validation= to hold some images out")
-        total, per_epoch = len(task.source) * run.epochs, len(task.source)
+    if run.batch_size < place.world:
+        raise ValueError(f"expected a batch_size of at least one sample a process ({place.world})")
+    task = make_task(run, place)
+    if run.schedule == "plateau" and not task.has_validation:
+        raise ValueError("schedule=plateau needs a validation part: set validation= to hold some images out")
+    total, per_epoch = len(task.source) * run.epochs, len(task.source)
 
-        torch.manual_seed(run.seed)
-        model = networks.create(run, task.num_classes)
-        model = networks.to_layout(model, run, place.device).train()
-        networks.check_shapes(run, model, task.example(), task.num_classes)
-        model = synchronise_batch_norm(model, place)
-        shard_(model, run, place)
-        torch.manual_seed(seed_for(run.seed, place.rank))  # of dropout, which each process draws for itself
+    torch.manual_seed(run.seed)
+    model = networks.create(run, task.num_classes)
+    model = networks.to_layout(model, run, place.device).train()
+    networks.check_shapes(run, model, task.example(), task.num_classes)
+    model = synchronise_batch_norm(model, place)
+    shard_(model, run, place)
+    torch.manual_seed(seed_for(run.seed, place.rank))  # of dropout, which each process draws for itself
 
-        optimizer = make_optimizer(run, model)
-        sparsifier = build_method(run, model, optimizer, total, per_epoch, task.example())
-        forward = forward_of(model, run, place)
+    optimizer = make_optimizer(run, model)
+    sparsifier = build_method(run, model, optimizer, total, per_epoch, task.example())
+    forward = forward_of(model, run, place)
 
+    if place.leads:
+        folder.mkdir(parents=True, exist_ok=True)
+        result.write_json(folder / result.RUN, run.to_dict())
+    checkpoints, parts = Checkpoints(folder), Parts(model, optimizer, sparsifier, task)
+    clock = _Clock(snapshot.restore(checkpoints, run, place, parts), run.checkpoint_minutes)
+    step = task.source.state.epoch * per_epoch + task.source.state.step
+    plan = _plan_without_masks(run, total, per_epoch)
+    meter = _Meter(place)
+
+    def status(*, lr: float, validation: float | None = None) -> Status:
+        return Status(
+            step=step,
+            total_steps=total,
+            epoch=step / per_epoch,
+            epochs=run.epochs,
+            phase="dense" if sparsifier is None else str(sparsifier.phase),
+            lr=lr,
+            seconds=clock.seconds(),
+            loss=meter.mean(),
+            metric=task.metric,
+            validation=validation,
+            sparsity=None if sparsifier is None else sparsifier.sparsity,
+            decay=_decay(sparsifier),
+        )
+
+    with Observers(observers if place.leads else ()) as watching, _StopSignal() as stop:
+        watching.begin(status(lr=run.lr))
+        while step < total:
+            if task.source.state.step == 0:
+                task.begin_epoch()
+            for batch in task.source:
+                lr = learning_rate(
+                    run,
+                    plan if sparsifier is None else sparsifier.plan,
+                    step,
+                    total_steps=total,
+                    steps_per_epoch=per_epoch,
+                )
+                lr *= parts.plateau.factor
+                set_learning_rate(optimizer, lr)
+                loss = task.loss(forward, batch)
+                meter.add(loss, step)
+                loss.backward()  # type: ignore[no-untyped-call]
+                if run.clip is not None:
+                    nn.utils.clip_grad_norm_(model.parameters(), run.clip)
+                optimizer.step()
+                optimizer.zero_grad()
+                step += 1
+
+                epoch_over = step % per_epoch == 0
+                validation = None
+                if epoch_over and task.has_validation and (step // per_epoch) % run.evaluate_every == 0:
+                    validation = task.evaluate(model, "validation")
+                    parts.plateau = parts.plateau.see(run, task.metric, validation)
+                if epoch_over or step % run.log_steps == 0:
+                    watching.tell(status(lr=lr, validation=validation))
+
+                due = run.checkpoint_steps > 0 and step % run.checkpoint_steps == 0
+                stopping = False
+                if place.world == 1 or step % _ASK_EVERY == 0:
+                    stopping = place.agree(stop.asked)
+                    due = place.agree(due or stopping or clock.checkpoint_is_due())
+                if due and step < total:
+                    meter.check()
+                    saved = snapshot.save(checkpoints, run, place, parts, step=step, seconds=clock.seconds())
+                    clock.checkpoint_written()
+                    if stopping:
+                        where = "a checkpoint is" if saved else "no checkpoint could be written, only older ones are"
+                        raise Interrupted(
+                            f"stopped after step {step} of {total}; {where} in {folder}: "
+                            "run the same command again to go on"
+                        )
+
+        meter.check()
+        if sparsifier is not None:
+            sparsifier.finish()
+        validation = task.evaluate(model, "validation") if task.has_validation else None
+        test = task.evaluate(model, "test")
+        counted = result.count(run, model, task.example())
+        finished = result.make_result(
+            run,
+            place,
+            counted=counted,
+            metric=task.metric,
+            test=test,
+            validation=validation,
+            seconds=clock.seconds(),
+        )
+        tensors = whole_state(model)
         if place.leads:
-            folder.mkdir(parents=True, exist_ok=True)
-            result.write_json(folder / result.RUN, run.to_dict())
-        checkpoints, parts = Checkpoints(folder), Parts(model, optimizer, sparsifier, task)
-        clock = _Clock(snapshot.restore(checkpoints, run, place, parts), run.checkpoint_minutes)
-        step = task.source.state.epoch * per_epoch + task.source.state.step
-        plan = _plan_without_masks(run, total, per_epoch)
-        meter = _Meter(place)
-
-        def status(*, lr: float, validation: float | None = None) -> Status:
-            return Status(
-                step=step,
-                total_steps=total,
-                epoch=step / per_epoch,
-                epochs=run.epochs,
-                phase="dense" if sparsifier is None else str(sparsifier.phase),
-                lr=lr,
-                seconds=clock.seconds(),
-                loss=meter.mean(),
-                metric=task.metric,
-                validation=validation,
-                sparsity=None if sparsifier is None else sparsifier.sparsity,
-                decay=_decay(sparsifier),
-            )
-
-        with Observers(observers if place.leads else ()) as watching, _StopSignal() as stop:
-            watching.begin(status(lr=run.lr))
-            while step < total:
-                if task.source.state.step == 0:
-                    task.begin_epoch()
-                for batch in task.source:
-                    lr = learning_rate(
-                        run,
-                        plan if sparsifier is None else sparsifier.plan,
-                        step,
-                        total_steps=total,
-                        steps_per_epoch=per_epoch,
-                    )
-                    lr *= parts.plateau.factor
-                    set_learning_rate(optimizer, lr)
-                    loss = task.loss(forward, batch)
-                    meter.add(loss, step)
-                    loss.backward()  # type: ignore[no-untyped-call]
-                    if run.clip is not None:
-                        nn.utils.clip_grad_norm_(model.parameters(), run.clip)
-                    optimizer.step()
-                    optimizer.zero_grad()
-                    step += 1
-
-                    epoch_over = step % per_epoch == 0
-                    validation = None
-                    if epoch_over and task.has_validation and (step // per_epoch) % run.evaluate_every == 0:
-                        validation = task.evaluate(model, "validation")
-                        parts.plateau = parts.plateau.see(run, task.metric, validation)
-                    if epoch_over or step % run.log_steps == 0:
-                        watching.tell(status(lr=lr, validation=validation))
-
-                    due = run.checkpoint_steps > 0 and step % run.checkpoint_steps == 0
-                    stopping = False
-                    if place.world == 1 or step % _ASK_EVERY == 0:
-                        stopping = place.agree(stop.asked)
-                        due = place.agree(due or stopping or clock.checkpoint_is_due())
-                    if due and step < total:
-                        meter.check()
-                        saved = snapshot.save(checkpoints, run, place, parts, step=step, seconds=clock.seconds())
-                        clock.checkpoint_written()
-                        if stopping:
-                            where = (
-                                "a checkpoint is" if saved else "no checkpoint could be written, only older ones are"
-                            )
-                            raise Interrupted(
-                                f"stopped after step {step} of {total}; {where} in {folder}: "
-                                "run the same command again to go on"
-                            )
-
-            meter.check()
-            if sparsifier is not None:
-                sparsifier.finish()
-            validation = task.evaluate(model, "validation") if task.has_validation else None
-            test = task.evaluate(model, "test")
-            counted = result.count(run, model, task.example())
-            finished = result.make_result(
-                run,
-                place,
-                counted=counted,
-                metric=task.metric,
-                test=test,
-                validation=validation,
-                seconds=clock.seconds(),
-            )
-            tensors = whole_state(model)
-            if place.leads:
-                result.write_model(folder / result.MODEL, tensors)
-                result.write_json(folder / result.LAYERS, counted.to_dict())
-                result.write_json(folder / result.RESULT, finished)  # last: the run is complete when this is there
-                checkpoints.clear()
-            return finished
-    finally:
-        place.leave()
+            result.write_model(folder / result.MODEL, tensors)
+            result.write_json(folder / result.LAYERS, counted.to_dict())
+            result.write_json(folder / result.RESULT, finished)  # last: the run is complete when this is there
+            checkpoints.clear()
+        return finished
 
 
 def _plan_without_masks(run: Run, total: int, per_epoch: int) -> Plan:

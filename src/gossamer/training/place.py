@@ -6,6 +6,7 @@ not a sum over samples: dropout draws its own numbers in each process, and batch
 whole batch, which torch synchronises on accelerators only.
 """
 
+import atexit
 import os
 import warnings
 from collections.abc import Callable
@@ -29,7 +30,6 @@ class Place:
     device: torch.device
     rank: int = 0
     world: int = 1
-    began_group: bool = False
 
     @property
     def leads(self) -> bool:
@@ -77,10 +77,6 @@ class Place:
         dist.broadcast_object_list(values, src=0)
         return values[0]
 
-    def leave(self) -> None:
-        if self.began_group:
-            dist.destroy_process_group()
-
 
 def join(device: str) -> Place:
     """The place of this process; where torchrun has started several, join them."""
@@ -91,10 +87,11 @@ def join(device: str) -> Place:
     if chosen.type == "cuda":
         chosen = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(chosen)
-    began = not dist.is_initialized()
-    if began:
+    if not dist.is_initialized():
         dist.init_process_group("nccl" if chosen.type == "cuda" else "gloo")
-    return Place(chosen, dist.get_rank(), dist.get_world_size(), began)
+        # Kept for further runs of this process: torchrun's store does not take a second group of the same name.
+        atexit.register(dist.destroy_process_group)
+    return Place(chosen, dist.get_rank(), dist.get_world_size())
 
 
 def _device(name: str) -> torch.device:
