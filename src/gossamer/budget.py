@@ -15,6 +15,8 @@ histograms are all that processes exchange. Temporary memory: about a percent of
 a connection on an accelerator.
 """
 
+import functools
+import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -101,7 +103,7 @@ def _lower_by_bracket_(
     missing = keep - above
     if missing:
         # Connections tied with the first dropped one: the earliest of them are kept.
-        ties = (values == threshold).nonzero().flatten()[:missing]
+        ties = torch.from_numpy(_first_equal(values.numpy(), float(threshold), missing))
     values.sub_(threshold)
     if missing:
         values[ties] = torch.finfo(values.dtype).tiny
@@ -126,6 +128,18 @@ def _largest_dropped(values: Tensor, keep: int) -> tuple[Tensor, int]:
     threshold = np.partition(candidates, rank)[rank]
     above += int(np.count_nonzero(candidates > threshold))
     return torch.from_numpy(np.array(threshold)), above
+
+
+def _first_equal(array: Array, value: float, count: int) -> Array:
+    """The first so many positions that hold the value."""
+    found: list[Array] = []
+    for start in range(0, len(array), _CHUNK):
+        found.append(np.flatnonzero(array[start : start + _CHUNK] == value) + start)
+        count -= len(found[-1])
+        if count <= 0:
+            break
+    positions = np.concatenate(found)
+    return positions[: len(positions) + min(count, 0)]
 
 
 def _bracket(array: Array, keep: int) -> tuple[float, float]:
@@ -162,6 +176,11 @@ def _lower_rows_by_digits_(
     values: Tensor, mask: Tensor, budgets: Tensor, costs: Costs | None, group: dist.ProcessGroup | None
 ) -> tuple[Tensor, Tensor]:
     """Returns the threshold of each row, and what its values were lowered by: one number, or one for each value."""
+    if costs is None and group is None and _has_kernels(values):
+        from gossamer.budget_kernels import meet_budgets_on_gpu_  # needs Triton, which only GPU builds of torch bring
+
+        thresholds = meet_budgets_on_gpu_(values, mask, budgets)
+        return thresholds, thresholds[:, None]
     smallest = torch.finfo(values.dtype).tiny
     if costs is None:
         order, cost, kind, prices = values, None, None, budgets.new_ones(1)
@@ -173,7 +192,7 @@ def _lower_rows_by_digits_(
     cut, left, fits = _first_not_affordable(keys, budgets[:, None], kind, prices, group)
     tied = keys == cut
     # Of the connections tied at the cut the earliest are kept, as far as the budget reaches.
-    spent = tied.long() if cost is None else torch.where(tied, cost, 0)
+    spent = tied.int() if cost is None else torch.where(tied, cost, 0)
     kept_ties = tied & (spent.cumsum(1) + _spent_by_earlier_processes(spent.sum(1), group) <= left)
     torch.logical_or(keys > cut, kept_ties | fits, out=mask)
     threshold = torch.where(fits, 0.0, _value_of_key(cut, values.dtype))
@@ -182,6 +201,15 @@ def _lower_rows_by_digits_(
     # Rounding (and ties) may leave a value on the wrong side of zero: the mask decides.
     torch.where(mask, lowered.clamp_min(smallest), lowered.clamp_max(0.0), out=values)
     return threshold[:, 0], decay
+
+
+def _has_kernels(values: Tensor) -> bool:
+    return values.is_cuda and values.dtype == torch.float32 and values.is_contiguous() and _triton_is_there()
+
+
+@functools.cache
+def _triton_is_there() -> bool:
+    return torch.version.hip is None and importlib.util.find_spec("triton") is not None
 
 
 def _first_not_affordable(

@@ -6,6 +6,7 @@ reads, computed when asked for.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from gossamer.select import Weight
 from gossamer.store import Store
 
 SLOTS = 1000  # points of the traces over the mask phases
-_LOGGED = ("decay", "connections", "flips", "gradient_squares", "gradient_weight", "skipped")
+_LOGGED = ("trace", "flips", "gradient_squares", "gradient_weight", "skipped")
 _MEMORY = 0.99  # of the running mean of the gradient sizes
 
 
@@ -58,11 +59,11 @@ class HealthLog:
 
     def __init__(self, tensors: int, first_step: int, mask_steps: int, device: torch.device) -> None:
         self.first_step, self.mask_steps = first_step, max(1, mask_steps)
-        slots = min(SLOTS, self.mask_steps)
+        self.slots = min(SLOTS, self.mask_steps)
         self.slot = torch.zeros(1, dtype=torch.int64, device=device)
-        self.decay = torch.zeros(slots, device=device)
-        self.connections = torch.zeros(slots, dtype=torch.int64, device=device)
-        self.flips = torch.zeros(slots, dtype=torch.int64, device=device)
+        # One row a point of the trace: λ1, connections, all flips up to then.
+        self.trace = torch.zeros(self.slots, 3, dtype=torch.float64, device=device)
+        self.flips = torch.zeros((), dtype=torch.float64, device=device)
         self.gradient_squares = torch.zeros(tensors, device=device)
         self.gradient_weight = torch.zeros((), device=device)
         self.skipped = torch.zeros((), dtype=torch.int64, device=device)
@@ -70,13 +71,12 @@ class HealthLog:
         self._skipped_on_host = torch.zeros((), dtype=torch.int64, pin_memory=pinned)
 
     def set_step(self, step: int) -> None:
-        slots = self.decay.numel()
-        self.slot.fill_(min(slots - 1, max(0, (step - self.first_step) * slots // self.mask_steps)))
+        self.slot.fill_(min(self.slots - 1, max(0, (step - self.first_step) * self.slots // self.mask_steps)))
 
     def write(self, *, decay: Tensor, connections: Tensor, flips: Tensor, squares: Tensor, healthy: Tensor) -> None:
-        self.decay.index_copy_(0, self.slot, decay.reshape(1).to(self.decay.dtype))
-        self.connections.index_copy_(0, self.slot, connections.reshape(1))
-        self.flips.index_add_(0, self.slot, flips.reshape(1))
+        self.flips.add_(flips)
+        row = torch.stack([decay.to(self.trace.dtype), connections.to(self.trace.dtype), self.flips])
+        self.trace.index_copy_(0, self.slot, row[None])
         fresh = torch.where(healthy, 1.0 - _MEMORY, 0.0)
         self.gradient_squares.lerp_(torch.where(healthy, squares, 0.0).to(torch.float32), fresh)
         self.gradient_weight.lerp_(torch.ones_like(self.gradient_weight), fresh)
@@ -93,16 +93,17 @@ class HealthLog:
 
     def load(self, state: dict[str, Tensor]) -> None:
         for name in _LOGGED:
-            setattr(self, name, state[name].to(self.decay.device).clone())
+            setattr(self, name, state[name].to(self.trace.device).clone())
 
     def read(self, weights: Sequence[Weight], store: Store, step: int, steps_per_epoch: int | None) -> Health:
-        filled = [index for index, count in enumerate(self.connections.tolist()) if count]
-        slots = self.decay.numel()
-        steps = [self.first_step + index * self.mask_steps // slots for index in filled]
-        flips = [self.flips.tolist()[index] for index in filled]
+        rows = self.trace.tolist()
+        filled = [index for index, (_, connections, _) in enumerate(rows) if connections]
+        steps = [self.first_step + index * self.mask_steps // self.slots for index in filled]
+        so_far = [0, *(int(rows[index][2]) for index in filled)]
+        flips = [after - before for before, after in pairwise(so_far)]
         per_epoch = None
         if steps_per_epoch is not None and filled:
-            recent = max(1, min(len(filled), -(-steps_per_epoch * slots // self.mask_steps)))
+            recent = max(1, min(len(filled), -(-steps_per_epoch * self.slots // self.mask_steps)))
             span = max(1, min(step, self.first_step + self.mask_steps) - steps[-recent])
             per_epoch = sum(flips[-recent:]) * steps_per_epoch / span
         seen = float(self.gradient_weight) or 1.0
@@ -110,8 +111,8 @@ class HealthLog:
         return Health(
             layers=tuple(map(_layer, weights, store.mask_views, squares, _margins(store))),
             steps=tuple(steps),
-            decay=tuple(self.decay.tolist()[index] for index in filled),
-            connections=tuple(self.connections.tolist()[index] for index in filled),
+            decay=tuple(rows[index][0] for index in filled),
+            connections=tuple(int(rows[index][1]) for index in filled),
             flips=tuple(flips),
             flips_per_epoch=per_epoch,
             skipped_steps=int(self.skipped),

@@ -33,6 +33,7 @@ from gossamer.target import make_target
 
 _FLOOR_EVERY = 100  # mask steps between two choices of the connections that the floor keeps
 _LEAVE_EVERY = 20  # mask steps between two looks at whether the sparsify phase can be left
+_TELL_EVERY = 64  # steps between two looks at the count of steps with non-finite gradients, on an accelerator
 _FORMAT = 1  # of the state dict
 
 
@@ -229,6 +230,8 @@ class Sparsifier:
     def _tell_of_skipped_steps(self) -> None:
         """Say so when gradients were not finite. On an accelerator the news is some steps old: nobody waits for it."""
         if self._connectivity is None or self._connectivity.store.frozen:
+            return
+        if self.step % _TELL_EVERY and self._connectivity.store.device.type != "cpu":
             return
         skipped = self._connectivity.log.skipped_so_far()
         if skipped > self._told_of_skipped:

@@ -9,7 +9,9 @@ import gossamer
 from gossamer.data.augment import crop_flip, normalise, scale_and_shift
 from gossamer.data.batches import epoch_plan
 from gossamer.data.sets import ImageSet, Labelled
+from gossamer.models.resnet import BasicBlock, ResNet
 from gossamer.side_by_side import Member, Race, run_race
+from gossamer.side_by_side.stack import NetworkStack
 
 CPU = torch.device("cpu")
 RACE = Race(warmup=1, sparsify=2, stabilise=1, finetune=1, batch_size=8, learning_rate=0.05, floor=0.02)
@@ -109,3 +111,27 @@ def test_magnitude_keeps_the_largest_weights() -> None:
 def test_an_unknown_method_is_refused() -> None:
     with pytest.raises(ValueError, match="expected a method out of dense, scl, magnitude"):
         Member(seed=0, method="magic")
+
+
+def test_a_stack_of_residual_networks_computes_what_each_computes() -> None:
+    torch.manual_seed(4)
+    networks = [ResNet(8, 10).double() for _ in range(3)]
+    stack = NetworkStack(networks, device=CPU, dtype=torch.float64)
+    images = torch.randn(3, 4, 3, 32, 32, dtype=torch.float64)
+    labels = torch.randint(0, 10, (3, 4))
+    F.cross_entropy(stack(images).flatten(0, 1), labels.flatten(), reduction="sum").backward()
+    gradients = stack.take_gradients()
+    for row, net in enumerate(networks):
+        output = net.train()(images[row])
+        F.cross_entropy(output, labels[row], reduction="sum").backward()
+        twin = stack.network(row, gradients)
+        for (name, ours), theirs in zip(twin.named_parameters(), net.parameters(), strict=True):
+            torch.testing.assert_close(ours, theirs.grad, rtol=1e-8, atol=1e-9, msg=lambda m, n=name: f"{n}: {m}")
+        for ours, theirs in zip(twin.buffers(), net.buffers(), strict=True):
+            if ours.is_floating_point():  # the count of batches has no use here
+                torch.testing.assert_close(ours, theirs)
+    stack.template.eval()
+    same = stack.on_same_images(images[0])
+    for row, net in enumerate(networks):
+        torch.testing.assert_close(same[row], net.eval()(images[0]), rtol=1e-8, atol=1e-9)
+        assert type(stack.network(row, stack.variables).stage1[0]) is BasicBlock  # type: ignore[union-attr, index]

@@ -5,11 +5,14 @@ stacked networks' channels are laid side by side instead, and one grouped convol
 work of all: the arithmetic is that of the ordinary layers.
 """
 
+import importlib.util
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from gossamer.models.resnet import BasicBlock, ZeroPadShortcut
 
 
 def stackable(module: nn.Module) -> nn.Module:
@@ -40,15 +43,34 @@ class _StackableBatchNorm2d(nn.BatchNorm2d):
     def forward(self, input: Tensor) -> Tensor:
         if not self.affine or not self.track_running_stats or self.momentum is None:
             return super().forward(input)
-        return _BatchNorm.apply(  # type: ignore[no-any-return, no-untyped-call]
-            input, self.weight, self.bias, self.running_mean, self.running_var, self.training, self.momentum, self.eps
-        )
+        return _norm(self, input, None, rectify=False)
+
+
+class _StackableBasicBlock(BasicBlock):
+    """The block of a residual network, with its normalisation, addition and rectification done together."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = _norm(self.bn1, self.conv1(x), None, rectify=True)
+        return _norm(self.bn2, self.conv2(y), self.shortcut(x), rectify=True)
+
+
+class _StackableShortcut(ZeroPadShortcut):
+    def forward(self, x: Tensor) -> Tensor:
+        return _PoolAndPad.apply(x, self.new_channels)  # type: ignore[no-any-return, no-untyped-call]
 
 
 _STACKABLE: dict[type[nn.Module], type[nn.Module]] = {
     nn.Conv2d: _StackableConv2d,
     nn.BatchNorm2d: _StackableBatchNorm2d,
+    BasicBlock: _StackableBasicBlock,
+    ZeroPadShortcut: _StackableShortcut,
 }
+
+
+def _norm(bn: nn.BatchNorm2d, x: Tensor, shortcut: Tensor | None, *, rectify: bool) -> Tensor:
+    options = (bn.training, bn.momentum, bn.eps, rectify)
+    tensors = (x, shortcut, bn.weight, bn.bias, bn.running_mean, bn.running_var)
+    return _BatchNorm.apply(*tensors, *options)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def _beside(images: Tensor, axis: int | None, networks: int) -> Tensor:
@@ -89,19 +111,43 @@ class _Convolution(_Stacked):
 
 
 class _BatchNorm(_Stacked):
+    """Batch norm, then the addition of a shortcut if there is one, then ReLU if asked for."""
+
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Tensor, int]:
-        images, weight, bias, mean, variance, training, momentum, eps = args
+        images, shortcut, weight, bias, mean, variance, training, momentum, eps, rectify = args
         networks = info.batch_size
-        vectors = [vector.view(-1) for vector in (weight, bias, mean, variance)]
-        result = F.batch_norm(
-            _beside(images, in_dims[0], networks),
-            vectors[2],
-            vectors[3],
-            vectors[0],
-            vectors[1],
-            training,
-            momentum,
-            eps,
-        )
-        return _apart(result, networks), 1
+        weight, bias, mean, variance = (vector.view(-1) for vector in (weight, bias, mean, variance))
+        images = _beside(images, in_dims[0], networks)
+        if shortcut is not None:
+            shortcut = _beside(shortcut, in_dims[1], networks)
+        if training and rectify and _has_kernels(images):
+            from gossamer.side_by_side.norm_kernels import NormAddReLU  # needs Triton
+
+            tensors = (_channels_last(images), None if shortcut is None else _channels_last(shortcut), weight, bias)
+            result = NormAddReLU.apply(*tensors, mean, variance, momentum, eps)  # type: ignore[no-untyped-call]
+            return _apart(result, networks), 1
+        result = F.batch_norm(images, mean, variance, weight, bias, training, momentum, eps)
+        if shortcut is not None:
+            result = result + shortcut
+        return _apart(F.relu(result) if rectify else result, networks), 1
+
+
+class _PoolAndPad(_Stacked):
+    """Average 2 × 2 pixels and append channels of zeros, network by network."""
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Tensor, int]:
+        images, new_channels = args
+        pooled = F.avg_pool2d(_channels_last(_beside(images, in_dims[0], info.batch_size)), 2)
+        batch, _, height, width = pooled.shape
+        rows = pooled.permute(0, 2, 3, 1).reshape(batch, height, width, info.batch_size, -1)
+        return F.pad(rows, (0, new_channels)).permute(0, 3, 4, 1, 2), 1
+
+
+def _channels_last(images: Tensor) -> Tensor:
+    return images.contiguous(memory_format=torch.channels_last)
+
+
+def _has_kernels(images: Tensor) -> bool:
+    return images.is_cuda and images.dim() == 4 and importlib.util.find_spec("triton") is not None
