@@ -24,6 +24,9 @@ def value_of(loaded: dict[str, Any] | None) -> float | None:
 def test_the_two_newest_are_kept_and_the_newest_is_loaded(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path / "run")
     assert checkpoints.load() is None
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / ".checkpoint-000000003.pt.77.part").write_bytes(b"what a kill left")
+    assert checkpoints.load() is None
     for step in (5, 20, 100):
         assert checkpoints.save(state(step), step)
     assert [path.name for path in checkpoints.paths()] == ["checkpoint-000000100.pt", "checkpoint-000000020.pt"]

@@ -274,3 +274,12 @@ def test_a_rate_that_fell_on_a_plateau_stays_low_after_a_death(text: TextSet, tm
     train(run, tmp_path / "torn", observers=[torn])
     assert [status.lr for status in torn.seen] == rates[-len(torn.seen) :]
     assert_same(weights(tmp_path / "whole"), weights(tmp_path / "torn"))
+
+
+def test_a_dense_run_of_one_step_and_one_with_the_rates_of_a_sparse_one(images: ImageSet, tmp_path: Path) -> None:
+    train(DENSE.with_settings(["epochs=1", "batch_size=40"]), tmp_path / "short")
+    watcher = At(-1, die)
+    train(DENSE.with_settings(["schedule=phases", "log_steps=1"]), tmp_path / "phases", observers=[watcher])
+    sparse = At(-1, die)
+    train(SPARSE.with_settings(["schedule=phases", "log_steps=1"]), tmp_path / "sparse", observers=[sparse])
+    assert [status.lr for status in watcher.seen] == [status.lr for status in sparse.seen]

@@ -57,7 +57,9 @@ class Checkpoints:
         return True
 
     def load(self) -> dict[str, Any] | None:
-        """The newest checkpoint that is whole, or None where there is none."""
+        """The newest checkpoint that is whole, or None where there is none. What a kill left unfinished is removed."""
+        for unfinished in self.folder.glob(".*.part"):
+            unfinished.unlink(missing_ok=True)
         paths = self.paths()
         for path in paths:
             problem = _problem(path)

@@ -21,7 +21,7 @@ from gossamer.sparsifier import Sparsifier
 from gossamer.training import networks, result, snapshot
 from gossamer.training.checkpoint import Checkpoints
 from gossamer.training.methods import SparseTraining, method_of
-from gossamer.training.optimise import learning_rate, make_optimizer, set_learning_rate
+from gossamer.training.optimise import PHASED, learning_rate, make_optimizer, set_learning_rate
 from gossamer.training.place import Place, forward_of, join, shard_, synchronise_batch_norm, whole_state
 from gossamer.training.progress import Observer, Observers, Status
 from gossamer.training.run import Run
@@ -72,7 +72,7 @@ def train(run: Run, out: Path | str, *, observers: Sequence[Observer] = ()) -> d
     checkpoints, parts = Checkpoints(folder), Parts(model, optimizer, sparsifier, task)
     clock = _Clock(snapshot.restore(checkpoints, run, place, parts), run.checkpoint_minutes)
     step = task.source.state.epoch * per_epoch + task.source.state.step
-    plan = _plan_without_masks(run, total, per_epoch)
+    plan = _plan_without_masks(run, total, per_epoch) if sparsifier is None else None
     meter = _Meter(place)
 
     def status(*, lr: float, validation: float | None = None) -> Status:
@@ -163,8 +163,10 @@ def train(run: Run, out: Path | str, *, observers: Sequence[Observer] = ()) -> d
         return finished
 
 
-def _plan_without_masks(run: Run, total: int, per_epoch: int) -> Plan:
-    """The phases that a sparse run of this length would have, so that a dense one can share its learning rates."""
+def _plan_without_masks(run: Run, total: int, per_epoch: int) -> Plan | None:
+    """The phases that a sparse run of this length would have, for a dense one that shares its learning rates."""
+    if run.schedule not in PHASED:
+        return None
     settings = run.mask_settings
     return make_plan(
         total,

@@ -23,6 +23,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from gossamer.schedule import Plan, steps_of
 from gossamer.training.run import Run
 
+PHASED = ("phases", "phases_cosine")  # schedules that follow the phases of the masks
 _LEAST_GAIN = 1e-4  # relative: less is no improvement
 
 
@@ -43,8 +44,8 @@ def set_learning_rate(optimizer: Optimizer, value: float) -> None:
         group["lr"] = value
 
 
-def learning_rate(run: Run, plan: Plan, step: int, *, total_steps: int, steps_per_epoch: int) -> float:
-    """The learning rate of step number `step`, counted from 0. `plan` says where the phases are."""
+def learning_rate(run: Run, plan: Plan | None, step: int, *, total_steps: int, steps_per_epoch: int) -> float:
+    """The learning rate of step number `step`, counted from 0. Schedules of phases need the `plan` of these."""
 
     def steps(duration: str) -> int:
         return steps_of(duration, total_steps=total_steps, steps_per_epoch=steps_per_epoch)
@@ -54,7 +55,7 @@ def learning_rate(run: Run, plan: Plan, step: int, *, total_steps: int, steps_pe
     return run.lr * rise * _factor(run, plan, step, total_steps, steps)
 
 
-def _factor(run: Run, plan: Plan, step: int, total_steps: int, steps: Callable[[str], int]) -> float:
+def _factor(run: Run, plan: Plan | None, step: int, total_steps: int, steps: Callable[[str], int]) -> float:
     if run.schedule == "cosine":
         return 0.5 * (1.0 + math.cos(math.pi * step / total_steps))
     if run.schedule == "steps":
@@ -62,6 +63,8 @@ def _factor(run: Run, plan: Plan, step: int, total_steps: int, steps: Callable[[
         return float(run.lr_factor**drops)
     if run.schedule in ("constant", "plateau"):
         return 1.0
+    if plan is None:
+        raise ValueError(f"schedule={run.schedule} follows the phases of the masks, but was given no plan of them")
     masks_end = plan.warmup + plan.sparsify + plan.stabilise
     if step >= masks_end:
         second_half = step >= masks_end + plan.finetune // 2
