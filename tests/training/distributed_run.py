@@ -11,7 +11,7 @@ from pathlib import Path
 from unittest import mock
 
 import torch
-from conftest import tiny_images
+from tiny_data import tiny_images
 from torch import nn
 
 from gossamer.training import Run, networks, task, train
