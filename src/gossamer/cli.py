@@ -1,0 +1,166 @@
+"""The command line: `gossamer quickstart`, `train`, `list` and `report`.
+
+Errors are one message on stderr and exit code 2; `--debug` shows the traceback. A run stopped by Ctrl-C exits with 130
+and goes on when the same command is given again.
+"""
+
+import os
+import sys
+import traceback
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, TextIO, assert_never
+
+import tyro
+from rich.console import Console
+
+from gossamer import tables
+from gossamer.recipes import Recipe, find
+from gossamer.training import Interrupted, train
+from gossamer.training.progress import JsonLines, LiveLine, Observer, TensorBoard
+from gossamer.training.result import MODEL, read_layers, read_result_file
+
+# What a user's input or machine can cause. Anything else is a fault of ours and keeps its traceback.
+_EXPECTED = (ValueError, OSError, ImportError, ArithmeticError, RuntimeError)
+
+
+@dataclass(frozen=True)
+class Train:
+    """Train a recipe, or go on with it where it was stopped or killed."""
+
+    recipe: tyro.conf.Positional[str]
+    """Name of a recipe (see `gossamer list`), or a JSON file such as a run.json."""
+    out: Path
+    """Folder for checkpoints, log, model and result."""
+    set: tyro.conf.UseAppendAction[tuple[tuple[str, ...], ...]] = ()
+    """Changes to the recipe, as key=value: lr=0.05, sparsity=0.9, settings.mask_lr=0.1, device=cuda."""
+    debug: bool = False
+    """Show the traceback of an error."""
+
+
+@dataclass(frozen=True)
+class Quickstart:
+    """Train a small network on digits, dense and 95 % sparse, and compare. Needs no data and no GPU."""
+
+    out: Path = Path("gossamer-quickstart")
+    """Folder for both runs."""
+    debug: bool = False
+    """Show the traceback of an error."""
+
+
+@dataclass(frozen=True)
+class List:
+    """Show the models, data sets, methods and recipes there are."""
+
+    debug: bool = False
+    """Show the traceback of an error."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """Show finished runs in one table, and with --layers the connections of every layer."""
+
+    files: tyro.conf.Positional[tuple[Path, ...]]
+    """Folders of runs, or their result.json files."""
+    layers: bool = False
+    """Also one table a run with every layer."""
+    debug: bool = False
+    """Show the traceback of an error."""
+
+
+Command = (
+    Annotated[Quickstart, tyro.conf.subcommand("quickstart")]
+    | Annotated[Train, tyro.conf.subcommand("train")]
+    | Annotated[List, tyro.conf.subcommand("list")]
+    | Annotated[Report, tyro.conf.subcommand("report")]
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run one command and exit with its code."""
+    command: Any = tyro.cli(
+        Command,
+        args=arguments,
+        prog="gossamer",
+        description="Neural networks that become sparse while they train.",
+        config=(tyro.conf.FlagCreatePairsOff,),
+    )
+    sys.exit(run(command))
+
+
+def run(command: Train | Quickstart | List | Report) -> int:
+    """The exit code of a command that has been carried out."""
+    try:
+        with warnings.catch_warnings():
+            warnings.showwarning = _show_warning
+            _carry_out(command, Console())
+        return 0
+    except Interrupted as stopped:
+        print(stopped, file=sys.stderr)
+        return 130
+    except _EXPECTED as error:
+        if command.debug:
+            traceback.print_exc()
+        else:
+            print(f"gossamer: {error}", file=sys.stderr)
+        return 2
+
+
+def _carry_out(command: Train | Quickstart | List | Report, console: Console) -> None:
+    match command:
+        case Train():
+            recipe = find(command.recipe)
+            changes = [assignment for several in command.set for assignment in several]
+            result = _train(recipe, command.out, changes)
+            if _leads():
+                console.print(tables.of_results([(recipe.name, result)]))
+                console.print(tables.against_paper(recipe, result))
+                console.print(f"The model is in {command.out / MODEL}")
+        case Quickstart():
+            _quickstart(command.out, console)
+        case List():
+            for table in tables.of_everything():
+                console.print(table)
+        case Report():
+            found = [(str(file), read_result_file(file)) for file in command.files]
+            console.print(tables.of_results(found))
+            for file in command.files if command.layers else ():
+                console.print(tables.of_layers(read_layers(file), str(file)))
+        case _:
+            assert_never(command)
+
+
+def _train(recipe: Recipe, out: Path, changes: Sequence[str] = ()) -> dict[str, Any]:
+    observers: list[Observer] = [LiveLine(recipe.name), JsonLines(out)]
+    if TensorBoard.is_installed():
+        observers.append(TensorBoard(out))
+    return train(recipe.run.with_settings(changes), out, observers=observers)
+
+
+def _quickstart(out: Path, console: Console) -> None:
+    folders = {name: out / name for name in ("digits-dense", "digits")}
+    results = [(name, _train(find(name), folder)) for name, folder in folders.items()]
+    console.print(tables.of_results(results))
+    console.print(tables.of_layers(read_layers(folders["digits"]), "The connections that are left"))
+    console.print(
+        f"The sparse network is in {folders['digits'] / MODEL}. "
+        "Next: gossamer list, then gossamer train RECIPE --out DIR"
+    )
+
+
+def _leads() -> bool:
+    """Whether this process shows results, where torchrun has started several."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def _show_warning(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
+    print(f"warning: {message}", file=sys.stderr)

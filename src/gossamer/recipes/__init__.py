@@ -1,0 +1,41 @@
+"""Recipes by name: every exhibit of the paper as a value, with the paper's numbers beside it."""
+
+import difflib
+from pathlib import Path
+
+from gossamer.recipes import cifar, digits, imagenet, mnist, wikitext
+from gossamer.recipes.recipe import Published, Recipe
+from gossamer.training.result import read_json
+from gossamer.training.run import Run
+
+__all__ = ["RECIPES", "Published", "Recipe", "find", "names"]
+
+RECIPES: tuple[Recipe, ...] = (
+    *digits.RECIPES,
+    *mnist.RECIPES,
+    *cifar.RECIPES,
+    *wikitext.RECIPES,
+    *imagenet.RECIPES,
+)
+
+
+def names() -> tuple[str, ...]:
+    return tuple(recipe.name for recipe in RECIPES)
+
+
+def find(name: str) -> Recipe:
+    """The recipe of a name, or of a JSON file such as the run.json that every run leaves behind."""
+    for recipe in RECIPES:
+        if recipe.name == name:
+            return recipe
+    path = Path(name)
+    if path.suffix == ".json":
+        if not path.is_file():
+            raise FileNotFoundError(f"expected the path of a recipe file, got {name}, which does not exist")
+        values = read_json(path)
+        if not isinstance(values, dict):
+            raise ValueError(f"expected an object with the keys of a run in {name}, got {type(values).__name__}")
+        return Recipe(path.stem, f"from {name}", Run.from_dict(values))
+    near = difflib.get_close_matches(name, names(), n=3)
+    hint = f"did you mean {', '.join(near)}?" if near else f"the recipes are {', '.join(names())}"
+    raise ValueError(f"expected the name of a recipe or a .json file, got {name!r}: {hint}")

@@ -1,0 +1,219 @@
+"""Checkpoints that survive a kill at any moment, a full disk and a corrupted file.
+
+A checkpoint is written to a temporary file, forced to the disk and only then given its name, so what has the name is
+complete. Its SHA-256 lies beside it: a file that no longer agrees is passed over for the one before, and that is said.
+The two newest are kept. They are plain `torch.save` files, readable with `torch.load(path, weights_only=True)`.
+"""
+
+import hashlib
+import os
+import random
+import re
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+_NAME = re.compile(r"checkpoint-(\d{9})\.pt")
+_KEPT = 2
+_SHARD = "__shard__"  # marks a tensor that other processes have the rest of
+
+
+class Checkpoints:
+    """The checkpoints of one run, in one folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def paths(self) -> list[Path]:
+        """The checkpoints that are there, newest first."""
+        found = [path for path in self.folder.glob("checkpoint-*.pt") if _NAME.fullmatch(path.name)]
+        return sorted(found, reverse=True)
+
+    def save(self, state: dict[str, Any], step: int) -> bool:
+        """Write a checkpoint; False, with a warning, where the disk does not take it: training can go on."""
+        path = self.folder / f"checkpoint-{step:09d}.pt"
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            write_atomically(path, lambda file: torch.save(state, file), before=_write_digest)
+        except (OSError, RuntimeError) as error:
+            _digest_path(path).unlink(missing_ok=True)
+            kept = self.paths()
+            last = f"the last good one is {kept[0].name}" if kept else "there is none so far"
+            warnings.warn(
+                f"no checkpoint at step {step}: writing {path} failed ({error}); {last}. Training goes on; "
+                "free some space on the disk",
+                stacklevel=2,
+            )
+            return False
+        for old in self.paths()[_KEPT:]:
+            _remove(old)
+        return True
+
+    def load(self) -> dict[str, Any] | None:
+        """The newest checkpoint that is whole, or None where there is none. What a kill left unfinished is removed."""
+        for unfinished in self.folder.glob(".*.part"):
+            unfinished.unlink(missing_ok=True)
+        paths = self.paths()
+        for path in paths:
+            problem = _problem(path)
+            if problem is None:
+                try:
+                    state: dict[str, Any] = torch.load(path, weights_only=True, map_location="cpu")
+                    return state
+                except Exception as error:  # whatever the reader stumbles over, an older file may be whole
+                    problem = f"cannot be read: {error}"
+            remedy = "beginning again" if path == paths[-1] else "going on from the one before"
+            warnings.warn(f"the checkpoint {path} {problem}; {remedy}", stacklevel=2)
+        return None
+
+    def clear(self) -> None:
+        """Remove all checkpoints: the run is complete."""
+        for path in self.paths():
+            _remove(path)
+
+
+def write_atomically(
+    path: Path, write: Callable[[IO[bytes]], object], *, before: Callable[[Path, str], None] | None = None
+) -> str:
+    """Let `write` fill a file that has its name only once it is complete and on the disk. Returns its SHA-256.
+
+    `before` is called with the path and the digest just before the file takes its name.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        with open(temporary, "wb") as file:
+            hashing = _Hashing(file)
+            write(hashing)  # type: ignore[arg-type]
+            file.flush()
+            os.fsync(file.fileno())
+        if hashing.error is not None:
+            raise hashing.error
+        digest = hashing.digest.hexdigest()
+        if before is not None:
+            before(path, digest)
+        os.replace(temporary, path)
+        _sync_folder(path.parent)
+        return digest
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+class _Hashing:
+    """A file that hashes what is written to it, in one pass."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file, self.digest = file, hashlib.sha256()
+        self.error: OSError | None = None  # torch's writer may swallow it
+
+    def write(self, content: bytes) -> int:
+        self.digest.update(content)
+        try:
+            return self._file.write(content)
+        except OSError as error:
+            self.error = error
+            raise
+
+    def flush(self) -> None:
+        self._file.flush()
+
+
+def _write_digest(path: Path, digest: str) -> None:
+    write_atomically(_digest_path(path), lambda file: file.write(digest.encode()))
+
+
+def _digest_path(path: Path) -> Path:
+    return path.with_suffix(".sha256")
+
+
+def _remove(path: Path) -> None:
+    path.unlink(missing_ok=True)
+    _digest_path(path).unlink(missing_ok=True)
+
+
+def _problem(path: Path) -> str | None:
+    try:
+        expected = _digest_path(path).read_text().strip()
+        with open(path, "rb") as file:
+            got = hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        return f"cannot be read ({error})"
+    return None if got == expected else f"is corrupted (expected SHA-256 {expected[:12]}…, got {got[:12]}…)"
+
+
+def _sync_folder(folder: Path) -> None:
+    """Force the new name itself to the disk, where the system knows how."""
+    if os.name != "posix":
+        return
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+# --- the random number generators ---
+
+
+def random_states() -> dict[str, Any]:
+    """The state of every generator that training may draw from, as tensors and plain values."""
+    kind, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+        "python": random.getstate(),
+        "numpy": (str(kind), np.asarray(keys).tolist(), int(position), int(has_gauss), float(gauss)),
+    }
+
+
+def set_random_states(states: dict[str, Any]) -> None:
+    torch.set_rng_state(states["torch"])
+    if torch.cuda.is_available() and len(states["cuda"]) == torch.cuda.device_count():
+        torch.cuda.set_rng_state_all(states["cuda"])
+    version, internal, gauss = states["python"]
+    random.setstate((version, tuple(internal), gauss))
+    kind, keys, position, has_gauss, cached = states["numpy"]
+    np.random.set_state((kind, np.asarray(keys, dtype=np.uint32), position, has_gauss, cached))
+
+
+# --- tensors of which each process has a part ---
+
+
+def unshard(tree: Any) -> Any:
+    """The same tree with each DTensor replaced by this process's part and a note of where that belongs."""
+    if isinstance(tree, DTensor):
+        places = [placement.dim if isinstance(placement, Shard) else None for placement in tree.placements]
+        shape, stride = list(tree.shape), list(tree.stride())
+        return {_SHARD: tree.to_local().detach().cpu(), "places": places, "shape": shape, "stride": stride}
+    if isinstance(tree, Tensor):
+        return tree.detach().cpu()
+    if isinstance(tree, dict):
+        return {key: unshard(value) for key, value in tree.items()}
+    if isinstance(tree, list | tuple):
+        return type(tree)(unshard(value) for value in tree)
+    return tree
+
+
+def reshard(tree: Any, mesh: DeviceMesh | None) -> Any:
+    """What `unshard` took apart, put together on `mesh`."""
+    if isinstance(tree, dict) and _SHARD in tree:
+        assert mesh is not None
+        return DTensor.from_local(
+            tree[_SHARD].to(mesh.device_type),
+            mesh,
+            [Replicate() if dim is None else Shard(dim) for dim in tree["places"]],
+            run_check=False,
+            shape=torch.Size(tree["shape"]),
+            stride=tuple(tree["stride"]),
+        )
+    if isinstance(tree, dict):
+        return {key: reshard(value, mesh) for key, value in tree.items()}
+    if isinstance(tree, list | tuple):
+        return type(tree)(reshard(value, mesh) for value in tree)
+    return tree

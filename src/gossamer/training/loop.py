@@ -1,0 +1,265 @@
+"""The one training loop. `train` reads from top to bottom: data, model, optimizer, sparsifier, steps, result.
+
+A run can be killed at any moment; the same call goes on from its last checkpoint, and on a CPU ends with the very same
+bits. The test set is looked at once, after the last step.
+"""
+
+import signal
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gossamer.data.batches import seed_for
+from gossamer.schedule import Plan, make_plan
+from gossamer.sparsifier import Sparsifier
+from gossamer.training import networks, result, snapshot
+from gossamer.training.checkpoint import Checkpoints
+from gossamer.training.methods import SparseTraining, method_of
+from gossamer.training.optimise import PHASED, learning_rate, make_optimizer, set_learning_rate
+from gossamer.training.place import Place, forward_of, join, shard_, synchronise_batch_norm, whole_state
+from gossamer.training.progress import Observer, Observers, Status
+from gossamer.training.run import Run
+from gossamer.training.snapshot import Parts
+from gossamer.training.task import make_task
+
+_ASK_EVERY = 10  # steps after which several processes ask each other whether to stop or to write a checkpoint
+_LOOK_EVERY = 50  # steps after which the loss on an accelerator is looked at, as looking means waiting
+
+
+class Interrupted(KeyboardInterrupt):
+    """The run was asked to stop, and has stopped after a checkpoint."""
+
+
+class LossNotFinite(ArithmeticError):
+    """The loss has become infinite or not a number."""
+
+
+def train(run: Run, out: Path | str, *, observers: Sequence[Observer] = ()) -> dict[str, Any]:
+    """Train `run`, or go on with it, in the folder `out`. Returns what is in result.json."""
+    folder, build_method = Path(out), method_of(run)
+    place = join(run.device)
+    done: dict[str, Any] | None = place.share(result.read_result(folder, run) if place.leads else None)
+    if done is not None:
+        return done
+    if run.batch_size < place.world:
+        raise ValueError(f"expected a batch_size of at least one sample a process ({place.world})")
+    task = make_task(run, place)
+    if run.schedule == "plateau" and not task.has_validation:
+        raise ValueError("schedule=plateau needs a validation part: set validation= to hold some images out")
+    total, per_epoch = len(task.source) * run.epochs, len(task.source)
+
+    torch.manual_seed(run.seed)
+    model = networks.create(run, task.num_classes)
+    model = networks.to_layout(model, run, place.device).train()
+    networks.check_shapes(run, model, task.example(), task.num_classes)
+    model = synchronise_batch_norm(model, place)
+    shard_(model, run, place)
+    torch.manual_seed(seed_for(run.seed, place.rank))  # of dropout, which each process draws for itself
+
+    optimizer = make_optimizer(run, model)
+    sparsifier = build_method(run, model, optimizer, total, per_epoch, task.example())
+    forward = forward_of(model, run, place)
+
+    if place.leads:
+        folder.mkdir(parents=True, exist_ok=True)
+        result.write_json(folder / result.RUN, run.to_dict())
+    checkpoints, parts = Checkpoints(folder), Parts(model, optimizer, sparsifier, task)
+    clock = _Clock(snapshot.restore(checkpoints, run, place, parts), run.checkpoint_minutes)
+    step = task.source.state.epoch * per_epoch + task.source.state.step
+    plan = _plan_without_masks(run, total, per_epoch) if sparsifier is None else None
+    meter = _Meter(place)
+
+    def status(*, lr: float, validation: float | None = None) -> Status:
+        return Status(
+            step=step,
+            total_steps=total,
+            epoch=step / per_epoch,
+            epochs=run.epochs,
+            phase="dense" if sparsifier is None else str(sparsifier.phase),
+            lr=lr,
+            seconds=clock.seconds(),
+            loss=meter.mean(),
+            metric=task.metric,
+            validation=validation,
+            sparsity=None if sparsifier is None else sparsifier.sparsity,
+            decay=_decay(sparsifier),
+        )
+
+    with Observers(observers if place.leads else ()) as watching, _StopSignal() as stop:
+        watching.begin(status(lr=run.lr))
+        while step < total:
+            if task.source.state.step == 0:
+                task.begin_epoch()
+            for batch in task.source:
+                lr = learning_rate(
+                    run,
+                    plan if sparsifier is None else sparsifier.plan,
+                    step,
+                    total_steps=total,
+                    steps_per_epoch=per_epoch,
+                )
+                lr *= parts.plateau.factor
+                set_learning_rate(optimizer, lr)
+                loss = task.loss(forward, batch)
+                meter.add(loss, step)
+                loss.backward()  # type: ignore[no-untyped-call]
+                if run.clip is not None:
+                    nn.utils.clip_grad_norm_(model.parameters(), run.clip)
+                optimizer.step()
+                optimizer.zero_grad()
+                step += 1
+
+                epoch_over = step % per_epoch == 0
+                validation = None
+                if epoch_over and task.has_validation and (step // per_epoch) % run.evaluate_every == 0:
+                    validation = task.evaluate(model, "validation")
+                    parts.plateau = parts.plateau.see(run, task.metric, validation)
+                if epoch_over or step % run.log_steps == 0:
+                    watching.tell(status(lr=lr, validation=validation))
+
+                due = run.checkpoint_steps > 0 and step % run.checkpoint_steps == 0
+                stopping = False
+                if place.world == 1 or step % _ASK_EVERY == 0:
+                    stopping = place.agree(stop.asked)
+                    due = place.agree(due or stopping or clock.checkpoint_is_due())
+                if due and step < total:
+                    meter.check()
+                    saved = snapshot.save(checkpoints, run, place, parts, step=step, seconds=clock.seconds())
+                    clock.checkpoint_written()
+                    if stopping:
+                        where = "a checkpoint is" if saved else "no checkpoint could be written, only older ones are"
+                        raise Interrupted(
+                            f"stopped after step {step} of {total}; {where} in {folder}: "
+                            "run the same command again to go on"
+                        )
+
+        meter.check()
+        if sparsifier is not None:
+            sparsifier.finish()
+        validation = task.evaluate(model, "validation") if task.has_validation else None
+        test = task.evaluate(model, "test")
+        counted = result.count(run, model, task.example())
+        finished = result.make_result(
+            run,
+            place,
+            counted=counted,
+            metric=task.metric,
+            test=test,
+            validation=validation,
+            seconds=clock.seconds(),
+        )
+        tensors = whole_state(model)
+        if place.leads:
+            result.write_model(folder / result.MODEL, tensors)
+            result.write_json(folder / result.LAYERS, counted.to_dict())
+            result.write_json(folder / result.RESULT, finished)  # last: the run is complete when this is there
+            checkpoints.clear()
+        return finished
+
+
+def _plan_without_masks(run: Run, total: int, per_epoch: int) -> Plan | None:
+    """The phases that a sparse run of this length would have, for a dense one that shares its learning rates."""
+    if run.schedule not in PHASED:
+        return None
+    settings = run.mask_settings
+    return make_plan(
+        total,
+        warmup=settings.warmup,
+        sparsify=settings.sparsify,
+        stabilise=settings.stabilise,
+        steps_per_epoch=per_epoch,
+    )
+
+
+def _decay(sparsifier: SparseTraining | None) -> float | None:
+    if not isinstance(sparsifier, Sparsifier) or not sparsifier.phase.masks_train:
+        return None
+    trace = sparsifier.health().decay
+    return trace[-1] if trace else None
+
+
+class _Meter:
+    """The mean loss since it was last read, and the first step whose loss was not finite."""
+
+    def __init__(self, place: Place) -> None:
+        self._place = place
+        self._look_every = 1 if place.device.type == "cpu" else _LOOK_EVERY
+        self._bad_step = torch.full((), -1, dtype=torch.int64, device=place.device)
+        self._sum = torch.zeros((), device=place.device)
+        self._count = 0
+
+    def add(self, loss: Tensor, step: int) -> None:
+        value = loss.detach()
+        self._sum += value
+        self._count += 1
+        is_first = (self._bad_step < 0) & ~torch.isfinite(value)
+        self._bad_step = torch.where(is_first, step, self._bad_step)
+        if step % self._look_every == 0:
+            self.check()
+
+    def check(self) -> None:
+        bad = int(self._bad_step)
+        if bad >= 0:
+            raise LossNotFinite(
+                f"the loss is not finite (infinite or NaN) at step {bad + 1}: try a smaller lr, lr_warmup=1ep, "
+                "clip=1, or precision=float32; checkpoints from before that step are kept"
+            )
+
+    def mean(self) -> float | None:
+        if self._count == 0:
+            return None
+        mean = float(self._place.mean(self._sum)) / self._count
+        self._sum.zero_()
+        self._count = 0
+        return mean
+
+
+class _Clock:
+    """Seconds of training over all sittings, and when the next checkpoint is due."""
+
+    def __init__(self, seconds_before: float, checkpoint_minutes: float) -> None:
+        self._start = time.monotonic() - seconds_before
+        self._interval = checkpoint_minutes * 60
+        self._last = time.monotonic()
+
+    def seconds(self) -> float:
+        return time.monotonic() - self._start
+
+    def checkpoint_is_due(self) -> bool:
+        return self._interval > 0 and time.monotonic() - self._last >= self._interval
+
+    def checkpoint_written(self) -> None:
+        self._last = time.monotonic()
+
+
+class _StopSignal:
+    """Notes SIGINT and SIGTERM, so that the step in progress can be finished; a second one is not held back."""
+
+    _SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+    def __init__(self) -> None:
+        self.asked = False
+        self._before: list[tuple[signal.Signals, Any]] = []
+
+    def __enter__(self) -> "_StopSignal":
+        if threading.current_thread() is threading.main_thread():
+            self._before = [(each, signal.signal(each, self._note)) for each in self._SIGNALS]
+        return self
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.asked = True
+        self._restore()
+
+    def _restore(self) -> None:
+        for each, handler in self._before:
+            signal.signal(each, handler)
+        self._before = []
+
+    def __exit__(self, *error: object) -> None:
+        self._restore()

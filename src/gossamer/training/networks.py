@@ -1,0 +1,79 @@
+"""The network of a run by name, checked against its data before anything is trained."""
+
+import torch
+from torch import Tensor, nn
+
+from gossamer import models
+from gossamer._forward import undisturbed
+from gossamer.training.run import Run
+
+QUICK_START = "digits_cnn"  # too small for the zoo of the paper; the quick start trains it
+QUICK_START_CONNECTIONS = 58_144
+
+
+class DigitsNet(nn.Module):
+    """Three convolutions and a linear layer for grey images of 8 × 8 pixels; 58,144 connections."""
+
+    def __init__(self, num_classes: int = 10, width: int = 32) -> None:
+        super().__init__()
+        self.features = nn.Sequential(
+            nn.Conv2d(1, width, 3, padding=1, bias=False),
+            nn.BatchNorm2d(width),
+            nn.ReLU(),
+            nn.Conv2d(width, 2 * width, 3, stride=2, padding=1, bias=False),
+            nn.BatchNorm2d(2 * width),
+            nn.ReLU(),
+            nn.Conv2d(2 * width, 2 * width, 3, stride=2, padding=1, bias=False),
+            nn.BatchNorm2d(2 * width),
+            nn.ReLU(),
+            nn.Flatten(),
+        )
+        self.classifier = nn.Linear(8 * width, num_classes)
+
+    def forward(self, images: Tensor) -> Tensor:
+        logits: Tensor = self.classifier(self.features(images))
+        return logits
+
+
+def names() -> tuple[str, ...]:
+    return (QUICK_START, *models.names())
+
+
+def create(run: Run, num_classes: int) -> nn.Module:
+    """Build the run's network with fresh random weights."""
+    try:
+        if run.model == QUICK_START:
+            return DigitsNet(num_classes, **run.model_options)  # type: ignore[arg-type]
+        return models.create(run.model, num_classes=num_classes, **run.model_options)
+    except TypeError as error:
+        raise ValueError(f"{run.model} does not take model_options={dict(run.model_options)}: {error}") from error
+
+
+def check_shapes(run: Run, model: nn.Module, example: Tensor, num_classes: int) -> None:
+    """Refuse a network that cannot take the data, with what to change."""
+    try:
+        with undisturbed(model):
+            out = model(example)
+    except (RuntimeError, ValueError, IndexError, TypeError) as error:
+        first_line = str(error).splitlines()[0]
+        raise ValueError(
+            f"{run.model} does not take batches of {run.data}, of shape {tuple(example.shape)} ({first_line}): "
+            f"choose a network for this data; {_takes(run.model)}"
+        ) from error
+    logits = out[0] if isinstance(out, tuple) else out
+    if not isinstance(logits, Tensor) or logits.shape[-1] != num_classes:
+        got = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
+        raise ValueError(f"expected {run.model} to give {num_classes} logits for {run.data}, got {got}")
+
+
+def _takes(name: str) -> str:
+    if name == QUICK_START:
+        return f"{name} takes grey images of 8 × 8 pixels"
+    entry = models.entry(name)
+    return f"{name} takes samples of shape {entry.input_shape}, such as those of {entry.data}"
+
+
+def to_layout(model: nn.Module, run: Run, device: torch.device) -> nn.Module:
+    """The model on the device, in the memory layout that the run asks for."""
+    model = model.to(device)
+    return model.to(memory_format=torch.channels_last) if run.channels_last else model  # type: ignore[call-overload]

@@ -1,0 +1,92 @@
+"""The optimizer of a run, and its learning rate as a pure function of the step.
+
+Because the factor is computed anew for every step there is no scheduler whose state could be lost: going on from a
+checkpoint is setting the step.
+
+    constant        1
+    cosine          from 1 to 0 over the run, step by step
+    steps           times lr_factor at each of lr_drops
+    phases          the paper: times lr_factor when the sparsify phase ends, again half-way through fine-tuning
+    phases_cosine   a cosine from 1 to lr_factor over the mask phases, then times lr_factor half-way through fine-tuning
+    plateau         times lr_factor after each look at the validation part that shows no improvement
+
+The last one alone depends on what has happened; `Plateau` is all its state.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from torch import nn
+from torch.optim import SGD, AdamW, Optimizer
+
+from gossamer.schedule import Plan, steps_of
+from gossamer.training.run import Run
+
+PHASED = ("phases", "phases_cosine")  # schedules that follow the phases of the masks
+_LEAST_GAIN = 1e-4  # relative: less is no improvement
+
+
+def make_optimizer(run: Run, model: nn.Module) -> Optimizer:
+    if run.optimizer == "adamw":
+        return AdamW(model.parameters(), lr=run.lr, weight_decay=run.weight_decay)
+    return SGD(
+        model.parameters(),
+        lr=run.lr,
+        momentum=run.momentum,
+        nesterov=run.nesterov,
+        weight_decay=run.weight_decay,
+    )
+
+
+def set_learning_rate(optimizer: Optimizer, value: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = value
+
+
+def learning_rate(run: Run, plan: Plan | None, step: int, *, total_steps: int, steps_per_epoch: int) -> float:
+    """The learning rate of step number `step`, counted from 0. Schedules of phases need the `plan` of these."""
+
+    def steps(duration: str) -> int:
+        return steps_of(duration, total_steps=total_steps, steps_per_epoch=steps_per_epoch)
+
+    rising = steps(run.lr_warmup)
+    rise = (step + 1) / (rising + 1) if step < rising else 1.0
+    return run.lr * rise * _factor(run, plan, step, total_steps, steps)
+
+
+def _factor(run: Run, plan: Plan | None, step: int, total_steps: int, steps: Callable[[str], int]) -> float:
+    if run.schedule == "cosine":
+        return 0.5 * (1.0 + math.cos(math.pi * step / total_steps))
+    if run.schedule == "steps":
+        drops = sum(step >= steps(duration) for duration in run.lr_drops)
+        return float(run.lr_factor**drops)
+    if run.schedule in ("constant", "plateau"):
+        return 1.0
+    if plan is None:
+        raise ValueError(f"schedule={run.schedule} follows the phases of the masks, but was given no plan of them")
+    masks_end = plan.warmup + plan.sparsify + plan.stabilise
+    if step >= masks_end:
+        second_half = step >= masks_end + plan.finetune // 2
+        return run.lr_factor**2 if second_half else run.lr_factor
+    if run.schedule == "phases":
+        return run.lr_factor if step >= plan.warmup + plan.sparsify else 1.0
+    settled = max(0, step - plan.warmup) / (plan.sparsify + plan.stabilise)
+    return run.lr_factor + (1.0 - run.lr_factor) * 0.5 * (1.0 + math.cos(math.pi * settled))
+
+
+@dataclass(frozen=True)
+class Plateau:
+    """A factor that falls when a metric stops getting better."""
+
+    factor: float = 1.0
+    best: float | None = None  # as a loss: smaller is better
+
+    def see(self, run: Run, metric: str, value: float) -> "Plateau":
+        """The state after a look at the validation part."""
+        if run.schedule != "plateau":
+            return self
+        loss = math.log(value) if metric == "perplexity" else 1.0 - value
+        if self.best is None or loss < self.best * (1.0 - _LEAST_GAIN):
+            return replace(self, best=loss)
+        return replace(self, factor=self.factor * run.lr_factor)

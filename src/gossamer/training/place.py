@@ -1,0 +1,154 @@
+"""Where a run is computed: one device, or one of several processes that torchrun has started.
+
+Every process sees the same global batch and takes its own slice of it, weighted such that the mean over processes is
+the mean over the batch, so the result is that of one process up to the order in which sums are taken. Two things are
+not a sum over samples: dropout draws its own numbers in each process, and batch normalisation needs statistics of the
+whole batch, which torch synchronises on accelerators only.
+"""
+
+import atexit
+import os
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from gossamer.training.run import Run
+
+
+@dataclass(frozen=True)
+class Place:
+    """A device, and the number of this process among all."""
+
+    device: torch.device
+    rank: int = 0
+    world: int = 1
+
+    @property
+    def leads(self) -> bool:
+        """Whether this process writes files and shows progress."""
+        return self.rank == 0
+
+    def slice_of(self, count: int) -> slice:
+        """The samples of a global batch of `count` that this process takes."""
+        return slice(self.rank * count // self.world, (self.rank + 1) * count // self.world)
+
+    def weight_of(self, count: int) -> float:
+        """What the mean loss over this process's slice is multiplied by, so that processes average to the whole."""
+        first, last = self.rank * count // self.world, (self.rank + 1) * count // self.world
+        return (last - first) * self.world / count
+
+    def agree(self, flag: bool) -> bool:
+        """Whether any process says so; all have to ask."""
+        if self.world == 1:
+            return flag
+        votes = torch.tensor([float(flag)], device=self.device)
+        dist.all_reduce(votes, op=dist.ReduceOp.MAX)
+        return bool(votes.item() > 0)
+
+    def mean(self, value: Tensor) -> Tensor:
+        """The mean of a tensor over the processes."""
+        if self.world == 1:
+            return value
+        total = value.detach().clone()
+        dist.all_reduce(total)
+        return total / self.world
+
+    def gather(self, value: Any) -> list[Any]:
+        """The values of all processes, on the one that leads; an empty list elsewhere."""
+        if self.world == 1:
+            return [value]
+        values: list[Any] | None = [None] * self.world if self.leads else None
+        dist.gather_object(value, values)
+        return values or []
+
+    def share(self, value: Any) -> Any:
+        """The value of the process that leads, everywhere."""
+        if self.world == 1:
+            return value
+        values = [value]
+        dist.broadcast_object_list(values, src=0)
+        return values[0]
+
+
+def join(device: str) -> Place:
+    """The place of this process; where torchrun has started several, join them."""
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    chosen = _device(device)
+    if world == 1:
+        return Place(chosen)
+    if chosen.type == "cuda":
+        chosen = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(chosen)
+    if not dist.is_initialized():
+        dist.init_process_group("nccl" if chosen.type == "cuda" else "gloo")
+        # Kept for further runs of this process: torchrun's store does not take a second group of the same name.
+        atexit.register(dist.destroy_process_group)
+    return Place(chosen, dist.get_rank(), dist.get_world_size())
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ValueError(f"expected a device such as auto, cpu, cuda or cuda:1, got {name!r}") from None
+    if device.type == "cuda":
+        found = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if found <= (device.index or 0):
+            raise ValueError(
+                f"device={name} was asked for, but torch {torch.__version__} finds {found} CUDA devices here: "
+                "set device=cpu (or auto), or install the driver and a torch built for CUDA"
+            )
+    return device
+
+
+def synchronise_batch_norm(model: nn.Module, place: Place) -> nn.Module:
+    """Let batch normalisation see the whole global batch, where torch can."""
+    if place.world == 1 or not any(isinstance(module, _BatchNorm) for module in model.modules()):
+        return model
+    if place.device.type == "cpu":
+        warnings.warn(
+            "batch normalisation sees only the slice of each process on CPU: the result is close to that of one "
+            "process, but not the same",
+            stacklevel=3,
+        )
+        return model
+    converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
+    return converted
+
+
+def shard_(model: nn.Module, run: Run, place: Place) -> None:
+    """Spread the parameters over the processes in place, where the run asks for it."""
+    if place.world > 1 and run.sharding == "fsdp2":
+        from torch.distributed.fsdp import fully_shard
+
+        fully_shard(model, mesh=init_device_mesh(place.device.type, (place.world,)))
+
+
+def forward_of(model: nn.Module, run: Run, place: Place) -> Callable[..., Any]:
+    """What the training step calls: the model, synchronised over processes and compiled where that is asked for."""
+    forward: Callable[..., Any] = model
+    if place.world > 1 and run.sharding == "ddp":
+        forward = nn.parallel.DistributedDataParallel(
+            model, device_ids=[place.device] if place.device.type == "cuda" else None
+        )
+    if run.compile:
+        forward = torch.compile(forward)
+    return forward
+
+
+def whole_state(model: nn.Module) -> dict[str, Tensor]:
+    """The state of a model with sharded tensors put together; all processes have to take part."""
+    return {
+        name: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        for name, tensor in model.state_dict().items()
+    }

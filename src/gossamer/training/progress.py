@@ -1,0 +1,177 @@
+"""What a run tells while it goes on: a live line, a log of JSON lines, and TensorBoard where that is installed.
+
+The loop hands a frozen `Status` to every observer and knows nothing of how it is shown.
+"""
+
+import importlib.util
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
+from rich.text import Text
+
+
+@dataclass(frozen=True)
+class Status:
+    """Where a run is. What is not known at this moment is None."""
+
+    step: int  # steps done
+    total_steps: int
+    epoch: float  # epochs done
+    epochs: int
+    phase: str
+    lr: float
+    seconds: float  # of training, all sittings together
+    loss: float | None = None  # mean since the last status
+    metric: str = "accuracy"
+    validation: float | None = None  # the metric on the validation part
+    sparsity: float | None = None
+    decay: float | None = None  # λ1, given or solved for
+
+
+class Observer(Protocol):
+    """Somebody who wants to know."""
+
+    def begin(self, status: Status) -> None: ...
+
+    def tell(self, status: Status) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Observers:
+    """Several observers as one; closes them all, whatever happens."""
+
+    def __init__(self, observers: Sequence[Observer]) -> None:
+        self._observers = observers
+
+    def begin(self, status: Status) -> None:
+        for observer in self._observers:
+            observer.begin(status)
+
+    def tell(self, status: Status) -> None:
+        for observer in self._observers:
+            observer.tell(status)
+
+    def __enter__(self) -> "Observers":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for observer in self._observers:
+            observer.close()
+
+
+class JsonLines:
+    """One JSON object a status, in log.jsonl. A run that goes on drops the lines of steps it will do again."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / "log.jsonl"
+
+    def begin(self, status: Status) -> None:
+        lines = self.path.read_text().splitlines() if self.path.is_file() else []
+        kept = [line for line in lines if _step_of(line) <= status.step] if status.step else []
+        self.path.write_text("".join(f"{line}\n" for line in kept))
+
+    def tell(self, status: Status) -> None:
+        values = {name: value for name, value in asdict(status).items() if value is not None}
+        with open(self.path, "a") as file:
+            file.write(json.dumps(values) + "\n")
+
+    def close(self) -> None:
+        pass  # the file is opened for each line only, so a kill loses none
+
+
+def _step_of(line: str) -> float:
+    """The step of a line; infinite for one that a kill has left incomplete."""
+    try:
+        return int(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        return math.inf
+
+
+class TensorBoard:
+    """Scalars for TensorBoard, in the folder tensorboard."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder / "tensorboard"
+        self._writer: Any = None
+
+    @staticmethod
+    def is_installed() -> bool:
+        return importlib.util.find_spec("tensorboard") is not None
+
+    def begin(self, status: Status) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(self._folder), purge_step=status.step or None)
+
+    def tell(self, status: Status) -> None:
+        named = {f"validation {status.metric}": status.validation, "loss": status.loss, "learning rate": status.lr}
+        named |= {"sparsity": status.sparsity, "connectivity decay": status.decay}
+        for name, value in named.items():
+            if value is not None:
+                self._writer.add_scalar(name, value, status.step)
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+
+
+class LiveLine:
+    """One line on the terminal that stays in its place."""
+
+    def __init__(self, title: str, console: Console | None = None) -> None:
+        self._title = title
+        self._progress = Progress(
+            TextColumn("[bold]{task.description}"),
+            BarColumn(bar_width=10),
+            _Facts(),
+            TimeRemainingColumn(elapsed_when_finished=True),
+            console=console or Console(stderr=True),
+        )
+        self._task = self._progress.add_task(title, total=None, facts="")
+        self._validation: float | None = None
+
+    def begin(self, status: Status) -> None:
+        self._progress.start()
+        self.tell(status)
+
+    def tell(self, status: Status) -> None:
+        if status.validation is not None:
+            self._validation = status.validation
+        self._progress.update(
+            self._task,
+            total=status.total_steps,
+            completed=status.step,
+            facts=facts(status, self._validation),
+        )
+
+    def close(self) -> None:
+        self._progress.stop()
+
+
+class _Facts(ProgressColumn):
+    def render(self, task: Task) -> Text:
+        return Text(str(task.fields["facts"]), no_wrap=True)
+
+
+def facts(status: Status, validation: float | None) -> str:
+    """The status in words, as short as possible."""
+    parts = [f"{min(int(status.epoch) + 1, status.epochs)}/{status.epochs} {status.phase}"]
+    if status.loss is not None:
+        parts.append(f"loss {status.loss:.3f}")
+    if validation is not None:
+        parts.append(f"{validation:.2%}" if status.metric == "accuracy" else f"ppl {validation:.2f}")
+    if status.sparsity is not None:
+        parts.append(f"sparse {status.sparsity:.1%}")
+    if status.decay is not None:
+        parts.append(f"λ1 {status.decay:.2g}")
+    return " · ".join(parts)

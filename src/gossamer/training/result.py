@@ -1,0 +1,175 @@
+"""What a finished run leaves behind: result.json, with everything needed to believe and to repeat it."""
+
+import json
+import platform
+import subprocess
+from collections.abc import Mapping
+from dataclasses import fields
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+import gossamer
+from gossamer.report import Report, Row, report
+from gossamer.training.checkpoint import write_atomically
+from gossamer.training.place import Place
+from gossamer.training.run import Run
+
+RESULT = "result.json"
+MODEL = "model.safetensors"
+RUN = "run.json"
+LAYERS = "layers.json"
+
+
+def make_result(
+    run: Run, place: Place, *, counted: Report, metric: str, test: float, validation: float | None, seconds: float
+) -> dict[str, Any]:
+    """The result as plain values. `flops` are those of one sample (of a language model: one word)."""
+    total = counted.total
+    result: dict[str, Any] = {
+        "run_id": run.run_id,
+        "complete": True,
+        metric: test,
+        f"validation_{metric}": validation,
+        "sparsity": counted.sparsity,
+        "connections": total.connections,
+        "weights": total.weights,
+        "flops": total.flops_sparse,
+        "flops_dense": total.flops_dense,
+        "seed": run.seed,
+        "epochs": run.epochs,
+        "method": run.method,
+        "model": run.model,
+        "data": run.data,
+        "seconds": seconds,
+        "config": run.to_dict(),
+        "versions": versions(),
+        "commit": commit(),
+        "hardware": hardware(place),
+    }
+    return result
+
+
+def count(run: Run, model: nn.Module, example: Tensor) -> Report:
+    return report(model, example, include=run.include or None, exclude=run.exclude or None)
+
+
+def read_result(folder: Path, run: Run) -> dict[str, Any] | None:
+    """The result of this very run, where the folder has it. A folder of another run is an error."""
+    path = folder / RUN
+    if path.is_file():
+        other = Run.from_dict(read_json(path))
+        if other.run_id != run.run_id:
+            raise ValueError(
+                f"{folder} belongs to run {other.run_id}, which differs from run {run.run_id} in "
+                f"{', '.join(run.differences_from(other))}: choose another folder, or delete this one"
+            )
+    result = folder / RESULT
+    if not result.is_file():
+        return None
+    found: dict[str, Any] = read_json(result)
+    return found if found.get("complete") is True else None
+
+
+def read_result_file(path: Path) -> dict[str, Any]:
+    """The result in a file, or in the folder of a run."""
+    file = path / RESULT if path.is_dir() else path
+    if not file.is_file():
+        raise FileNotFoundError(f"expected a finished run with a {RESULT} in it, got {path}: train it to the end first")
+    values = read_json(file)
+    if not isinstance(values, dict) or not {"sparsity", "connections", "weights", "seconds"} <= values.keys():
+        raise ValueError(f"expected the result of a run in {file}, got something else")
+    return values
+
+
+def read_layers(path: Path) -> Report:
+    """The connections of every layer of a finished run, from its folder or its result file."""
+    file = (path if path.is_dir() else path.parent) / LAYERS
+    if not file.is_file():
+        raise FileNotFoundError(f"expected the layers of a finished run in {file}, which does not exist")
+    rows = read_json(file)["rows"]
+    names = {each.name for each in fields(Row)}
+    return Report(
+        tuple(
+            Row(**{key: value for key, value in row.items() if key in names} | {"shape": tuple(row["shape"])})
+            for row in rows
+        )
+    )
+
+
+def read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"expected JSON in {path}, got something else ({error})") from error
+
+
+def write_json(path: Path, values: Mapping[str, Any]) -> None:
+    text = json.dumps(values, indent=2, allow_nan=False) + "\n"
+    write_atomically(path, lambda file: file.write(text.encode()))
+
+
+def write_model(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """The plain network as safetensors; tied weights are written once, under their first name."""
+    seen: dict[tuple[int, int], str] = {}
+    plain: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        place = (tensor.untyped_storage().data_ptr(), int(tensor.storage_offset()))
+        if tensor.numel() and seen.setdefault(place, name) != name:
+            continue
+        plain[name] = tensor.detach().cpu().contiguous()
+    temporary = path.with_name(f".{path.name}.part")
+    try:
+        save_file(plain, temporary)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def versions() -> dict[str, str]:
+    found = {"gossamer": gossamer.__version__, "python": platform.python_version()}
+    for package in ("torch", "numpy"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def commit() -> str | None:
+    """The commit of the checkout that this package lies in; None outside of one, or without git."""
+    folder = Path(__file__).resolve().parents[3]
+    if not (folder / ".git").exists():
+        return None
+    command = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip() or None
+
+
+def hardware(place: Place) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "device": place.device.type,
+        "processes": place.world,
+        "cpu": _cpu_name(),
+        "threads": torch.get_num_threads(),
+        "system": platform.system(),
+    }
+    if place.device.type == "cuda":
+        found["gpu"] = torch.cuda.get_device_name(place.device)
+    return found
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()

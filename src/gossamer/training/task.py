@@ -1,0 +1,213 @@
+"""What a run is trained on: batches, the loss of a batch, and the measure of success.
+
+There are two tasks, classification of images and prediction of the next word. Both are driven by the same loop; what
+they have to carry from step to step (a language model its hidden state) they keep, give away and take back.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from gossamer import data
+from gossamer.data import Batches, FolderBatches, FolderSet, ImageSet, Position, TextBatches, TextSet
+from gossamer.training.place import Place
+from gossamer.training.run import Run
+
+_EVALUATION_BATCH = 500
+_EVALUATION_COLUMNS = 10  # as the PyTorch word-language-model example evaluates
+
+
+class Source(Protocol):
+    """Batches in an order that a position describes."""
+
+    @property
+    def state(self) -> Position: ...
+
+    @state.setter
+    def state(self, position: Position) -> None: ...
+
+    def __len__(self) -> int: ...
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]: ...
+
+
+class Task(Protocol):
+    """What the loop needs to know of its data."""
+
+    metric: str
+    num_classes: int
+    source: Source
+    has_validation: bool
+
+    def example(self) -> Tensor:
+        """A batch of the right shape, of zeros."""
+        ...
+
+    def loss(self, forward: Callable[..., Any], batch: tuple[Tensor, Tensor]) -> Tensor:
+        """The loss of this process's slice; its mean over processes is the loss of the batch."""
+        ...
+
+    def begin_epoch(self) -> None: ...
+
+    def evaluate(self, model: nn.Module, part: str) -> float:
+        """The metric on 'validation' or 'test'."""
+        ...
+
+    def state(self) -> dict[str, Any]: ...
+
+    def load_state(self, state: dict[str, Any]) -> None: ...
+
+
+def make_task(run: Run, place: Place) -> Task:
+    dataset = data.load(run.data, run.data_root)
+    if isinstance(dataset, TextSet):
+        return TextTask(run, place, dataset)
+    return ImageTask(run, place, dataset)
+
+
+def autocast(run: Run, place: Place) -> torch.autocast:
+    return torch.autocast(place.device.type, torch.bfloat16, enabled=run.precision == "bf16")
+
+
+class ImageTask:
+    """Classification of images, of a set that lives on the device or of a folder that is streamed."""
+
+    metric = "accuracy"
+
+    def __init__(self, run: Run, place: Place, dataset: ImageSet | FolderSet) -> None:
+        self._run, self._place = run, place
+        self.num_classes = dataset.num_classes
+        self.source: Source
+        self._parts: dict[str, Source]
+        if isinstance(dataset, FolderSet):
+            self.source, self._parts = _of_folder(run, place, dataset)
+            self._shape: tuple[int, ...] = (3, run.image_size, run.image_size)
+        else:
+            self.source, self._parts = _of_images(run, place, dataset)
+            self._shape = dataset.input_shape
+        self.has_validation = "validation" in self._parts
+
+    def example(self) -> Tensor:
+        return torch.zeros(2, *self._shape, device=self._place.device)
+
+    def loss(self, forward: Callable[..., Any], batch: tuple[Tensor, Tensor]) -> Tensor:
+        images, labels = batch
+        mine = self._place.slice_of(len(labels))
+        with autocast(self._run, self._place):
+            logits = forward(images[mine])
+        loss = functional.cross_entropy(logits.float(), labels[mine], label_smoothing=self._run.label_smoothing)
+        return loss * self._place.weight_of(len(labels)) if self._place.world > 1 else loss
+
+    def begin_epoch(self) -> None:
+        pass  # images are independent of each other
+
+    def evaluate(self, model: nn.Module, part: str) -> float:
+        right = torch.zeros((), dtype=torch.int64, device=self._place.device)
+        seen = 0
+        with _evaluating(model), autocast(self._run, self._place):
+            for images, labels in self._parts[part]:
+                right += (model(images).argmax(dim=1) == labels).sum()
+                seen += len(labels)
+        return float(right) / seen
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        pass
+
+
+def _of_images(run: Run, place: Place, dataset: ImageSet) -> tuple[Source, dict[str, Source]]:
+    dataset = dataset.split(run.validation) if run.validation else dataset
+    if not run.augment:
+        dataset = replace(dataset, padding=0, flip=False)
+    dataset = dataset.to(place.device)
+    named = {"test": dataset.test, "validation": dataset.validation}
+    return Batches.training(dataset, run.batch_size, seed=run.seed, channels_last=run.channels_last), {
+        name: Batches.evaluation(dataset, part, _EVALUATION_BATCH, channels_last=run.channels_last)
+        for name, part in named.items()
+        if part is not None
+    }
+
+
+def _of_folder(run: Run, place: Place, dataset: FolderSet) -> tuple[Source, dict[str, Source]]:
+    """The part that such a folder calls val is the test set: ImageNet publishes no labels of its own test set."""
+    if run.validation:
+        raise ValueError(f"validation={run.validation}: nothing can be held out of an image folder; set validation=0")
+    if not run.augment:
+        raise ValueError("augment=false: an image folder is always cropped at random while training")
+    size = run.image_size
+    common: dict[str, Any] = {
+        "size": size,
+        "resize": size * 256 // 224,
+        "workers": run.workers,
+        "device": place.device,
+        "channels_last": run.channels_last,
+    }
+    training = FolderBatches(dataset, dataset.train, run.batch_size, training=True, seed=run.seed, **common)
+    return training, {"test": FolderBatches(dataset, dataset.validation, run.batch_size, training=False, **common)}
+
+
+class TextTask:
+    """Prediction of the next word, by truncated back-propagation through time."""
+
+    metric = "perplexity"
+    has_validation = True
+
+    def __init__(self, run: Run, place: Place, dataset: TextSet) -> None:
+        self._run, self._place, self._dataset = run, place, dataset
+        self.num_classes = len(dataset.vocabulary)
+        self.source: Source = TextBatches(dataset.train, run.batch_size, length=run.bptt, device=place.device)
+        self._hidden: tuple[Tensor, ...] | None = None
+
+    def example(self) -> Tensor:
+        return torch.zeros(1, 2, dtype=torch.int64, device=self._place.device)
+
+    def loss(self, forward: Callable[..., Any], batch: tuple[Tensor, Tensor]) -> Tensor:
+        count = batch[0].shape[1]
+        tokens, following = (part[:, self._place.slice_of(count)] for part in batch)
+        with autocast(self._run, self._place):
+            logits, hidden = forward(tokens, self._hidden)
+        self._hidden = tuple(part.detach() for part in hidden)
+        loss = functional.cross_entropy(
+            logits.float().flatten(0, 1), following.flatten(), label_smoothing=self._run.label_smoothing
+        )
+        return loss * self._place.weight_of(count) if self._place.world > 1 else loss
+
+    def begin_epoch(self) -> None:
+        self._hidden = None
+
+    def evaluate(self, model: nn.Module, part: str) -> float:
+        stream = self._dataset.test if part == "test" else self._dataset.validation
+        windows = TextBatches(stream, _EVALUATION_COLUMNS, length=self._run.bptt, device=self._place.device)
+        total = torch.zeros((), dtype=torch.float64, device=self._place.device)
+        words, hidden = 0, None
+        with _evaluating(model), autocast(self._run, self._place):
+            for tokens, following in windows:
+                logits, hidden = model(tokens, hidden)
+                total += functional.cross_entropy(logits.float().flatten(0, 1), following.flatten(), reduction="sum")
+                words += following.numel()
+        return math.exp(min(float(total) / words, 700.0))  # a hopeless model is huge, not an overflow
+
+    def state(self) -> dict[str, Any]:
+        return {"hidden": None if self._hidden is None else list(self._hidden)}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        hidden = state["hidden"]
+        self._hidden = None if hidden is None else tuple(part.to(self._place.device) for part in hidden)
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train()

@@ -1,0 +1,92 @@
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from gossamer import data
+from gossamer.recipes import RECIPES, Published, Recipe, find, names
+from gossamer.schedule import make_plan
+from gossamer.training import Run, networks
+from gossamer.training.methods import METHODS
+
+
+def test_names_are_unique_and_so_are_runs() -> None:
+    assert len(set(names())) == len(RECIPES)
+    assert len({recipe.run.run_id for recipe in RECIPES}) == len(RECIPES)
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=names())
+def test_every_recipe_is_of_known_parts_and_its_phases_fit(recipe: Recipe) -> None:
+    run = recipe.run
+    assert run.model in networks.names()
+    assert run.data in data.names()
+    assert run.method in METHODS
+    assert Run.from_dict(run.to_dict()) == run
+    settings = run.mask_settings
+    plan = make_plan(
+        run.epochs * 100,
+        warmup=settings.warmup,
+        sparsify=settings.sparsify,
+        stabilise=settings.stabilise,
+        steps_per_epoch=100,
+    )
+    assert plan.finetune > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("cifar10-resnet20", 0.9008),
+        ("cifar10-resnet20-dense", 0.9125),
+        ("cifar10-resnet110", 0.9456),
+        ("cifar10-vgg16-paper", 0.9439),
+        ("mnist-fc-densenet-paper", 0.9801),
+        ("wikitext2-lstm", 91.27),
+        ("cifar100-wrn28-10", 0.8151),
+    ],
+)
+def test_the_number_of_the_paper_that_belongs_to_a_recipe(name: str, value: float) -> None:
+    expected = find(name).expected()
+    assert expected is not None
+    assert expected.value == value
+
+
+def test_the_schedule_of_the_paper_on_cifar() -> None:
+    run = find("cifar10-resnet20-paper").run
+    settings = run.mask_settings
+    assert (run.batch_size, run.lr, run.epochs) == (64, 0.1, 150 + 40 + 20 + 80 + 80)
+    assert (settings.warmup, settings.stabilise, settings.scale) == ("150ep", "20ep", "batch")
+
+
+def test_agreement_is_one_sided() -> None:
+    recipe = Recipe("x", "", Run(), (Published("t", accuracy=0.9, sparsity=0.0),), tolerance=0.01)
+    assert recipe.agrees("accuracy", 0.95)
+    assert recipe.agrees("accuracy", 0.895)
+    assert not recipe.agrees("accuracy", 0.88)
+    words = replace(recipe, published=(Published("t", perplexity=90.0, sparsity=0.0),), tolerance=1.0)
+    assert words.agrees("perplexity", 80.0)
+    assert not words.agrees("perplexity", 92.0)
+    assert replace(recipe, published=()).agrees("accuracy", 0.1) is None
+
+
+def test_a_recipe_can_be_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps(find("digits").run.to_dict()))
+    assert find(str(path)).run == find("digits").run
+
+
+def test_what_is_no_recipe_is_an_error_with_the_nearest_name(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="did you mean digits"):
+        find("digit")
+    with pytest.raises(FileNotFoundError, match="does not exist"):
+        find(str(tmp_path / "none.json"))
+    (tmp_path / "list.json").write_text("[]")
+    with pytest.raises(ValueError, match="expected an object with the keys of a run"):
+        find(str(tmp_path / "list.json"))
+    (tmp_path / "text.json").write_text("lr = 3")
+    with pytest.raises(ValueError, match="expected JSON in"):
+        find(str(tmp_path / "text.json"))
+    (tmp_path / "new.json").write_text('{"format": 99}')
+    with pytest.raises(ValueError, match="newer version of gossamer"):
+        find(str(tmp_path / "new.json"))

@@ -1,0 +1,140 @@
+import json
+import os
+import re
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from gossamer import cli, data, models
+from gossamer.recipes import RECIPES
+from gossamer.training import networks
+from gossamer.training.progress import JsonLines, Status
+
+SHORT = ["--set", "epochs=2", "log_steps=4", "--set", "model_options.width=4"]
+
+
+def run(*arguments: str) -> int:
+    """The exit code of a command line."""
+    with pytest.raises(SystemExit) as stop:
+        cli.main(arguments)
+    return int(stop.value.code or 0)
+
+
+def test_train_writes_the_model_and_shows_the_result(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("train", "digits", "--out", str(tmp_path), *SHORT) == 0
+    shown = capsys.readouterr().out
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert f"{result['accuracy']:.2%}" in shown
+    assert f"{result['connections']:,}" in shown
+    assert result["config"]["epochs"] == 2
+    assert result["config"]["model_options"] == {"width": 4}
+    assert {"log.jsonl", "layers.json", "model.safetensors"} <= {path.name for path in tmp_path.iterdir()}
+
+    assert run("report", str(tmp_path), str(tmp_path / "result.json"), "--layers") == 0
+    shown = capsys.readouterr().out
+    matrices = [tensor for tensor in load_file(tmp_path / "model.safetensors").values() if tensor.ndim > 1]
+    assert len(matrices) == 4
+    for tensor in matrices:
+        assert f" {int(tensor.count_nonzero())} " in shown
+
+
+def test_the_quick_start_compares_dense_and_sparse(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = cli._train
+    monkeypatch.setattr(cli, "_train", lambda recipe, out, changes=(): whole(recipe, out, ["epochs=4"]))
+    assert run("quickstart", "--out", str(tmp_path)) == 0
+    shown = capsys.readouterr().out
+    assert re.search(r"digits-dense .* 0\.00% +58,144 ", shown)
+    assert re.search(r"digits .* 95\.00% +2,907 ", shown)
+    assert "features.3.weight" in shown
+    assert str(tmp_path / "digits" / "model.safetensors") in shown.replace("\n", "")
+
+
+def test_list_shows_everything_with_its_count(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("list") == 0
+    shown = capsys.readouterr().out
+    for name in (*networks.names(), *data.names(), *(recipe.name for recipe in RECIPES), "scl"):
+        assert name in shown
+    assert f"{len(RECIPES)} recipes" in shown
+    assert all(f"{entry.connections:,}" in shown for entry in models.MODELS)
+
+
+def test_the_small_network_of_the_quick_start_has_the_count_that_is_listed() -> None:
+    matrices = [each for each in networks.DigitsNet().parameters() if each.ndim > 1]
+    assert sum(each.numel() for each in matrices) == networks.QUICK_START_CONNECTIONS
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["train", "digitz", "--out", "OUT"], "got 'digitz': did you mean digits"),
+        (
+            ["train", "digits", "--out", "OUT", "--set", "epoch=3"],
+            "unknown key 'epoch' of a run: did you mean 'epochs'?",
+        ),
+        (["train", "digits", "--out", "OUT", "--set", "device=cuda"], "device=cuda was asked for, but torch"),
+        (["train", "digits", "--out", "OUT", "--set", "lr=1e30"], "the loss is not finite"),
+        (["train", "digits", "--out", "OUT", "--set", "model=resnet20"], "resnet20 does not take batches of digits"),
+        (["train", "cifar10-resnet20", "--out", "OUT", "--set", "data_root=OUT"], "to name a folder with data sets"),
+        (["train", "NEW", "--out", "OUT"], "written by a newer version of gossamer"),
+        (["report", "OUT"], "expected a finished run with a result.json in it"),
+    ],
+)
+def test_an_error_is_one_message_without_a_traceback(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    if "device=cuda" in arguments and torch.cuda.is_available():
+        pytest.skip("there is a GPU here")
+    new = tmp_path / "new.json"
+    new.write_text('{"format": 7}')
+    places = {"OUT": str(tmp_path / "out"), "NEW": str(new)}
+    assert run(*(places.get(each, each.replace("OUT", places["OUT"])) for each in arguments)) == 2
+    said = capsys.readouterr().err
+    assert message in said
+    assert "gossamer: " in said
+    assert "Traceback" not in said
+
+
+def test_debug_shows_where_an_error_comes_from(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert run("train", "digitz", "--out", str(tmp_path), "--debug") == 2
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_a_wrong_option_exits_with_two(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("train", "digits", "--otu", "x") == 2
+    assert "--otu" in capsys.readouterr().err
+
+
+def test_ctrl_c_stops_after_a_checkpoint_and_the_same_command_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tell = JsonLines.tell
+
+    def tell_and_press(self: JsonLines, status: Status) -> None:
+        tell(self, status)
+        if status.step == 8:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(JsonLines, "tell", tell_and_press)
+        assert run("train", "digits", "--out", str(tmp_path), *SHORT) == 130
+    said = capsys.readouterr().err
+    assert "stopped after step 8 of" in said
+    assert "run the same command again to go on" in said
+    assert run("train", "digits", "--out", str(tmp_path), *SHORT) == 0
+
+
+@pytest.mark.filterwarnings("always:the checkpoint")
+def test_a_warning_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("train", "digits", "--out", str(tmp_path), *SHORT, "--set", "checkpoint_steps=15") == 0
+    (tmp_path / "result.json").unlink()
+    (tmp_path / "checkpoint-000000001.pt").write_bytes(b"nonsense")
+    assert run("train", "digits", "--out", str(tmp_path), *SHORT) == 0
+    warned = [line for line in capsys.readouterr().err.splitlines() if "warning" in line]
+    assert len(warned) == 1
+    assert warned[0].startswith("warning: the checkpoint")
+    assert warned[0].endswith("; beginning again")

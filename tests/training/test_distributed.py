@@ -1,0 +1,56 @@
+"""Two processes that share every batch come to the result of one."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from distributed_run import all_of_them
+from safetensors.torch import load_file
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """The run in this process, and in two that torchrun starts; sharding means nothing to a process alone."""
+    one, two = tmp_path_factory.mktemp("one"), tmp_path_factory.mktemp("two")
+    all_of_them(one, ("ddp",))
+    program = str(Path(__file__).with_name("distributed_run.py"))
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    with open(two / "log.txt", "w") as log:
+        process = subprocess.Popen(
+            [*launcher, program, str(two)], stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            process.wait(timeout=120)
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)  # its processes too: they would wait for each other forever
+    assert process.returncode == 0, (two / "log.txt").read_text()
+    return one / "ddp", two
+
+
+@pytest.mark.parametrize("sharding", ["ddp", "fsdp2"])
+def test_two_processes_equal_one(folders: tuple[Path, Path], sharding: str) -> None:
+    alone, together = folders[0], folders[1] / sharding
+    one, two = load_file(alone / "model.safetensors"), load_file(together / "model.safetensors")
+    assert one.keys() == two.keys()
+    for name in one:
+        torch.testing.assert_close(one[name], two[name], rtol=1e-4, atol=1e-5)
+        assert torch.equal(one[name] == 0, two[name] == 0)
+    results = [json.loads((folder / "result.json").read_text()) for folder in (alone, together)]
+    for key in ("connections", "sparsity", "accuracy", "flops"):
+        assert results[0][key] == results[1][key]
+    assert results[1]["hardware"]["processes"] == 2
+
+
+@pytest.mark.parametrize("sharding", ["ddp", "fsdp2"])
+def test_two_processes_go_on_from_a_checkpoint_to_the_same_bits(folders: tuple[Path, Path], sharding: str) -> None:
+    whole, again = folders[1] / sharding, folders[1] / f"{sharding}-again"
+    assert list(whole.glob("checkpoint-*.pt"))
+    assert not list(again.glob("checkpoint-*.pt"))  # complete, so they are gone
+    one, two = load_file(whole / "model.safetensors"), load_file(again / "model.safetensors")
+    assert all(one[name].equal(two[name]) for name in one)

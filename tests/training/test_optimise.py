@@ -1,0 +1,67 @@
+import math
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import nn
+
+from gossamer.schedule import Plan
+from gossamer.training.optimise import Plateau, learning_rate, make_optimizer
+from gossamer.training.run import Run
+
+PLAN = Plan(warmup=10, sparsify=6, stabilise=4, finetune=20)
+
+
+def rates(run: Run) -> list[float]:
+    return [learning_rate(run, PLAN, step, total_steps=40, steps_per_epoch=10) for step in range(40)]
+
+
+def test_constant_and_cosine() -> None:
+    assert rates(Run(schedule="constant", lr=0.3)) == [0.3] * 40
+    expected = [0.3 * math.cos(math.pi * step / 80) ** 2 for step in range(40)]
+    assert rates(Run(schedule="cosine", lr=0.3)) == pytest.approx(expected)
+
+
+def test_steps_drop_at_their_moments() -> None:
+    run = Run(schedule="steps", lr=1.0, lr_drops=("1ep", "0.75run"), lr_factor=0.5)
+    assert rates(run) == [1.0] * 10 + [0.5] * 20 + [0.25] * 10
+
+
+def test_phases_are_those_of_the_paper() -> None:
+    assert rates(Run(schedule="phases", lr=1.0)) == pytest.approx([1.0] * 16 + [0.1] * 14 + [0.01] * 10)
+
+
+def test_phases_cosine_comes_down_inside_the_mask_phases() -> None:
+    found = rates(Run(schedule="phases_cosine", lr=1.0))
+    assert found[:11] == [1.0] * 11
+    assert found[15] == pytest.approx(0.1 + 0.9 / 2)
+    assert all(later < earlier for earlier, later in pairwise(found[10:20]))
+    assert found[20:] == pytest.approx([0.1] * 10 + [0.01] * 10)
+
+
+def test_the_learning_rate_rises_in_equal_steps() -> None:
+    run = Run(schedule="constant", lr=1.0, lr_warmup="4it")
+    assert rates(run)[:6] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0, 1.0])
+
+
+def test_optimizers_have_the_settings_of_the_run() -> None:
+    model = nn.Linear(2, 2)
+    sgd = make_optimizer(Run(lr=0.3, momentum=0.8, nesterov=True, weight_decay=0.01), model)
+    assert isinstance(sgd, torch.optim.SGD)
+    group = sgd.param_groups[0]
+    assert (group["lr"], group["momentum"], group["nesterov"], group["weight_decay"]) == (0.3, 0.8, True, 0.01)
+    adamw = make_optimizer(Run(optimizer="adamw", lr=0.001, weight_decay=0.05), model)
+    assert isinstance(adamw, torch.optim.AdamW)
+    assert adamw.param_groups[0]["weight_decay"] == 0.05
+
+
+def test_on_a_plateau_the_rate_falls_and_the_best_stays() -> None:
+    run = Run(schedule="plateau", lr_factor=0.5)
+    state, factors = Plateau(), []
+    for perplexity in (100.0, 90.0, 89.99, 95.0, 80.0, 80.0):
+        state = state.see(run, "perplexity", perplexity)
+        factors.append(state.factor)
+    assert factors == [1.0, 1.0, 0.5, 0.25, 0.25, 0.125]  # 89.99 is an improvement of less than 1e-4 of the loss
+    assert Plateau().see(run, "accuracy", 0.8).see(run, "accuracy", 0.9).factor == 1.0
+    assert Plateau().see(run, "accuracy", 0.8).see(run, "accuracy", 0.7).factor == 0.5
+    assert Plateau().see(Run(), "accuracy", 0.8).see(Run(), "accuracy", 0.7) == Plateau()

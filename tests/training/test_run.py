@@ -1,0 +1,128 @@
+import copy
+import hashlib
+import json
+import pickle
+import re
+
+import pytest
+
+from gossamer.settings import Settings
+from gossamer.training.run import FORMAT, Run
+
+SPARSE = Run(model="lenet300", data="mnist", method="scl", sparsity=0.95, settings={"mask_lr": 0.5}, epochs=3)
+
+
+def test_a_run_comes_back_from_its_dictionary_through_json() -> None:
+    assert Run.from_dict(json.loads(json.dumps(SPARSE.to_dict()))) == SPARSE
+
+
+def test_a_run_can_be_copied_and_pickled() -> None:
+    assert pickle.loads(pickle.dumps(SPARSE)) == SPARSE
+    assert copy.deepcopy(SPARSE) == SPARSE
+    assert len({SPARSE, copy.deepcopy(SPARSE)}) == 1
+
+
+def test_the_identity_is_the_hash_of_what_differs_from_the_defaults() -> None:
+    text = '{"epochs":7,"lr":0.05}'
+    assert Run(epochs=7, lr=0.05).run_id == hashlib.sha256(text.encode()).hexdigest()[:10]
+    assert Run().run_id == hashlib.sha256(b"{}").hexdigest()[:10]
+
+
+@pytest.mark.parametrize("change", ["seed=1", "lr=0.2", "settings.mask_lr=0.4", "model_options.x=1", "precision=bf16"])
+def test_what_changes_the_numbers_changes_the_identity(change: str) -> None:
+    assert SPARSE.with_settings([change]).run_id != SPARSE.run_id
+
+
+@pytest.mark.parametrize("change", ["device=cpu", "checkpoint_steps=7", "log_steps=3", "workers=0", "data_root=x"])
+def test_where_it_runs_and_what_is_written_is_not_part_of_the_identity(change: str) -> None:
+    changed = SPARSE.with_settings([change])
+    assert changed != SPARSE
+    assert changed.run_id == SPARSE.run_id
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "value"),
+    [
+        ("epochs=12", "epochs", 12),
+        ("lr=5e-2", "lr", 0.05),
+        ("nesterov=true", "nesterov", True),
+        ("augment=no", "augment", False),
+        ("clip=0.25", "clip", 0.25),
+        ("clip=none", "clip", None),
+        ("exclude=*.bias, decoder", "exclude", ("*.bias", "decoder")),
+        ("settings.floor=0", "settings", {"mask_lr": 0.5, "floor": 0}),
+        ("model_options.deep=true", "model_options", {"deep": True}),
+    ],
+)
+def test_settings_are_read_by_the_type_of_their_field(text: str, name: str, value: object) -> None:
+    changed = getattr(SPARSE.with_settings([text]), name)
+    assert changed == value
+    assert type(changed) is type(value) or isinstance(value, dict)
+
+
+def test_the_scale_called_none_is_a_name() -> None:
+    assert SPARSE.with_settings(["settings.scale=none"]).mask_settings.scale == "none"
+
+
+def test_several_settings_add_up() -> None:
+    run = SPARSE.with_settings(["settings.floor=0.01", "settings.mask_lr=2", "schedule=steps", "lr_drops=2ep,0.9run"])
+    assert run.mask_settings == Settings(floor=0.01, mask_lr=2)
+    assert run.lr_drops == ("2ep", "0.9run")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("epoch=3", "unknown key 'epoch' of a run: did you mean 'epochs'?"),
+        ("mask_lr=3", "did you mean 'settings.mask_lr'?"),
+        ("zzz=3", "the keys are model, model_options, data"),
+        ("settings.maskrate=3", "unknown setting 'maskrate'"),
+        ("epochs", "expected key=value, such as lr=0.05, got 'epochs'"),
+        ("epochs=2.5", "epochs: expected a whole number, got '2.5'"),
+        ("lr=fast", "lr: expected a number, got 'fast'"),
+        ("augment=maybe", "augment: expected true or false, got 'maybe'"),
+        ("lr.x=3", "expected a plain value for lr"),
+        ("settings=3", "expected settings.key=value"),
+        ("optimizer=sdg", "optimizer: expected one of sgd, adamw, got 'sdg'"),
+        ("epochs=0", "epochs: expected at least 1, got 0"),
+        ("lr_warmup=5", "lr_warmup: expected a duration with its unit"),
+        ("lr_drops=5ep", "lr_drops go with schedule=steps"),
+        ("flops=0.1", "expected one of sparsity, flops and decay, got sparsity, flops"),
+        ("method=dense", "method=dense: expected no sparsity"),
+    ],
+)
+def test_a_wrong_setting_is_an_error_that_says_what_to_do(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        SPARSE.with_settings([text])
+
+
+def test_all_problems_are_told_at_once() -> None:
+    with pytest.raises(ValueError, match="cannot be trained") as error:
+        Run(epochs=0, lr=-1.0, precision="int3", method="scl")
+    assert all(name in str(error.value) for name in ("epochs", "lr", "precision", "method=scl"))
+
+
+def test_a_file_of_a_newer_version_is_refused() -> None:
+    with pytest.raises(ValueError, match="written by a newer version of gossamer"):
+        Run.from_dict({"format": FORMAT + 1, "something_new": 3})
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"epochz": 3}, "did you mean 'epochs'?"),
+        ({"epochs": "3"}, "epochs: expected a whole number, got '3'"),
+        ({"epochs": True}, "epochs: expected a whole number, got True"),
+        ({"settings": [1]}, "settings: expected a table of plain values"),
+        ({"lr_drops": "3ep"}, "lr_drops: expected a list of strings"),
+    ],
+)
+def test_a_file_with_wrong_values_is_refused(values: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        Run.from_dict(values)
+
+
+def test_whole_numbers_in_a_file_are_numbers() -> None:
+    run = Run.from_dict({"lr": 1})
+    assert isinstance(run.lr, float)
+    assert run.run_id == Run(lr=1.0).run_id
