@@ -146,7 +146,8 @@ def main() -> None:
         chosen |= {method: best(outcomes, method) for method in present}
         say(f"chosen on validation: {chosen}")
     if "final" in arguments.stage:
-        chosen |= {method: chosen_before(arguments.out, method) for method in chosen if "screening" not in arguments.stage}
+        if "screening" not in arguments.stage:
+            chosen = {method: chosen_before(arguments.out, method) for method in chosen}
         say(f"chosen on validation: {chosen}")
         runs = [member for sparsity in arguments.sparsity for member in members([chosen["scl"]], sparsity=sparsity)]
         runs += members([chosen["magnitude"]], sparsity=0.95)
