@@ -109,7 +109,7 @@ def test_the_sample_brackets_a_large_vector() -> None:
 
 def test_a_misleading_sample_costs_time_but_not_exactness() -> None:
     values = torch.zeros(2_000_000)
-    stride = values.numel() // (1 << 16)
+    stride = values.numel() // budget._SAMPLE
     values[::stride] = 1000.0 + torch.arange(values[::stride].numel())
     values[1::2] += torch.linspace(0, 1, values[1::2].numel())
     keep = 900_000

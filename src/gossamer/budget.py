@@ -32,6 +32,7 @@ from gossamer.sharding import of_all_processes
 Array = npt.NDArray[Any]
 
 _FAST_BINS = 12_288  # 32-bit counters in 48 KiB
+_SAMPLE = 1 << 13  # connections that are looked at to bracket the threshold, and up to eight times as many
 _CHUNK = 1 << 16  # connections looked at together on the CPU: 256 KiB, fits the cache
 
 
@@ -146,9 +147,10 @@ def _first_equal(array: Array, value: float, count: int) -> Array:
 
 def _bracket(array: Array, keep: int) -> tuple[float, float]:
     """Two values that very probably enclose the threshold, from every n-th value."""
-    if len(array) <= 1 << 20:
+    if len(array) <= _SAMPLE:
         return -np.inf, np.inf
-    sample = np.sort(array[:: len(array) // (1 << 16)])[::-1]
+    size = min(8 * _SAMPLE, max(_SAMPLE, len(array) // 256))
+    sample = np.sort(array[:: len(array) // size])[::-1]
     share = keep / len(array)
     position = share * len(sample)
     margin = 4 * (position * (1 - share)) ** 0.5 + 8
