@@ -107,10 +107,12 @@ def _lower_by_bracket_(
     if missing:
         # Connections tied with the first dropped one: the earliest of them are kept.
         ties = torch.from_numpy(_first_equal(values.numpy(), float(threshold), missing))
-    values.sub_(threshold)
+    for start in range(0, len(values), 4 * _CHUNK):
+        part = values[start : start + 4 * _CHUNK].sub_(threshold)
+        torch.gt(part, 0, out=mask[start : start + 4 * _CHUNK])
     if missing:
         values[ties] = torch.finfo(values.dtype).tiny
-    torch.gt(values, 0, out=mask)
+        mask[ties] = True
     return threshold, threshold
 
 
@@ -118,13 +120,15 @@ def _largest_dropped(values: Tensor, keep: int) -> tuple[Tensor, int]:
     """The (keep + 1)-th largest value, and how many values are larger than it."""
     array = values.numpy()
     low, high = _bracket(array, keep)
-    above, inside = 0, []
-    for start in range(0, len(array), _CHUNK):
+
+    def look(start: int) -> tuple[int, Array]:
         chunk = array[start : start + _CHUNK]
         over_low, over_high = chunk > low, chunk > high
-        above += int(np.count_nonzero(over_high))
-        inside.append(chunk[np.flatnonzero(over_low ^ over_high)])
-    candidates = np.concatenate(inside)
+        return int(np.count_nonzero(over_high)), chunk[np.flatnonzero(over_low ^ over_high)]
+
+    seen = [look(start) for start in range(0, len(array), _CHUNK)]
+    above = sum(count for count, _ in seen)
+    candidates = np.concatenate([inside for _, inside in seen])
     if not above <= keep < above + len(candidates):
         candidates, above = array, 0  # the sample misled us: look at everything
     rank = len(candidates) - 1 - (keep - above)

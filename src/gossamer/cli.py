@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, TextIO, assert_never
 
+import torch
 import tyro
 from rich.console import Console
 
@@ -140,6 +141,7 @@ def _train(recipe: Recipe, out: Path, changes: Sequence[str] = ()) -> dict[str, 
 
 
 def _quickstart(out: Path, console: Console) -> None:
+    torch.set_num_threads(1)  # so small a network gains nothing from a second one, and loses much on a busy machine
     folders = {name: out / name for name in ("digits-dense", "digits")}
     results = [(name, _train(find(name), folder)) for name, folder in folders.items()]
     console.print(tables.of_results(results))

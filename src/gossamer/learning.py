@@ -4,7 +4,7 @@ On an accelerator all tensors are treated as one vector; on a CPU each tensor by
 as scratch space, because there memory that was not touched lately is what costs time.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +16,8 @@ from gossamer.select import Weight
 from gossamer.settings import Settings
 from gossamer.sharding import shard_axis
 from gossamer.store import Store
+
+_PIECE = 1 << 18  # connections treated together on a CPU
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,14 +71,21 @@ def learn_masks_(
     squares = torch.stack(torch._foreach_norm(views)).square()
     if group is not None:
         dist.all_reduce(squares, group=group)
-    _rescale_(blocks, views, weights, squares, settings, connections, moments, group)
+    divisor = None
+    if settings.scale == "global" and settings.power:
+        divisor = method.divisor(method.global_scale(squares, connections), settings.power)
+    elif settings.scale != "none" and settings.power:
+        _rescale_features_(views, weights, settings, moments, group)
     healthy = _healthy(squares, found_inf, moments, group)
     if store.device.type == "cpu":
-        if healthy:
-            for block in blocks:
-                _descend_(block, block.work, settings, decay, learning_rate)
+        for block in blocks if healthy else ():
+            if divisor is not None:
+                block.work.div_(divisor)
+            _descend_(block, block.work, settings, decay, learning_rate)
         return Outcome(squares, healthy)
     for block in blocks:
+        if divisor is not None:
+            block.work.div_(divisor)
         # No look at the host: where gradients were not finite, the accelerator takes a step of length zero.
         velocity = None if block.velocity is None else block.velocity.clone()
         _descend_(
@@ -124,10 +133,33 @@ def _lay_out(
     ]
     velocities = [None] * len(works) if store.velocity is None else store.views(store.velocity)
     blocks = [
-        _Block(*parts)
+        block
         for parts in zip(gradients, store.dense_views, store.mask_variable_views, velocities, works, strict=True)
+        for block in _pieces(_Block(*parts))
     ]
     return blocks, works
+
+
+def _pieces(block: _Block) -> Iterator[_Block]:
+    """A block in parts that stay in the cache from one operation to the next."""
+    tensors = (block.gradient, block.weight, block.mask_variable, block.velocity, block.work)
+    size = block.work.numel()
+    if size <= _PIECE or not all(tensor is None or tensor.is_contiguous() for tensor in tensors):
+        yield block
+        return
+    gradient, weight, mask_variable, velocity, work = (None if each is None else each.view(-1) for each in tensors)
+    assert weight is not None
+    assert mask_variable is not None
+    assert work is not None
+    for start in range(0, size, _PIECE):
+        part = slice(start, start + _PIECE)
+        yield _Block(
+            None if gradient is None else gradient[part],
+            weight[part],
+            mask_variable[part],
+            None if velocity is None else velocity[part],
+            work[part],
+        )
 
 
 def _mask_gradient_(block: _Block, settings: Settings, unscale: Tensor | None) -> None:
@@ -149,24 +181,14 @@ def _mask_gradient_(block: _Block, settings: Settings, unscale: Tensor | None) -
     )
 
 
-def _rescale_(
-    blocks: Sequence[_Block],
+def _rescale_features_(
     views: Sequence[Tensor],
     weights: Sequence[Weight],
-    squares: Tensor,
     settings: Settings,
-    connections: int,
     moments: Moments | None,
     group: dist.ProcessGroup | None,
 ) -> None:
-    """Eq. (grad_norm) in the reading that was asked for."""
-    if settings.scale == "none" or settings.power == 0:
-        return
-    if settings.scale == "global":
-        divisor = method.divisor(method.global_scale(squares, connections), settings.power)
-        for block in blocks:
-            block.work.div_(divisor)
-        return
+    """Eq. (grad_norm), feature by feature."""
     for view, weight in zip(views, weights, strict=True):
         axis, groups = weight.feature_axis, weight.groups
         if moments is None:

@@ -1,0 +1,84 @@
+"""The code itself: style, types, imports that point down, a README of one screen, an example that runs."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+SOURCE = ROOT / "src" / "gossamer"
+
+# From the bottom up. A module may import from its own layer and from those below.
+LAYERS = (
+    {"method", "schedule", "sharding", "tune", "_selectors", "_engines", "_hooks"},
+    {"settings", "budget_kernels", "budget", "select", "_forward"},
+    {"flops", "target", "store", "moments", "models", "data", "_claims", "keep_zeros"},
+    {"learning", "health", "report", "verify"},
+    {"sample_scales"},
+    {"connectivity"},
+    {"sparsifier"},
+    {"__init__"},
+    {"side_by_side", "training"},
+    {"recipes"},
+    {"tables"},
+    {"cli"},
+    {"__main__"},
+)
+LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
+
+
+def run(*command: str) -> None:
+    result = subprocess.run([sys.executable, "-m", *command], cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_style() -> None:
+    run("ruff", "check", ".")
+    run("ruff", "format", "--check", ".")
+
+
+def test_types() -> None:
+    run("mypy")
+
+
+def imported(path: Path) -> set[str]:
+    """The parts of gossamer that a file imports."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "gossamer":
+            parts = node.module.split(".")
+            found |= {parts[1]} if len(parts) > 1 else {alias.name for alias in node.names}
+        if isinstance(node, ast.Import):
+            found |= {alias.name.split(".")[1] for alias in node.names if alias.name.startswith("gossamer.")}
+    return found & set(LEVEL)
+
+
+@pytest.mark.parametrize("path", sorted(SOURCE.rglob("*.py")), ids=lambda path: str(path.relative_to(SOURCE)))
+def test_imports_point_down(path: Path) -> None:
+    own = path.relative_to(SOURCE).parts[0].removesuffix(".py")
+    upwards = {name for name in imported(path) if LEVEL[name] > LEVEL[own]}
+    assert not upwards, f"{own} imports {', '.join(sorted(upwards))}, which lies above it"
+
+
+def test_files_stay_small() -> None:
+    long = [path.name for path in SOURCE.rglob("*.py") if len(path.read_text().splitlines()) > 400]
+    assert not long
+
+
+def test_the_reference_shares_no_code_with_the_library() -> None:
+    for path in (ROOT / "tests" / "reference").glob("*.py"):
+        assert not imported(path), path.name
+
+
+def test_readme_fits_a_screen() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 60
+
+
+def test_the_example_runs() -> None:
+    path = ROOT / "examples" / "one_file.py"
+    assert len(path.read_text().splitlines()) <= 150
+    result = subprocess.run([sys.executable, str(path), "--epochs", "12"], capture_output=True, text=True, timeout=240)
+    assert result.returncode == 0, result.stderr
+    assert "95.00%" in result.stdout
