@@ -130,7 +130,7 @@ def load(
     source = Path(path)
     with source.open("rb") as file:
         sections, metadata = read_header(source, file)
-        if metadata.get("format") == "gossamer":
+        if any(name.startswith("gossamer.") for name in sections):
             codec, checksums = parse_description(source, metadata, sections)
             streams = {
                 name: ByteStream(

@@ -74,6 +74,8 @@ def parse_description(
     path: Path, metadata: Mapping[str, str], sections: Mapping[str, Section]
 ) -> tuple[Codec, dict[str, int]]:
     """Codec and checksums from the metadata."""
+    if metadata.get("format") != "gossamer":
+        raise bad_file(path, "format 'gossamer' in the metadata", repr(metadata.get("format")))
     if metadata.get("version") != str(VERSION):
         raise ValueError(
             f"{path}: expected file format version {VERSION}, got {metadata.get('version')!r}; "
