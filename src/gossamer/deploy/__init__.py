@@ -1,0 +1,1 @@
+"""Sparse networks made small and fast."""
