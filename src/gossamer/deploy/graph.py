@@ -90,6 +90,16 @@ class Product:
     add: int | None = None
     relu: bool = False
 
+    @property
+    def copies(self) -> bool:
+        """Whether all it does is to pick channels and pixels."""
+        single = self.taps.count <= self.taps.rows and np.unique(self.taps.row).size == self.taps.count
+        plain = bool(
+            (self.taps.weight == 1).all() and (self.taps.dy == 0).all() and (self.taps.dx == 0).all()
+        )
+        free = self.add is None and not self.relu and not self.bias.any()
+        return single and plain and free and self.padding == (0, 0)
+
 
 @dataclass(frozen=True, eq=False)
 class Affine:
@@ -206,8 +216,6 @@ def fuse(graph: Graph) -> Graph:
             uses[y] += 1
         producer = {op.y: i for i, op in enumerate(operations) if not isinstance(op, Recurrent)}
         for place, operation in enumerate(operations):
-            if not isinstance(operation, Affine):
-                continue
             for candidate in _orders(operation):
                 before = producer.get(candidate.x)
                 if before is None or uses[candidate.x] != 1:
@@ -224,14 +232,21 @@ def fuse(graph: Graph) -> Graph:
     return replace(graph, operations=operations)
 
 
-def _orders(affine: Affine) -> list[Affine]:
+def _orders(affine: Operation) -> list[Affine | Product]:
+    """The ways to look at an operation as something done to one value that came before."""
+    if isinstance(affine, Product):
+        return [affine] if affine.copies else []
+    if not isinstance(affine, Affine):
+        return []
     if affine.add is None or affine.scale is not None or affine.add == affine.x:
         return [affine]
     swapped = Affine(affine.add, affine.y, affine.name, None, affine.shift, affine.x, affine.relu)
     return [affine, swapped]
 
 
-def _merge(first: Operation, second: Affine) -> Product | Affine | None:
+def _merge(first: Operation, second: Affine | Product) -> Product | Affine | None:
+    if isinstance(second, Product):
+        return _compose(first, second) if isinstance(first, Product) and first.copies else None
     if (
         not isinstance(first, Product | Affine)
         or first.relu
@@ -260,3 +275,14 @@ def _merge(first: Operation, second: Affine) -> Product | Affine | None:
     if second.scale is None and second.shift is None:
         return Affine(first.x, second.y, first.name, first.scale, first.shift, add, second.relu)
     return None
+
+
+def _compose(first: Product, second: Product) -> Product:
+    """Two copies of channels or pixels, one after the other, as one: a shortcut that subsamples, then
+    pads."""
+    source = np.full(first.taps.rows, -1)
+    source[first.taps.row] = first.taps.channel
+    channel = source[second.taps.channel]
+    taps = replace(second.taps, channel=channel).chosen(channel >= 0)
+    stride = first.stride[0] * second.stride[0], first.stride[1] * second.stride[1]
+    return replace(second, x=first.x, taps=taps, stride=stride)

@@ -144,8 +144,8 @@ def _load_cached(variant: str | None) -> Native:
                 problems.append(str(error))
     reason = "\n".join(problems) or "no cc, gcc or clang on the path"
     raise NoCompilerError(
-        f"expected a C compiler for the native kernels, got none that works ({reason}); install one (gcc, clang), "
-        "or `pip install ziglang`; until then sparse layers run through torch"
+        f"expected a C compiler for the native kernels, got none that works ({reason}); install one "
+        "(gcc, clang), or `pip install ziglang`; until then sparse layers run through torch"
     )
 
 
