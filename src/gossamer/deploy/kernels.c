@@ -1,6 +1,6 @@
 /* Sparse networks on a CPU: every kernel, and the loop that runs a whole network in one call.
  *
- * Layout. A batch is cut into groups of `lanes` samples (1, or a multiple of 16). A value of a group is stored as
+ * Layout. A batch is cut into groups of `lanes` samples (1, 2, 4, 8 or a multiple of 16). A value of a group is stored as
  * [channel][pixel][lane]: planes of pixels, each pixel with its samples side by side. Planes carry zero borders, so a
  * convolution is y[channel][p] = sum over its non-zero weights of w * x[offset + p], one constant offset a weight; a
  * linear layer is the case of one pixel, a layer over a sequence the case of one pixel a time step.
@@ -422,6 +422,36 @@ struct pool_op {
 
 INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
+/* One output pixel, `lanes` samples (a constant below 16); x is the window's first pixel inside the plane. */
+INLINE void pool_few(const int lanes, const struct pool_op *o, const float *x, int64_t rows, int64_t columns, float inverse,
+                     float *y) {
+    float sum[CHUNK], most[CHUNK];
+    for (int l = 0; l < lanes; l++) sum[l] = 0, most[l] = -INFINITY;
+    for (int64_t i = 0; i < rows; i += o->step_y)
+        for (int64_t j = 0; j < columns; j += o->step_x)
+            for (int l = 0; l < lanes; l++) {
+                float v = x[(i * o->x_pitch + j) * lanes + l];
+                sum[l] += v;
+                most[l] = v <= most[l] ? most[l] : v;
+            }
+    for (int l = 0; l < lanes; l++) y[l] = o->average ? sum[l] * inverse : most[l];
+}
+
+INLINE void pool_many(int64_t lanes, const struct pool_op *o, const float *x, int64_t rows, int64_t columns, float inverse,
+                      float *y) {
+    for (int64_t lane = 0; lane < lanes; lane += WIDTH) {
+        vec sum = splat(0), most = splat(-INFINITY);
+        for (int64_t i = 0; i < rows; i += o->step_y)
+            for (int64_t j = 0; j < columns; j += o->step_x) {
+                vec v = load(x + (i * o->x_pitch + j) * lanes + lane);
+                sum += v;
+                most = either(v <= most, most, v);
+            }
+        if (o->average) most = sum * splat(inverse);
+        store(y + lane, most);
+    }
+}
+
 static void run_pool(const struct call *call, const struct op *op) {
     const struct pool_op *o = (const struct pool_op *)op->a;
     int64_t lanes = call->lanes;
@@ -435,31 +465,17 @@ static void run_pool(const struct call *call, const struct op *op) {
                 int64_t area = (least(bottom, o->height + o->pad_y) - top) * (least(right, o->width + o->pad_x) - left);
                 while (top < 0) top += o->step_y;
                 while (left < 0) left += o->step_x;
-                bottom = least(bottom, o->height), right = least(right, o->width);
-                if (!o->count_padding) area = (bottom - top) * (right - left);
-                float *to = y + (row * o->y_pitch + column) * lanes;
+                int64_t rows = least(bottom, o->height) - top, columns = least(right, o->width) - left;
+                if (!o->count_padding) area = rows * columns;
                 float inverse = 1.0f / (float)(o->divisor ? o->divisor : area);
-                if (lanes == 1) {
-                    float sum = 0, most = -INFINITY;
-                    for (int64_t i = top; i < bottom; i += o->step_y)
-                        for (int64_t j = left; j < right; j += o->step_x) {
-                            float v = x[i * o->x_pitch + j];
-                            sum += v;
-                            most = v <= most ? most : v;
-                        }
-                    *to = o->average ? sum * inverse : most;
-                    continue;
-                }
-                for (int64_t lane = 0; lane < lanes; lane += WIDTH) {
-                    vec sum = splat(0), most = splat(-INFINITY);
-                    for (int64_t i = top; i < bottom; i += o->step_y)
-                        for (int64_t j = left; j < right; j += o->step_x) {
-                            vec v = load(x + (i * o->x_pitch + j) * lanes + lane);
-                            sum += v;
-                            most = either(v <= most, most, v);
-                        }
-                    if (o->average) most = sum * splat(inverse);
-                    store(to + lane, most);
+                const float *from = x + (top * o->x_pitch + left) * lanes;
+                float *to = y + (row * o->y_pitch + column) * lanes;
+                switch (lanes) {
+                case 1: pool_few(1, o, from, rows, columns, inverse, to); break;
+                case 2: pool_few(2, o, from, rows, columns, inverse, to); break;
+                case 4: pool_few(4, o, from, rows, columns, inverse, to); break;
+                case 8: pool_few(8, o, from, rows, columns, inverse, to); break;
+                default: pool_many(lanes, o, from, rows, columns, inverse, to);
                 }
             }
     }
@@ -469,21 +485,34 @@ struct phases_op { /* strided convolution of one sample: one plane for each phas
     int64_t channels, x_row, x_pitch, x_height, x_width, y_row, y_pitch, stride_y, stride_x, y_height, y_width;
 };
 
+INLINE void pick(float *to, const float *from, int64_t n, int64_t stride, const int lanes) {
+    for (int64_t k = 0; k < n; k++)
+        for (int l = 0; l < lanes; l++) to[k * lanes + l] = from[k * stride * lanes + l];
+}
+
 static void run_phases(const struct call *call, const struct op *op) {
     const struct phases_op *o = (const struct phases_op *)op->a;
     float *y = call->arena + op->y;
+    int64_t lanes = call->lanes;
     for (int64_t channel = 0; channel < o->channels; channel++) {
         const float *x = call->arena + op->x + channel * o->x_row;
         for (int64_t i = 0; i < o->stride_y; i++)
             for (int64_t j = 0; j < o->stride_x; j++, y += o->y_row)
                 for (int64_t row = 0; row < o->y_height && row * o->stride_y + i < o->x_height; row++) {
-                    const float *from = x + (row * o->stride_y + i) * o->x_pitch + j;
-                    float *to = y + row * o->y_pitch;
+                    const float *from = x + ((row * o->stride_y + i) * o->x_pitch + j) * lanes;
+                    float *to = y + row * o->y_pitch * lanes;
                     int64_t n = least(o->y_width, (o->x_width - j + o->stride_x - 1) / o->stride_x);
-                    if (o->stride_x == 2)
-                        for (int64_t k = 0; k < n; k++) to[k] = from[2 * k];
-                    else
-                        for (int64_t k = 0; k < n; k++) to[k] = from[k * o->stride_x];
+                    switch (lanes) {
+                    case 1:
+                        if (o->stride_x == 2)
+                            pick(to, from, n, 2, 1);
+                        else
+                            pick(to, from, n, o->stride_x, 1);
+                        break;
+                    case 2: pick(to, from, n, o->stride_x, 2); break;
+                    case 4: pick(to, from, n, o->stride_x, 4); break;
+                    default: pick(to, from, n, o->stride_x, 8);
+                    }
                 }
     }
 }

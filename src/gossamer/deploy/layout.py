@@ -96,7 +96,8 @@ def borders(product: Product, x: Value, y: Value) -> tuple[int, int, int, int]:
 
 def place(graph: Graph, lanes: int) -> Placed:
     values, classes = list(graph.values), _Classes(len(graph.values))
-    steps = _insert_phases(graph, values, classes) if lanes == 1 else list[Step](graph.operations)
+    narrow = lanes < CHUNK
+    steps = _insert_phases(graph, values, classes, lanes) if narrow else list[Step](graph.operations)
     for step in steps:
         if isinstance(step, Affine | Product) and step.add is not None:
             classes.join(step.add, step.y)
@@ -110,14 +111,14 @@ def place(graph: Graph, lanes: int) -> Placed:
     return Placed(graph, steps, values, layouts, offsets, copies, arena, lanes)
 
 
-def _insert_phases(graph: Graph, values: list[Value], classes: _Classes) -> list[Step]:
+def _insert_phases(graph: Graph, values: list[Value], classes: _Classes, lanes: int) -> list[Step]:
     steps: list[Step] = []
     made: dict[tuple[int, Pair], int] = {}
     for operation in graph.operations:
         if (
             isinstance(operation, Product)
             and operation.stride != (1, 1)
-            and not is_single(operation, values, 1)
+            and not is_single(operation, values, lanes)
         ):
             key = operation.x, operation.stride
             if key not in made:
@@ -137,13 +138,14 @@ def _layouts(steps: list[Step], values: list[Value], classes: _Classes, lanes: i
     for product in windows:
         root = classes.find(product.x)
         border[root] = np.maximum(border[root], borders(product, values[product.x], values[product.y]))
-    # One sample: positions run on over row ends, so both sides of an unstrided window need rows of one pitch.
+    # A chunk that holds several pixels may run over the end of a row: then both sides of a window need rows of one
+    # pitch, and strided windows read phases instead.
     pitches = _Classes(count)
     least = np.ones(count, np.int64)
     for item in range(count):
         pitches.join(item, classes.find(item))
     phases = {(s.x, s.stride): s.y for s in steps if isinstance(s, Phases)}
-    if lanes == 1:
+    if lanes < CHUNK:
         for product in windows:
             pitches.join(phases.get((product.x, product.stride), product.x), product.y)
     for item in range(count):
@@ -163,7 +165,7 @@ def _layouts(steps: list[Step], values: list[Value], classes: _Classes, lanes: i
             step = origins[item]
             top, left, bottom, right = (int(b) for b in border[classes.find(step.x)])
             rows = -(-(values[step.x].height + top + bottom) // step.stride[0])
-            made.append(Layout(0, 0, 0, 0, pitch, _round(rows * pitch), 0))
+            made.append(Layout(0, 0, 0, 0, pitch, _round(rows * pitch * lanes), 0))
         elif lanes == 1 and values[item].pixels == 1:
             made.append(Layout(0, 0, 0, 0, 1, 1, 0))
         else:
@@ -171,7 +173,7 @@ def _layouts(steps: list[Step], values: list[Value], classes: _Classes, lanes: i
             base = top * pitch + left
             inside = (values[item].height - 1) * pitch + values[item].width
             size = base + inside + bottom * pitch + right
-            plane = size * lanes if lanes > 1 else _round(max(size, base + _round(inside)))
+            plane = _round(max(size * lanes, base * lanes + _round(inside * lanes)))
             made.append(Layout(top, left, bottom, right, pitch, plane, base * lanes))
     return made
 
@@ -259,22 +261,21 @@ def _pack(
 
 
 def chunk_places(value: Value, layout: Layout, lanes: int) -> tuple[npt.NDArray[np.int64], Places | None]:
-    """Output pixels of each chunk as (row, column, lane), in an order that keeps neighbours together; and a
-    mask."""
-    if lanes > 1:
+    """First (row, column, lane) of each output chunk, neighbours together; and a mask where chunks cross borders."""
+    if lanes >= CHUNK:
         tall = 2 if lanes == CHUNK and value.height % 2 == 0 and value.width % 4 == 0 else 1
         wide = 4 if tall == 2 else value.width
-        y, x = np.mgrid[0 : value.height, 0 : value.width]
-        order = np.lexsort((x.ravel() % wide, y.ravel() % tall, x.ravel() // wide, y.ravel() // tall))
-        pixels = np.stack([y.ravel()[order], x.ravel()[order]], 1).repeat(lanes // CHUNK, 0)
+        y, x = (grid.ravel() for grid in np.mgrid[0 : value.height, 0 : value.width])
+        order = np.lexsort((x % wide, y % tall, x // wide, y // tall))
+        pixels = np.stack([y[order], x[order]], 1).repeat(lanes // CHUNK, 0)
         lane = np.tile(np.arange(0, lanes, CHUNK), value.pixels)
         return np.column_stack([pixels, lane]), None
-    if value.width % CHUNK == 0:
-        y, x = np.mgrid[0 : value.height, 0 : value.width : CHUNK]
-        return np.stack([y.ravel(), x.ravel(), np.zeros(y.size, np.int64)], 1), None
+    if value.width * lanes % CHUNK == 0:
+        y, x = (grid.ravel() for grid in np.mgrid[0 : value.height, 0 : value.width : CHUNK // lanes])
+        return np.stack([y, x, np.zeros_like(y)], 1), None
     inside = (value.height - 1) * layout.pitch + value.width
-    position = np.arange(_round(inside))
-    row, column = position // layout.pitch, position % layout.pitch
+    pixel = np.arange(_round(inside * lanes)) // lanes
+    row, column = pixel // layout.pitch, pixel % layout.pitch
     mask = np.where((row < value.height) & (column < value.width), -1, 0).astype(np.int32)
-    starts = np.stack([row[::CHUNK], column[::CHUNK], np.zeros(len(position) // CHUNK, np.int64)], 1)
+    starts = np.stack([row[::CHUNK], column[::CHUNK], np.zeros(len(pixel) // CHUNK, np.int64)], 1)
     return starts, mask

@@ -236,7 +236,7 @@ class _Planner:
             source = self.placed.layouts[phases]
             dy, dx = taps.dy - py + x.top, taps.dx - px + x.left
             plane = taps.channel * sy * sx + (dy % sy) * sx + dx % sx
-            offsets = plane * source.plane + (dy // sy) * source.pitch + dx // sx
+            offsets = plane * source.plane + ((dy // sy) * source.pitch + dx // sx) * lanes
             x_at = at - y.base
         else:
             offsets = taps.channel * x.plane + (taps.dy * x.pitch + taps.dx) * lanes
@@ -248,7 +248,7 @@ class _Planner:
         self._line(
             step,
             self._kind(step),
-            f"panels of {lanes}" if lanes > 1 else "planes",
+            f"panels of {lanes}" if lanes >= CHUNK else f"planes of {lanes}",
             step.dense_size,
             taps.count,
         )

@@ -51,6 +51,7 @@ class NativeModel:
         self._lock = threading.Lock()
 
     def plan(self, lanes: int) -> Plan:
+        """The plan for a number of samples that travel together (1, 2, 4, 8 or a multiple of 16)."""
         with self._lock:
             if lanes not in self._plans:
                 self._plans[lanes] = make_plan(self.graph, lanes)
