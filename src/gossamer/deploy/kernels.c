@@ -576,12 +576,21 @@ static void run_recurrent(const struct call *call, const struct op *op) {
     }
 }
 
+/* What Python fills in for a call; the addresses of inputs, then of outputs, follow. */
+struct request {
+    int64_t ops, n_ops, arena, batch, lanes, first_group, last_group, n_inputs;
+};
+
 /* Returns 0, 1 for a token outside its table, 2 for an unknown operation. */
-__attribute__((visibility("default"))) int64_t PUBLIC(gossamer_run)(const struct op *ops, int64_t n_ops, float *arena, const void *const *inputs,
-                             float *const *outputs, int64_t batch, int64_t lanes, int64_t first_group, int64_t last_group) {
-    for (int64_t group = first_group; group < last_group; group++) {
-        struct call call = {arena, inputs, outputs, lanes, group * lanes, least(lanes, batch - group * lanes)};
-        for (const struct op *op = ops; op < ops + n_ops; op++) {
+__attribute__((visibility("default"))) int64_t PUBLIC(gossamer_run)(const struct request *r) {
+    const struct op *ops = POINTER(struct op, r->ops);
+    float *arena = (float *)(uintptr_t)r->arena;
+    const void *const *inputs = (const void *const *)(r + 1);
+    float *const *outputs = (float *const *)(inputs + r->n_inputs);
+    for (int64_t group = r->first_group; group < r->last_group; group++) {
+        int64_t first = group * r->lanes;
+        struct call call = {arena, inputs, outputs, r->lanes, first, least(r->lanes, r->batch - first)};
+        for (const struct op *op = ops; op < ops + r->n_ops; op++) {
             switch (op->code) {
             case LOAD: run_load(&call, op); break;
             case STORE: run_store(&call, op); break;

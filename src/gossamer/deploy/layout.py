@@ -261,7 +261,8 @@ def _pack(
 
 
 def chunk_places(value: Value, layout: Layout, lanes: int) -> tuple[npt.NDArray[np.int64], Places | None]:
-    """First (row, column, lane) of each output chunk, neighbours together; and a mask where chunks cross borders."""
+    """First (row, column, lane) of each output chunk, neighbours together; and a mask where chunks cross
+    borders."""
     if lanes >= CHUNK:
         tall = 2 if lanes == CHUNK and value.height % 2 == 0 and value.width % 4 == 0 else 1
         wide = 4 if tall == 2 else value.width

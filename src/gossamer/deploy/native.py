@@ -127,9 +127,8 @@ def open_library(path: Path, variant: str | None = None) -> Native:
             f"expected a kernel variant out of {', '.join(runnable)} on this processor, got {chosen!r}"
         )
     run = getattr(library, f"gossamer_run_{chosen}")
-    pointer, integer = ctypes.c_void_p, ctypes.c_int64
-    run.argtypes = [pointer, integer, pointer, pointer, pointer, integer, integer, integer, integer]
-    run.restype = integer
+    run.argtypes = [ctypes.c_void_p]
+    run.restype = ctypes.c_int64
     return Native(chosen, path, run)
 
 

@@ -1,144 +1,214 @@
-"""A sparse network that runs in one native call, and says what it does."""
+"""A sparse network that runs in one native call.
+
+Small networks take microseconds, so a call does as little in Python as it can: what depends only on the shape
+of the input is prepared once for each batch size, and a workspace (arena and argument block) is taken from a
+pool, which is also what makes calls from several threads safe.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from gossamer.deploy.graph import Graph, Source
+from gossamer.deploy.graph import Graph, Recurrent, Source, UnsupportedError
 from gossamer.deploy.native import Native
-from gossamer.deploy.plan import Line, Plan, make_plan
+from gossamer.deploy.plan import Plan, make_plan
 
 MAX_LANES = 64
+# Fields of the argument block, in the order of `struct request` in kernels.c.
+_OPS, _N_OPS, _ARENA, _BATCH, _LANES, _FIRST, _LAST, _N_INPUTS, _POINTERS = range(9)
 
 
-def choose_lanes(graph: Graph, batch: int) -> int:
-    """Samples that travel together: pictures fill vectors by themselves, vectors and sequences need many
-    samples."""
-    if any(
-        source.form == "picture" and len(source.shape) == 4 and source.shape[2] > 1 for source in graph.inputs
-    ):
-        return 1 if batch < 6 else 16
-    return 1 if batch == 1 else min(MAX_LANES, -(-batch // 16) * 16)
+@dataclass(frozen=True)
+class Setting:
+    """How a batch is run: samples that travel together, and threads that share the groups."""
+
+    lanes: int
+    threads: int = 1
+
+
+def possible_lanes(graph: Graph, batch: int) -> list[int]:
+    """Numbers of lanes worth trying for a batch size, the best guess first.
+
+    Pictures fill vectors by themselves and suffer when a group outgrows the cache; vectors and sequences need
+    samples.
+    """
+    wide = max(16, min(MAX_LANES, -(-batch // 16) * 16))
+    if any(isinstance(operation, Recurrent) for operation in graph.operations):
+        return [1] if batch == 1 else [wide, 1]
+    if all(value.pixels == 1 for value in graph.values):
+        return [1] if batch == 1 else list(dict.fromkeys([wide, 32, 16, 1]))
+    guess = 1 if batch < 4 else 8 if batch < 16 else 16
+    return [guess, *(lanes for lanes in (1, 2, 4, 8, 16, 32) if lanes != guess and lanes < 2 * batch)]
+
+
+@dataclass(frozen=True, eq=False)
+class _Workspace:
+    arena: Tensor
+    block: Any
 
 
 @dataclass(frozen=True, eq=False)
 class _Prepared:
-    """A plan with its records for one batch size."""
+    """Everything about one batch size that a call needs."""
 
     plan: Plan
     records: np.ndarray[tuple[int, ...], np.dtype[np.int64]]
     outputs: tuple[tuple[int, ...], ...]
-    groups: int
+    batch: int
+    shares: tuple[tuple[int, int], ...]  # groups of each thread
+    spare: list[_Workspace] = field(default_factory=list)
 
 
 class NativeModel:
-    """Runs a captured network. Safe to call from several threads: each call takes an arena of its own."""
+    """Runs a captured network; shapes are those of the example but for the batch."""
 
-    def __init__(self, graph: Graph, native: Native, *, lanes: int | None = None) -> None:
+    def __init__(self, graph: Graph, native: Native, setting: Setting | None = None) -> None:
         self.graph = graph
         self.native = native
-        self._lanes = lanes
+        self.setting = setting
+        self._dtypes = [torch.int64 if s.form == "tokens" else torch.float32 for s in graph.inputs]
         self._plans: dict[int, Plan] = {}
-        self._prepared: dict[int, _Prepared] = {}
-        self._arenas: dict[int, list[Tensor]] = {}
+        self._ready: dict[tuple[torch.Size, ...], _Prepared] = {}
+        self._settings: dict[int, Setting] = {}
         self._lock = threading.Lock()
+        self._pool: ThreadPoolExecutor | None = None
+
+    def __call__(self, *inputs: Tensor) -> Tensor | tuple[Tensor, ...]:
+        prepared = self._ready.get(tuple([x.shape for x in inputs]))
+        if prepared is None:
+            prepared = self._prepare(inputs)
+        sources = []
+        for x, dtype in zip(inputs, self._dtypes, strict=True):
+            if x.dtype is not dtype or not x.is_cpu:
+                raise ValueError(
+                    f"expected {dtype} on the CPU, got {x.dtype} on {x.device}; convert it first"
+                )
+            sources.append(x if x.is_contiguous() else x.contiguous())
+        outputs = [torch.empty(shape) for shape in prepared.outputs]
+        if len(prepared.shares) == 1:
+            failed = self._run(prepared, sources, outputs, *prepared.shares[0])
+        else:
+            pool = self._threads(len(prepared.shares) - 1)
+            rest = [
+                pool.submit(self._run, prepared, sources, outputs, *share) for share in prepared.shares[1:]
+            ]
+            failed = max(
+                self._run(prepared, sources, outputs, *prepared.shares[0]), *(r.result() for r in rest)
+            )
+        if failed:
+            raise IndexError("expected tokens inside the table of the embedding, got one outside")
+        return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
     def plan(self, lanes: int) -> Plan:
         """The plan for a number of samples that travel together (1, 2, 4, 8 or a multiple of 16)."""
+        if lanes not in (1, 2, 4, 8) and (lanes < 16 or lanes % 16):
+            raise ValueError(f"expected lanes of 1, 2, 4, 8 or a multiple of 16, got {lanes}")
+        if 1 < lanes < 16 and any(isinstance(operation, Recurrent) for operation in self.graph.operations):
+            raise UnsupportedError(f"recurrent layers with {lanes} lanes; use 1 or a multiple of 16")
         with self._lock:
             if lanes not in self._plans:
                 self._plans[lanes] = make_plan(self.graph, lanes)
             return self._plans[lanes]
 
-    def __call__(self, *inputs: Tensor) -> Tensor | tuple[Tensor, ...]:
-        batch = self._batch(inputs)
-        prepared = self._prepared.get(batch) or self._prepare(batch)
-        tensors = [x if x.is_contiguous() else x.contiguous() for x in inputs]
-        outputs = [torch.empty(shape) for shape in prepared.outputs]
-        arena = self._take_arena(prepared.plan.arena)
-        sources = (ctypes.c_void_p * len(tensors))(*[x.data_ptr() for x in tensors])
-        targets = (ctypes.c_void_p * len(outputs))(*[y.data_ptr() for y in outputs])
-        records, lanes = prepared.records, prepared.plan.lanes
-        where = arena.data_ptr()
-        failed = self.native.run(
-            records.ctypes.data, len(records), where, sources, targets, batch, lanes, 0, prepared.groups
-        )
+    def setting_for(self, batch: int) -> Setting:
+        """What was chosen for a batch size, or the best guess."""
+        return self.setting or self._settings.get(batch) or Setting(possible_lanes(self.graph, batch)[0])
+
+    def choose(self, batch: int, setting: Setting) -> None:
+        """Remembers how batches of this size are to be run."""
         with self._lock:
-            self._arenas[prepared.plan.arena].append(arena)
-        if failed:
-            raise IndexError(
-                f"expected tokens inside the embedding's table, got others (native code {failed})"
+            self._settings[batch] = setting
+            self._ready = {shape: ready for shape, ready in self._ready.items() if ready.batch != batch}
+
+    @property
+    def example_batch(self) -> int:
+        first = self.graph.inputs[0]
+        return first.shape[self._axis(first)]
+
+    def _axis(self, source: Source) -> int:
+        return 1 if self.graph.time_major and source.form in ("sequence", "tokens") else 0
+
+    def _with_batch(self, source: Source, batch: int) -> tuple[int, ...]:
+        axis = self._axis(source)
+        return (*source.shape[:axis], batch, *source.shape[axis + 1 :])
+
+    def _prepare(self, inputs: Sequence[Tensor]) -> _Prepared:
+        if len(inputs) != len(self.graph.inputs):
+            raise ValueError(
+                f"expected {len(self.graph.inputs)} inputs, got {len(inputs)}; pass what the example had"
             )
-        return outputs[0] if len(outputs) == 1 else tuple(outputs)
-
-    def explain(self, batch: int | None = None) -> tuple[Line, ...]:
-        """Per operation: what it is, how large, which kernel runs it."""
-        batch = self._example_batch() if batch is None else batch
-        return (self._prepared.get(batch) or self._prepare(batch)).plan.lines
-
-    def _example_batch(self) -> int:
-        return _batch_of(self.graph.inputs[0].shape, self.graph.inputs[0], self.graph.time_major)
-
-    def _batch(self, inputs: Sequence[Tensor]) -> int:
-        sources = self.graph.inputs
-        if len(inputs) != len(sources):
-            raise ValueError(f"expected {len(sources)} inputs, got {len(inputs)}; pass what the example had")
         batches = set()
-        for x, source in zip(inputs, sources, strict=True):
-            dtype = torch.int64 if source.form == "tokens" else torch.float32
-            if x.dtype != dtype or x.device.type != "cpu":
+        for x, source in zip(inputs, self.graph.inputs, strict=True):
+            batch = x.shape[self._axis(source)] if x.dim() == len(source.shape) else 0
+            if batch == 0 or tuple(x.shape) != self._with_batch(source, batch):
+                wanted = self._with_batch(source, -1)
                 raise ValueError(
-                    f"expected {dtype} on the CPU, got {x.dtype} on {x.device}; convert it first"
-                )
-            batch = _batch_of(tuple(x.shape), source, self.graph.time_major)
-            if tuple(x.shape) != _with_batch(source, batch, self.graph.time_major):
-                wanted = _with_batch(source, -1, self.graph.time_major)
-                raise ValueError(
-                    f"expected an input of shape {wanted} (any batch for -1), got {tuple(x.shape)}"
+                    f"expected an input of shape {wanted}, any batch from 1 for -1, got {tuple(x.shape)}; "
+                    "deploy again with an example of this shape"
                 )
             batches.add(batch)
-        if len(batches) != 1 or 0 in batches:
-            raise ValueError(f"expected inputs of one batch size of at least 1, got {sorted(batches)}")
-        return batches.pop()
-
-    def _prepare(self, batch: int) -> _Prepared:
-        plan = self.plan(self._lanes or choose_lanes(self.graph, batch))
-        shapes: list[tuple[int, ...]] = []
-        for form, shape in zip(self.graph.forms, self.graph.shapes, strict=True):
-            if form == "sequence" and len(shape) == 2:
-                example = self._example_batch()
-                shapes.append((shape[0] // example * batch, shape[1]))
-            else:
-                shapes.append(_with_batch(Source(form, shape), batch, self.graph.time_major))
-        prepared = _Prepared(plan, plan.for_batch(batch), tuple(shapes), -(-batch // plan.lanes))
+        if len(batches) != 1:
+            raise ValueError(f"expected inputs of one batch size, got {sorted(batches)}")
+        batch = batches.pop()
+        setting = self.setting_for(batch)
+        plan = self.plan(setting.lanes)
+        groups = -(-batch // plan.lanes)
+        edges = [groups * i // setting.threads for i in range(setting.threads + 1)]
+        shares = tuple((a, b) for a, b in zip(edges, edges[1:], strict=False) if a < b)
+        prepared = _Prepared(plan, plan.for_batch(batch), self._output_shapes(batch), batch, shares)
         with self._lock:
-            self._arenas.setdefault(plan.arena, [])
-            self._prepared[batch] = prepared
+            self._ready[tuple([x.shape for x in inputs])] = prepared
         return prepared
 
-    def _take_arena(self, floats: int) -> Tensor:
+    def _output_shapes(self, batch: int) -> tuple[tuple[int, ...], ...]:
+        shapes: list[tuple[int, ...]] = []
+        for form, shape in zip(self.graph.forms, self.graph.shapes, strict=True):
+            if form == "sequence" and len(shape) == 2:  # steps and samples in one dimension
+                shapes.append((shape[0] // self.example_batch * batch, shape[1]))
+            else:
+                shapes.append(self._with_batch(Source(form, shape), batch))
+        return tuple(shapes)
+
+    def _run(
+        self, prepared: _Prepared, inputs: list[Tensor], outputs: list[Tensor], first: int, last: int
+    ) -> int:
+        try:
+            workspace = prepared.spare.pop()  # atomic: no other thread gets the same one
+        except IndexError:
+            workspace = self._workspace(prepared)
+        block = workspace.block
+        block[_FIRST], block[_LAST] = first, last
+        place = _POINTERS
+        for x in inputs:
+            block[place] = x.data_ptr()
+            place += 1
+        for y in outputs:
+            block[place] = y.data_ptr()
+            place += 1
+        failed: int = self.native.run(block)
+        prepared.spare.append(workspace)
+        return failed
+
+    def _workspace(self, prepared: _Prepared) -> _Workspace:
+        plan = prepared.plan
+        arena = torch.zeros(plan.arena)
+        block = (ctypes.c_int64 * (_POINTERS + len(self.graph.inputs) + len(prepared.outputs)))()
+        block[_OPS], block[_N_OPS] = prepared.records.ctypes.data, len(prepared.records)
+        block[_ARENA], block[_BATCH], block[_LANES] = arena.data_ptr(), prepared.batch, plan.lanes
+        block[_N_INPUTS] = len(self.graph.inputs)
+        return _Workspace(arena, block)
+
+    def _threads(self, count: int) -> ThreadPoolExecutor:
         with self._lock:
-            free = self._arenas[floats]
-            if free:
-                return free.pop()
-        return torch.zeros(floats)
-
-
-def _axis(source: Source, time_major: bool) -> int:
-    return 1 if time_major and source.form in ("sequence", "tokens") else 0
-
-
-def _batch_of(shape: tuple[int, ...], source: Source, time_major: bool) -> int:
-    return shape[_axis(source, time_major)] if len(shape) == len(source.shape) else 0
-
-
-def _with_batch(source: Source, batch: int, time_major: bool) -> tuple[int, ...]:
-    axis = _axis(source, time_major)
-    return (*source.shape[:axis], batch, *source.shape[axis + 1 :])
+            if self._pool is None or self._pool._max_workers < count:
+                self._pool = ThreadPoolExecutor(count, thread_name_prefix="gossamer")
+            return self._pool
