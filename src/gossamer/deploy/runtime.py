@@ -12,6 +12,7 @@ import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -163,7 +164,7 @@ class NativeModel:
         plan = self.plan(setting.lanes)
         groups = -(-batch // plan.lanes)
         edges = [groups * i // setting.threads for i in range(setting.threads + 1)]
-        shares = tuple((a, b) for a, b in zip(edges, edges[1:], strict=False) if a < b)
+        shares = tuple((a, b) for a, b in pairwise(edges) if a < b)
         prepared = _Prepared(plan, plan.for_batch(batch), self._output_shapes(batch), batch, shares)
         with self._lock:
             self._ready[tuple([x.shape for x in inputs])] = prepared
