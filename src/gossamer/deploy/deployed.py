@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +34,9 @@ class Explanation:
 
     def __str__(self) -> str:
         times = ", ".join(f"{name} {ms:.3f} ms" for name, ms in self.milliseconds.items())
-        rows = [("layer", "kind", "output", "kernel", "weights", "connections", "kept", "multiplications")]
+        rows: list[tuple[str, ...]] = [
+            ("layer", "kind", "output", "kernel", "weights", "connections", "kept", "multiplications")
+        ]
         for line in self.lines:
             kept = f"{line.connections / line.weights:.1%}" if line.weights else ""
             numbers = [f"{n:,}" if n else "" for n in (line.weights, line.connections)]
@@ -123,14 +126,14 @@ def deploy(
 
 
 class _Eager:
-    """The model itself, for inference."""
+    """The model as it was, for inference: a copy, so that the user's own may go on training."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._model = model
+        self._model = copy.deepcopy(model).eval()
 
     def __call__(self, *inputs: Tensor) -> Any:
-        with torch.inference_mode():
-            return self._model.eval()(*inputs)
+        with torch.no_grad():
+            return self._model(*inputs)
 
 
 def _without_compiler(
@@ -181,4 +184,4 @@ def _inputs(example: Tensor | Sequence[Tensor]) -> tuple[Tensor, ...]:
     inputs = (example,) if isinstance(example, Tensor) else tuple(example)
     if not inputs or not all(isinstance(x, Tensor) for x in inputs):
         raise ValueError("expected a tensor or a sequence of tensors as example input, got something else")
-    return cast(tuple[Tensor, ...], inputs)
+    return inputs

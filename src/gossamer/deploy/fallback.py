@@ -51,7 +51,7 @@ class CsrModel:
                 )
         finally:
             model.train(training)
-        self._module = cast(fx.GraphModule, program.module())
+        self._module = program.module()
         state = dict(self._module.state_dict())
         self.sparse: dict[str, Tensor] = {}
         for node in self._module.graph.nodes:
