@@ -29,10 +29,10 @@ def csr_linear(weight: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
 
 def to_csr(weight: Tensor) -> Tensor:
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta")
+        warnings.filterwarnings("ignore", message="Sparse (CSR tensor support is in beta|invariant checks)")
         wide = weight.detach().to_sparse_csr()
         columns, rows = wide.col_indices().int(), wide.crow_indices().int()
-        return torch.sparse_csr_tensor(rows, columns, wide.values(), size=weight.shape)
+        return torch.sparse_csr_tensor(rows, columns, wide.values(), size=weight.shape, check_invariants=True)
 
 
 class CsrModel:

@@ -613,13 +613,20 @@ __attribute__((visibility("default"))) int64_t PUBLIC(gossamer_run)(const struct
 }
 
 #if defined(FEATURES)
-/* What this processor has: 1 AVX2 with FMA, 2 AVX-512. */
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+/* What this processor and its system can run: 1 AVX2 with FMA, 2 AVX-512. */
 __attribute__((visibility("default"))) int64_t gossamer_features(void) {
     int64_t found = 0;
 #if defined(__x86_64__)
-    __builtin_cpu_init();
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) found |= 1;
-    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512vl")) found |= 2;
+    unsigned a, b, c, d, state, high;
+    if (!__get_cpuid(1, &a, &b, &c, &d) || !(c & bit_OSXSAVE)) return 0;
+    int fma = (c & bit_FMA) != 0;
+    __asm__("xgetbv" : "=a"(state), "=d"(high) : "c"(0));
+    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return 0;
+    if (fma && (b & bit_AVX2) && (state & 0x06) == 0x06) found |= 1;
+    if (fma && (b & bit_AVX512F) && (b & bit_AVX512VL) && (state & 0xe6) == 0xe6) found |= 2;
 #endif
     return found;
 }

@@ -138,8 +138,8 @@ def _layouts(steps: list[Step], values: list[Value], classes: _Classes, lanes: i
     for product in windows:
         root = classes.find(product.x)
         border[root] = np.maximum(border[root], borders(product, values[product.x], values[product.y]))
-    # A chunk that holds several pixels may run over the end of a row: then both sides of a window need rows of
-    # one pitch, and strided windows read phases instead.
+    # A chunk of several pixels may run over the end of a row: both sides of a window then need rows of one
+    # pitch, and strided windows read phases instead.
     pitches = _Classes(count)
     least = np.ones(count, np.int64)
     for item in range(count):
