@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -41,6 +42,7 @@ from gossamer.deploy.layout import (
 (LOAD, STORE, PRODUCT, PRODUCT_ONE, AFFINE, POOL, PHASES, COPY, EMBED, LSTM, GRU) = range(11)
 RECORD = 28  # int64 fields of one record: code, x, y, add, then 24 of the operation's own
 ENTRY = np.dtype([("offset", np.int32), ("weight", np.float32)])
+FIRST_CACHE = 24 << 10  # bytes of input that stay in the first-level cache beside weights and output
 RECURRENT_COLUMNS = 128  # steps times lanes whose input part is computed ahead of the recurrence
 
 
@@ -242,16 +244,30 @@ class _Planner:
             offsets = taps.channel * x.plane + (taps.dy * x.pitch + taps.dx) * lanes
             first = (pixels[:, 0] * sy - py) * x.pitch + pixels[:, 1] * sx - px
             x_at = x.base + first * lanes + pixels[:, 2]
-        weight = self._sparse(taps, offsets, step.bias)
-        fields = [weight, len(at), self._keep(x_at.astype(np.int32)), y_at, mask, y.plane, int(step.relu)]
-        self._emit(PRODUCT, step.x if phases is None else phases, step.y, step.add, fields)
-        self._line(
-            step,
-            self._kind(step),
-            f"panels of {lanes}" if lanes >= CHUNK else f"planes of {lanes}",
-            step.dense_size,
-            taps.count,
-        )
+        places = self._keep(x_at.astype(np.int32))
+        blocks = self._channel_blocks(step, len(at))
+        for number, (begin, end) in enumerate(pairwise(blocks)):
+            inside = (taps.channel >= begin) & (taps.channel < end)
+            bias = step.bias if number == 0 else np.zeros_like(step.bias)
+            weight = self._sparse(taps.chosen(inside), offsets[inside], bias)
+            last = end == blocks[-1]
+            fields = [weight, len(at), places, y_at, mask, y.plane, int(step.relu and last)]
+            add = step.add if number == 0 else step.y
+            self._emit(PRODUCT, step.x if phases is None else phases, step.y, add, fields)
+        kernel = f"panels of {lanes}" if lanes >= CHUNK else f"planes of {lanes}"
+        self._line(step, self._kind(step), kernel, step.dense_size, taps.count)
+
+    def _channel_blocks(self, step: Product, chunks: int) -> list[int]:
+        """Borders between blocks of input channels.
+
+        Where few chunks of output pass over many small planes, the planes come from the second-level cache again and
+        again; a block of them fits the first, and its sums are added to what the block before left in the output.
+        """
+        channels, plane = self.placed.values[step.x].channels, self.placed.layouts[step.x].plane
+        blocks = -(-channels * plane * 4 // FIRST_CACHE)
+        if chunks > 2 or step.stride != (1, 1) or step.taps.count < 16 * blocks * step.taps.rows:
+            return [0, channels]
+        return [channels * i // blocks for i in range(blocks + 1)]
 
     def _kind(self, step: Product) -> str:
         value = self.placed.values[step.x]
