@@ -56,6 +56,7 @@ class Placed:
     values: list[Value]
     layouts: list[Layout]
     offsets: list[int]
+    spare: list[int]  # from a value, the way to floats behind it that stay zero
     copies: dict[int, list[tuple[int, int]]]
     arena: int
     lanes: int
@@ -107,8 +108,8 @@ def place(graph: Graph, lanes: int) -> Placed:
             for x in step.xs:
                 classes.join(x, step.y)
     layouts = _layouts(steps, values, classes, lanes)
-    offsets, copies, arena = _allocate(graph, steps, values, classes, layouts)
-    return Placed(graph, steps, values, layouts, offsets, copies, arena, lanes)
+    offsets, spare, copies, arena = _allocate(graph, steps, values, classes, layouts)
+    return Placed(graph, steps, values, layouts, offsets, spare, copies, arena, lanes)
 
 
 def _insert_phases(graph: Graph, values: list[Value], classes: _Classes, lanes: int) -> list[Step]:
@@ -184,7 +185,7 @@ def _round(size: int) -> int:
 
 def _allocate(
     graph: Graph, steps: list[Step], values: list[Value], classes: _Classes, layouts: list[Layout]
-) -> tuple[list[int], dict[int, list[tuple[int, int]]], int]:
+) -> tuple[list[int], list[int], dict[int, list[tuple[int, int]]], int]:
     """Offsets of values in the arena. Parts of a concatenation are made in place, or copied where that is
     taken."""
     count = len(values)
@@ -233,7 +234,7 @@ def _pack(
     classes: _Classes,
     layouts: list[Layout],
     copies: dict[int, list[tuple[int, int]]],
-) -> tuple[list[int], dict[int, list[tuple[int, int]]], int]:
+) -> tuple[list[int], list[int], dict[int, list[tuple[int, int]]], int]:
     roots = sorted({root for root, _ in places}, key=lambda item: begin[item])
     slots: dict[int, list[tuple[int, int]]] = {}  # by class: (slot, busy until)
     sizes: list[int] = []
@@ -253,11 +254,12 @@ def _pack(
     starts = ARENA_HEAD + np.concatenate(
         [[0], np.cumsum([_round(size) + CHUNK for size in sizes], dtype=np.int64)]
     )
-    offsets = [
-        int(starts[slot_of[root]]) + channel * layouts[item].plane
-        for item, (root, channel) in enumerate(places)
-    ]
-    return offsets, copies, int(starts[-1]) + ARENA_TAIL
+    offsets, spare = [], []
+    for item, (root, channel) in enumerate(places):
+        slot = slot_of[root]
+        offsets.append(int(starts[slot]) + channel * layouts[item].plane)
+        spare.append(int(starts[slot + 1]) - CHUNK - offsets[-1])
+    return offsets, spare, copies, int(starts[-1]) + ARENA_TAIL
 
 
 def chunk_places(value: Value, layout: Layout, lanes: int) -> tuple[npt.NDArray[np.int64], Places | None]:

@@ -41,7 +41,6 @@ from gossamer.deploy.layout import (
 
 (LOAD, STORE, PRODUCT, PRODUCT_ONE, AFFINE, POOL, PHASES, COPY, EMBED, LSTM, GRU) = range(11)
 RECORD = 28  # int64 fields of one record: code, x, y, add, then 24 of the operation's own
-ENTRY = np.dtype([("offset", np.int32), ("weight", np.float32)])
 FIRST_CACHE = 24 << 10  # bytes of input that stay in the first-level cache beside weights and output
 RECURRENT_COLUMNS = 128  # steps times lanes whose input part is computed ahead of the recurrence
 
@@ -84,6 +83,10 @@ def make_plan(graph: Graph, lanes: int) -> Plan:
     return _Planner(place(graph, lanes)).plan()
 
 
+def _rounded(size: int) -> int:
+    return -(-size // CHUNK) * CHUNK
+
+
 class _Planner:
     def __init__(self, placed: Placed) -> None:
         self.placed = placed
@@ -92,7 +95,9 @@ class _Planner:
         self.batch_fields: list[tuple[int, int, int]] = []
         self.lines: list[Line] = []
         self.kept: list[Any] = []
-        self.scratch = 0  # floats that recurrent layers need, one after the other
+        self.states = 0  # floats of recurrent layers' states, behind the values
+        self.shared = 0  # floats of scratch behind those, for one recurrent layer at a time
+        self.shared_fields: list[tuple[int, int, int]] = []
 
     def plan(self) -> Plan:
         phases = {(s.x, s.stride): s.y for s in self.placed.steps if isinstance(s, Phases)}
@@ -116,7 +121,10 @@ class _Planner:
                     self._recurrent(step)
         for slot, output in enumerate(self.placed.graph.outputs):
             self._store(slot, output)
-        arena = self.placed.arena + self.scratch + ARENA_TAIL
+        scratch = self.placed.arena + self.states
+        for record, field, offset in self.shared_fields:
+            self.records[record][field] = scratch + offset
+        arena = scratch + self.shared + ARENA_TAIL
         if arena >= 1 << 31:
             raise UnsupportedError(f"an arena of {arena} floats; offsets have 31 bits: use a smaller input")
         records = np.array(self.records, np.int64).reshape(-1, RECORD)
@@ -149,33 +157,36 @@ class _Planner:
         )
 
     def _sparse(self, taps: Taps, offsets: Integers, bias: Floats) -> int:
-        entries = np.empty(taps.count, ENTRY)
-        entries["offset"], entries["weight"] = offsets, taps.weight
         starts = np.concatenate([[0], np.cumsum(np.bincount(taps.row, minlength=taps.rows))]).astype(np.int64)
-        pointers = [self._keep(starts), self._keep(entries), self._keep(bias.astype(np.float32))]
-        return self._keep(np.array([taps.rows, *pointers], np.int64))
+        shift = 4 if self.lanes >= CHUNK else self.lanes.bit_length() - 1
+        near, far = self._offsets(offsets, shift)
+        pointers = [self._keep(starts), self._keep(taps.weight), self._keep(bias.astype(np.float32))]
+        return self._keep(np.array([taps.rows, *pointers, near, far, shift], np.int64))
+
+    def _offsets(self, offsets: Integers, shift: int = 0) -> tuple[int, int]:
+        """Addresses of the offsets in 16 bits, where they fit, or in 32."""
+        if offsets.max(initial=0) >> shift < 1 << 16:
+            return self._keep((offsets >> shift).astype(np.uint16)), 0
+        return 0, self._keep(offsets.astype(np.int32))
 
     def _sliced(self, taps: Taps, offsets: Integers, bias: Floats, zero: int) -> int:
-        """Rows sorted by length, sixteen side by side; what is filled up reads ``zero``, a place that is
-        0."""
+        """Rows sorted by length, sixteen side by side; what is filled up reads ``zero``, where a 0 is."""
         lengths = np.bincount(taps.row, minlength=taps.rows)
         order = np.argsort(-lengths, kind="stable")
-        slices = -(-taps.rows // CHUNK)
-        longest = lengths[order[::CHUNK]]
-        starts = np.concatenate([[0], np.cumsum(longest)]).astype(np.int64)
+        starts = np.concatenate([[0], np.cumsum(lengths[order[::CHUNK]])]).astype(np.int64)
         lane_of = np.empty(taps.rows, np.int64)
         lane_of[order] = np.arange(taps.rows)
         first = np.concatenate([[0], np.cumsum(lengths)])[:-1]
         step = starts[lane_of[taps.row] // CHUNK] + np.arange(taps.count) - first[taps.row]
         cell = step * CHUNK + lane_of[taps.row] % CHUNK
-        steps = int(starts[-1])
-        columns = np.full(steps * CHUNK, zero, np.int32)
-        weights = np.zeros(steps * CHUNK, np.float32)
+        columns = np.full(int(starts[-1]) * CHUNK, zero, np.int64)
+        weights = np.zeros(columns.size, np.float32)
         columns[cell], weights[cell] = offsets, taps.weight
-        lanes = np.full(slices * CHUNK, -1, np.int32)
+        lanes = np.full(-(-taps.rows // CHUNK) * CHUNK, -1, np.int32)
         lanes[: taps.rows] = order
-        pointers = [self._keep(a) for a in (starts, columns, weights, lanes, bias.astype(np.float32))]
-        return self._keep(np.array([slices, taps.rows, *pointers], np.int64))
+        near, far = self._offsets(columns)
+        rest = [self._keep(a) for a in (weights, lanes, bias.astype(np.float32))]
+        return self._keep(np.array([len(lanes) // CHUNK, self._keep(starts), near, far, *rest], np.int64))
 
     def _chunks(self, y: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], int, int]:
         """Pixels of the output chunks, their places, and the addresses of places and mask."""
@@ -260,8 +271,8 @@ class _Planner:
     def _channel_blocks(self, step: Product, chunks: int) -> list[int]:
         """Borders between blocks of input channels.
 
-        Where few chunks of output pass over many small planes, the planes come from the second-level cache again and
-        again; a block of them fits the first, and its sums are added to what the block before left in the output.
+        Where few chunks of output pass over many small planes, the planes come from the second-level cache
+        again and again; a block of them fits the first, and its sums are added to what the block before left.
         """
         channels, plane = self.placed.values[step.x].channels, self.placed.layouts[step.x].plane
         blocks = -(-channels * plane * 4 // FIRST_CACHE)
@@ -280,7 +291,7 @@ class _Planner:
         inside = (row >= 0) & (row < value.height) & (column >= 0) & (column < value.width)
         taps, row, column = taps.chosen(inside), row[inside], column[inside]
         offsets = x.base + taps.channel * x.plane + row * x.pitch + column
-        weight = self._sliced(taps, offsets, step.bias, -self.placed.offsets[step.x])
+        weight = self._sliced(taps, offsets, step.bias, self.placed.spare[step.x])
         self._emit(PRODUCT_ONE, step.x, step.y, step.add, [weight, 0, 0, 0, 0, y.plane, int(step.relu)])
         self._line(step, self._kind(step), "one vector", step.dense_size, taps.count)
 
@@ -344,21 +355,26 @@ class _Planner:
         lanes, units, gates = self.lanes, step.units, 4 if step.kind == "lstm" else 3
         steps = min(value.width, max(1, RECURRENT_COLUMNS // lanes))
         columns = -(-steps * lanes // CHUNK) * CHUNK
-        sizes = [gates * units * columns, gates * units * lanes * (1 if step.kind == "lstm" else 2)]
-        sizes += [units * lanes, units * lanes]
-        starts = np.concatenate([[0], np.cumsum([-(-size // CHUNK) * CHUNK + CHUNK for size in sizes])])
-        self.scratch = max(self.scratch, int(starts[-1]))
+        shared = [gates * units * columns, gates * units * lanes * (1 if step.kind == "lstm" else 2)]
+        self.shared = max(self.shared, _rounded(shared[0]) + _rounded(shared[1]))
+        # The state has a place of its own, and behind it a chunk of zeros that filled-up rows read.
+        state = _rounded(units * lanes) + CHUNK
+        state_places = [self.placed.arena + self.states, self.placed.arena + self.states + state]
+        self.states += 2 * state
         into = self._sparse(step.input_taps, step.input_taps.channel * x.plane, step.input_bias)
         across = self._sparse(step.hidden_taps, step.hidden_taps.channel * lanes, step.hidden_bias)
-        places_of = [self.placed.arena + int(start) for start in starts[:4]]  # scratch lies behind the values
         alone = 0
         if lanes == 1:
             taps = step.hidden_taps
-            alone = self._sliced(taps, taps.channel, step.hidden_bias, -places_of[2])
+            alone = self._sliced(taps, taps.channel, step.hidden_bias, _rounded(units))
         places = self._keep(np.arange(0, columns, CHUNK, dtype=np.int32))
         fields = [value.width, units, gates, into, across, alone, x.plane, y.plane, steps, int(step.reverse)]
         code = LSTM if step.kind == "lstm" else GRU
-        self._emit(code, step.x, step.y, None, [*fields, *places_of, places])
+        self._emit(code, step.x, step.y, None, [*fields, 0, 0, *state_places, places])
+        self.shared_fields += [
+            (len(self.records) - 1, 14, 0),
+            (len(self.records) - 1, 15, _rounded(shared[0])),
+        ]
         self.records[-1][2] += step.channel * y.plane
         connections = step.input_taps.count + step.hidden_taps.count
         kernel = f"panels of {lanes}" if lanes > 1 else "steps together, then one vector a step"
