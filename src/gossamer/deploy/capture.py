@@ -10,7 +10,6 @@ from __future__ import annotations
 import operator
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 import numpy as np
@@ -23,41 +22,19 @@ from gossamer.deploy.graph import (
     Embed,
     Floats,
     Graph,
-    Input,
-    Operation,
     Pair,
     Pool,
     Product,
     Recurrent,
-    Source,
     UnsupportedError,
     Value,
     dense_taps,
     diagonal_taps,
     fuse,
 )
+from gossamer.deploy.translator import Handle, Tokens, Translator, Zeros
 
-Form = Literal["picture", "vector", "flat", "sequence"]
 aten = torch.ops.aten
-
-
-@dataclass(frozen=True)
-class Handle:
-    """A value of the graph, and how the network sees it; ``flat`` is a picture spread out to a vector."""
-
-    value: int
-    form: Form
-
-
-@dataclass(frozen=True)
-class _Tokens:
-    slot: int
-    shape: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class _Zeros:
-    """An initial state of zeros, the only one a recurrent layer may have here."""
 
 
 def capture(model: nn.Module, example_inputs: Sequence[Tensor]) -> Graph:
@@ -76,97 +53,7 @@ def capture(model: nn.Module, example_inputs: Sequence[Tensor]) -> Graph:
     finally:
         for module, mode in training.items():
             module.training = mode
-    return fuse(_Translator(program).translate())
-
-
-class _Translator:
-    def __init__(self, program: torch.export.ExportedProgram) -> None:
-        self.program = program
-        self.values: list[Value] = []
-        self.operations: list[Operation] = []
-        self.env: dict[fx.Node, Any] = {}
-        self.inputs: list[Source] = []
-        recurrent = [n for n in program.graph.nodes if n.target in (aten.lstm.input, aten.gru.input)]
-        majors = {not n.args[8] for n in recurrent}
-        if len(majors) > 1:
-            raise UnsupportedError("recurrent layers with and without batch_first in one network")
-        self.time_major = majors == {True}
-
-    def translate(self) -> Graph:
-        signature = self.program.graph_signature
-        state = {**self.program.state_dict, **self.program.constants}
-        names = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
-        names |= dict(signature.inputs_to_lifted_tensor_constants)
-        self.names = names
-        outputs: tuple[Any, ...] = ()
-        shapes: tuple[tuple[int, ...], ...] = ()
-        for node in self.program.graph.nodes:
-            if node.op == "placeholder":
-                self.env[node] = state[names[node.name]] if node.name in names else self._input(node)
-            elif node.op == "output":
-                outputs = tuple(self._get(n) for n in node.args[0])
-                shapes = tuple(tuple(n.meta["val"].shape) for n in node.args[0] if isinstance(n, fx.Node))
-            elif node.target not in _TRANSLATIONS:
-                raise UnsupportedError(f"no native kernel for {node.target} (node {node.name})")
-            else:
-                self.env[node] = _TRANSLATIONS[node.target](self, node)
-                if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
-                    self.env[node.args[0]] = self.env[node]  # in place: who reads the old name sees the new
-        if not outputs or not all(isinstance(out, Handle) for out in outputs):
-            raise UnsupportedError("outputs that are not activations of the network")
-        places, forms = tuple(o.value for o in outputs), tuple(o.form for o in outputs)
-        return Graph(self.values, self.operations, places, forms, shapes, tuple(self.inputs), self.time_major)
-
-    def _input(self, node: fx.Node) -> Handle | _Tokens:
-        slot = len(self.inputs)
-        example = cast(Tensor, node.meta["val"])
-        shape = tuple(example.shape)
-        if example.dtype == torch.int64:
-            self.inputs.append(Source("tokens", shape))
-            return _Tokens(slot, shape)
-        form: Form
-        if example.dtype != torch.float32 or len(shape) not in (2, 3, 4):
-            raise UnsupportedError(f"input {node.name} of shape {shape} and dtype {example.dtype}")
-        if len(shape) == 4:
-            form, value = "picture", Value(shape[1], shape[2], shape[3])
-        elif len(shape) == 3:
-            form, value = "sequence", Value(shape[2], 1, shape[0] if self.time_major else shape[1])
-        else:
-            form, value = "vector", Value(shape[1], 1, 1)
-        handle = self.new(value, form)
-        self.inputs.append(Source(form, shape))
-        self.operations.append(Input(handle.value, slot, node.name))
-        return handle
-
-    def new(self, value: Value, form: Form) -> Handle:
-        self.values.append(value)
-        return Handle(len(self.values) - 1, form)
-
-    def _get(self, node: Any) -> Any:
-        return self.env[node] if isinstance(node, fx.Node) else node
-
-    def arguments(self, node: fx.Node, *defaults: Any) -> list[Any]:
-        """Arguments of a call with their values; ``defaults`` stand for those left out at the end."""
-        given = list(node.args)
-        if node.kwargs:
-            schema = cast(Any, node.target)._schema
-            names = [argument.name for argument in schema.arguments]
-            for name in names[len(given) :]:
-                if name in node.kwargs:
-                    given.append(node.kwargs[name])
-                elif len(given) < len(defaults):
-                    given.append(defaults[len(given)])
-        given += list(defaults[len(given) :])
-        return [self._resolve(argument) for argument in given]
-
-    def _resolve(self, argument: Any) -> Any:
-        if isinstance(argument, list | tuple):
-            return [self._resolve(a) for a in argument]
-        return self._get(argument)
-
-    def parameter_name(self, node: Any) -> str:
-        name = self.names.get(node.name, node.name) if isinstance(node, fx.Node) else str(node)
-        return name.removesuffix(".weight")
+    return fuse(Translator(program, _TRANSLATIONS).translate())
 
 
 def _floats(tensor: Tensor) -> Floats:
@@ -193,7 +80,7 @@ def _bias(tensor: Tensor | None, rows: int) -> Floats:
     return np.zeros(rows, np.float32) if tensor is None else _floats(tensor)
 
 
-def _linear(t: _Translator, node: fx.Node) -> Handle:
+def _linear(t: Translator, node: fx.Node) -> Handle:
     x, weight, bias = t.arguments(node, None, None, None)
     x = _activation(x, node)
     before = t.values[x.value]
@@ -211,7 +98,7 @@ def _linear(t: _Translator, node: fx.Node) -> Handle:
     return y
 
 
-def _conv(t: _Translator, node: fx.Node) -> Handle:
+def _conv(t: Translator, node: fx.Node) -> Handle:
     x, weight, bias, stride, padding, dilation, groups = t.arguments(node, None, None, None, [1], [0], [1], 1)
     x = _activation(x, node, "picture")
     before, dense = t.values[x.value], _floats(weight)
@@ -240,13 +127,13 @@ def _conv(t: _Translator, node: fx.Node) -> Handle:
     return y
 
 
-def _affine(t: _Translator, x: Handle, **parts: Any) -> Handle:
+def _affine(t: Translator, x: Handle, **parts: Any) -> Handle:
     y = t.new(t.values[x.value], x.form)
     t.operations.append(Affine(x.value, y.value, **parts))
     return y
 
 
-def _batch_norm(t: _Translator, node: fx.Node) -> Handle:
+def _batch_norm(t: Translator, node: fx.Node) -> Handle:
     x, weight, bias, mean, variance, training, _, eps = t.arguments(node)[:8]
     x = _activation(x, node, "picture", "vector")
     if training or mean is None:
@@ -257,11 +144,11 @@ def _batch_norm(t: _Translator, node: fx.Node) -> Handle:
     return _affine(t, x, name=node.name, scale=_floats(scale.float()), shift=_floats(shift.float()))
 
 
-def _relu(t: _Translator, node: fx.Node) -> Handle:
+def _relu(t: Translator, node: fx.Node) -> Handle:
     return _affine(t, _activation(t.arguments(node)[0], node), name=node.name, relu=True)
 
 
-def _add(t: _Translator, node: fx.Node) -> Handle:
+def _add(t: Translator, node: fx.Node) -> Handle:
     first, second = t.arguments(node)[:2]
     a, b = _activation(first, node), _activation(second, node)
     if t.values[a.value] != t.values[b.value] or a.form != b.form or node.kwargs.get("alpha", 1) != 1:
@@ -269,12 +156,12 @@ def _add(t: _Translator, node: fx.Node) -> Handle:
     return _affine(t, a, name=node.name, add=b.value)
 
 
-def _identity(t: _Translator, node: fx.Node) -> Handle:
+def _identity(t: Translator, node: fx.Node) -> Handle:
     return cast(Handle, t.arguments(node)[0])
 
 
 def _pool(
-    t: _Translator, x: Handle, name: str, kind: Literal["max", "average"], kernel: Pair, **given: Any
+    t: Translator, x: Handle, name: str, kind: Literal["max", "average"], kernel: Pair, **given: Any
 ) -> Handle:
     before = t.values[x.value]
     stride, padding = given.get("stride", kernel), given.get("padding", (0, 0))
@@ -293,7 +180,7 @@ def _pool(
     return y
 
 
-def _max_pool(t: _Translator, node: fx.Node) -> Handle:
+def _max_pool(t: Translator, node: fx.Node) -> Handle:
     x, kernel, stride, padding, dilation, ceil = t.arguments(node, None, None, [], [0], [1], False)
     x, kernel = _activation(x, node, "picture"), _pair(kernel)
     given = {
@@ -304,7 +191,7 @@ def _max_pool(t: _Translator, node: fx.Node) -> Handle:
     return _pool(t, x, node.name, "max", kernel, ceil=ceil, **given)
 
 
-def _average_pool(t: _Translator, node: fx.Node) -> Handle:
+def _average_pool(t: Translator, node: fx.Node) -> Handle:
     arguments = t.arguments(node, None, None, [], [0], False, True, None)
     x, kernel, stride, padding, ceil, count, divisor = arguments
     x, kernel = _activation(x, node, "picture"), _pair(kernel)
@@ -312,7 +199,7 @@ def _average_pool(t: _Translator, node: fx.Node) -> Handle:
     return _pool(t, x, node.name, "average", kernel, count_padding=count, divisor=divisor or 0, **given)
 
 
-def _adaptive_pool(t: _Translator, node: fx.Node) -> Handle:
+def _adaptive_pool(t: Translator, node: fx.Node) -> Handle:
     x, size = t.arguments(node)[:2]
     x = _activation(x, node, "picture")
     before, after = t.values[x.value], _pair(size)
@@ -324,7 +211,7 @@ def _adaptive_pool(t: _Translator, node: fx.Node) -> Handle:
     return _pool(t, x, node.name, "max" if "max" in str(node.target) else "average", kernel)
 
 
-def _mean(t: _Translator, node: fx.Node) -> Handle:
+def _mean(t: Translator, node: fx.Node) -> Handle:
     x, dims, keep = t.arguments(node, None, None, False)
     x = _activation(x, node, "picture", "sequence")
     value = t.values[x.value]
@@ -336,7 +223,7 @@ def _mean(t: _Translator, node: fx.Node) -> Handle:
     return Handle(y.value, "picture" if keep else "vector")
 
 
-def _reshape(t: _Translator, node: fx.Node) -> Handle:
+def _reshape(t: Translator, node: fx.Node) -> Handle:
     """Flattening, squeezing and views that keep the samples apart."""
     x = _activation(t.arguments(node)[0], node)
     value, shape = t.values[x.value], tuple(node.meta["val"].shape)
@@ -353,7 +240,7 @@ def _reshape(t: _Translator, node: fx.Node) -> Handle:
     raise UnsupportedError(f"a view from {before} to {shape} (node {node.name})")
 
 
-def _concat(t: _Translator, node: fx.Node) -> Handle:
+def _concat(t: Translator, node: fx.Node) -> Handle:
     tensors, dim = t.arguments(node, None, 0)
     parts = [_activation(x, node, "picture", "vector") for x in tensors]
     values = [t.values[x.value] for x in parts]
@@ -365,7 +252,7 @@ def _concat(t: _Translator, node: fx.Node) -> Handle:
 
 
 def _copy_taps(
-    t: _Translator, x: Handle, node: fx.Node, pairs: list[Pair], rows: int, stride: Pair, size: Pair
+    t: Translator, x: Handle, node: fx.Node, pairs: list[Pair], rows: int, stride: Pair, size: Pair
 ) -> Handle:
     y = t.new(Value(rows, *size), x.form)
     taps = diagonal_taps(rows, np.array(pairs, np.int64).reshape(-1, 2), np.ones(len(pairs), np.float32))
@@ -374,7 +261,7 @@ def _copy_taps(
     return y
 
 
-def _slice(t: _Translator, node: fx.Node) -> Handle:
+def _slice(t: Translator, node: fx.Node) -> Handle:
     x, dim, start, _, step = t.arguments(node, None, 0, None, None, 1)
     x = _activation(x, node)
     value, shape = t.values[x.value], tuple(node.meta["val"].shape)
@@ -393,7 +280,7 @@ def _slice(t: _Translator, node: fx.Node) -> Handle:
     raise UnsupportedError(f"a slice of dimension {dim} (node {node.name})")
 
 
-def _pad(t: _Translator, node: fx.Node) -> Handle:
+def _pad(t: Translator, node: fx.Node) -> Handle:
     x, widths, mode, fill = t.arguments(node, None, None, "constant", None)
     x = _activation(x, node, "picture")
     value = t.values[x.value]
@@ -405,9 +292,9 @@ def _pad(t: _Translator, node: fx.Node) -> Handle:
     return _copy_taps(t, x, node, pairs, rows, (1, 1), (value.height, value.width))
 
 
-def _embedding(t: _Translator, node: fx.Node) -> Handle:
+def _embedding(t: Translator, node: fx.Node) -> Handle:
     weight, tokens = t.arguments(node)[:2]
-    if not isinstance(tokens, _Tokens) or len(tokens.shape) != 2:
+    if not isinstance(tokens, Tokens) or len(tokens.shape) != 2:
         raise UnsupportedError(
             f"an embedding of something else than a batch of token sequences (node {node.name})"
         )
@@ -417,11 +304,11 @@ def _embedding(t: _Translator, node: fx.Node) -> Handle:
     return y
 
 
-def _recurrent(t: _Translator, node: fx.Node) -> tuple[Any, ...]:
+def _recurrent(t: Translator, node: fx.Node) -> tuple[Any, ...]:
     x, state, weights, has_bias, layers, _, training, both, _ = t.arguments(node)
     kind: Literal["lstm", "gru"] = "lstm" if node.target == aten.lstm.input else "gru"
     x = _activation(x, node, "sequence")
-    if training or not all(isinstance(s, _Zeros) for s in (state if isinstance(state, list) else [state])):
+    if training or not all(isinstance(s, Zeros) for s in (state if isinstance(state, list) else [state])):
         raise UnsupportedError(f"a recurrent layer with an initial state (node {node.name})")
     each, directions = 4 if has_bias else 2, 2 if both else 1
     if len(weights) != each * layers * directions:
@@ -454,12 +341,12 @@ def _recurrent(t: _Translator, node: fx.Node) -> tuple[Any, ...]:
     return x, None, None
 
 
-def _item(t: _Translator, node: fx.Node) -> Any:
+def _item(t: Translator, node: fx.Node) -> Any:
     source, index = t.arguments(node)
     return source[index]
 
 
-_Translation = Callable[[_Translator, fx.Node], Any]
+_Translation = Callable[[Translator, fx.Node], Any]
 _TRANSLATIONS: dict[Any, _Translation] = {
     aten.linear.default: _linear,
     aten.conv2d.default: _conv,
@@ -489,7 +376,7 @@ _TRANSLATIONS: dict[Any, _Translation] = {
     aten.pad.default: _pad,
     aten.constant_pad_nd.default: _pad,
     aten.embedding.default: _embedding,
-    aten.zeros.default: lambda t, node: _Zeros(),
+    aten.zeros.default: lambda t, node: Zeros(),
     aten.lstm.input: _recurrent,
     aten.gru.input: _recurrent,
     operator.getitem: _item,
