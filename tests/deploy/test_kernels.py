@@ -262,6 +262,18 @@ def test_non_finite_values_stay_with_their_sample_and_their_connections(variant:
     assert bool(torch.isfinite(out[2]).all())
 
 
+@pytest.mark.parametrize("variant", RUNNABLE)
+@pytest.mark.parametrize("lanes", [1, 4, 16])
+@pytest.mark.parametrize("kernel", [2, 3])
+def test_maximum_keeps_nan_like_torch(variant: str, lanes: int, kernel: int) -> None:
+    x = sparse((2, 3, 6, 36), 0, 0)
+    x[0, 1, ::2, ::5], x[1, 2, 1, ::3] = math.nan, -math.inf
+    expected = F.max_pool2d(x, kernel)
+    step = Pool(0, 1, "max", *[(kernel, kernel)] * 2, (0, 0), (1, 1), True, 0, "pool")
+    graph = graph_of(x, [value_of(x), Value(3, *expected.shape[2:])], [step], tuple(expected.shape))
+    torch.testing.assert_close(run(graph, x, variant, lanes), expected, rtol=0, atol=0, equal_nan=True)
+
+
 def test_there_is_more_than_one_variant_to_test_on_x86() -> None:
     import platform
 

@@ -222,6 +222,37 @@ def test_network(case: tuple[Any, ...]) -> None:
                 assert_near(native(x), model(x))  # type: ignore[arg-type]
 
 
+class Stateful(nn.Module):
+    def __init__(self, kind: type[nn.LSTM] | type[nn.GRU], both: bool) -> None:
+        super().__init__()
+        self.rnn = kind(7, 12, 2, bidirectional=both)
+        self.head = nn.Linear(24 if both else 12, 5)
+
+    def forward(self, x: Tensor, state: Any = None) -> tuple[Tensor, Any]:
+        y, state = self.rnn(x, state)
+        return self.head(y), state
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
+@pytest.mark.parametrize("both", [False, True])
+@pytest.mark.parametrize("lanes", STEP_LANES)
+@torch.no_grad()
+def test_state_goes_in_and_comes_out(kind: Any, both: bool, lanes: int) -> None:
+    torch.manual_seed(0)
+    model = make_sparse(Stateful(kind, both), 0.6)
+
+    def draw(batch: int) -> Any:
+        states = [torch.randn(4 if both else 2, batch, 12) for _ in range(2)]
+        return tuple(states) if kind is nn.LSTM else states[0]
+
+    fresh = compile_plan(model, torch.randn(9, 3, 7), lanes=lanes)
+    going_on = compile_plan(model, (torch.randn(9, 3, 7), draw(3)), lanes=lanes)
+    for batch in (1, 5, 20):
+        x, state = torch.randn(9, batch, 7), draw(batch)
+        for ours, theirs in ((fresh(x), model(x)), (going_on(x, state), model(x, state))):
+            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)  # compares the nesting, too
+
+
 def test_an_example_of_batch_one_is_enough() -> None:
     torch.manual_seed(0)
     model = make_sparse(vgg())

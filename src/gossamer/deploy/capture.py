@@ -25,6 +25,7 @@ from gossamer.deploy.graph import (
     Pair,
     Pool,
     Product,
+    Recurrence,
     Recurrent,
     UnsupportedError,
     Value,
@@ -37,7 +38,7 @@ from gossamer.deploy.translator import Handle, Tokens, Translator, Zeros
 aten = torch.ops.aten
 
 
-def capture(model: nn.Module, example_inputs: Sequence[Tensor]) -> Graph:
+def capture(model: nn.Module, example_inputs: Sequence[Any]) -> Graph:
     """The fused graph of a model in evaluation mode, for inputs shaped like the examples except for their
     batch."""
     training = {module: module.training for module in model.modules()}
@@ -308,12 +309,22 @@ def _recurrent(t: Translator, node: fx.Node) -> tuple[Any, ...]:
     x, state, weights, has_bias, layers, _, training, both, _ = t.arguments(node)
     kind: Literal["lstm", "gru"] = "lstm" if node.target == aten.lstm.input else "gru"
     x = _activation(x, node, "sequence")
-    if training or not all(isinstance(s, Zeros) for s in (state if isinstance(state, list) else [state])):
-        raise UnsupportedError(f"a recurrent layer with an initial state (node {node.name})")
+    given = state if isinstance(state, list) else [state]
+    if training or not (
+        all(isinstance(s, Zeros) for s in given) or all(isinstance(s, Handle) for s in given)
+    ):
+        raise UnsupportedError(
+            f"a recurrent layer in training or with a mixed initial state (node {node.name})"
+        )
     each, directions = 4 if has_bias else 2, 2 if both else 1
     if len(weights) != each * layers * directions:
         raise UnsupportedError(f"a recurrent layer with projections (node {node.name})")
     nodes = cast(list[fx.Node], node.args[2])
+    all_units = sum(weights[i * each + 1].shape[1] for i in range(layers * directions))
+    before = tuple(s.value for s in given if isinstance(s, Handle))
+    after: list[Handle] = []
+    if any(user.args[1] != 0 and user.users for user in node.users):
+        after = [t.new(Value(all_units, 1, 1), "state") for _ in given]
     for layer in range(layers):
         steps = t.values[x.value].width
         units = weights[layer * directions * each + 1].shape[1]
@@ -335,10 +346,13 @@ def _recurrent(t: Translator, node: fx.Node) -> tuple[Any, ...]:
                     channel=direction * units,
                     dense_size=w_in.size + w_hidden.size,
                     name=name,
+                    state=Recurrence(
+                        (layer * directions + direction) * units, before, tuple(h.value for h in after)
+                    ),
                 )
             )
         x = y
-    return x, None, None
+    return (x, *after) if after else (x, *[None] * len(given))
 
 
 def _item(t: Translator, node: fx.Node) -> Any:
@@ -377,6 +391,8 @@ _TRANSLATIONS: dict[Any, _Translation] = {
     aten.constant_pad_nd.default: _pad,
     aten.embedding.default: _embedding,
     aten.zeros.default: lambda t, node: Zeros(),
+    aten.zeros_like.default: lambda t, node: Zeros(),
+    aten.new_zeros.default: lambda t, node: Zeros(),
     aten.lstm.input: _recurrent,
     aten.gru.input: _recurrent,
     operator.getitem: _item,

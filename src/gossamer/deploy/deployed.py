@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from gossamer.deploy.capture import capture
 from gossamer.deploy.fallback import CsrModel
@@ -68,7 +69,7 @@ class Deployed:
 
 def compile_plan(
     model: nn.Module,
-    example_input: Tensor | Sequence[Tensor],
+    example_input: Tensor | Sequence[Any],
     *,
     lanes: int | None = None,
     variant: str | None = None,
@@ -83,7 +84,7 @@ def compile_plan(
 
 
 def deploy(
-    model: nn.Module, example_input: Tensor | Sequence[Tensor], *, threads: int = 1, seconds: float = 1.0
+    model: nn.Module, example_input: Tensor | Sequence[Any], *, threads: int = 1, seconds: float = 1.0
 ) -> Deployed:
     """The fastest way found on this machine to run a model on inputs like the example.
 
@@ -137,7 +138,7 @@ class _Eager:
 
 
 def _without_compiler(
-    model: nn.Module, inputs: tuple[Tensor, ...], dense: Run, problem: str, seconds: float
+    model: nn.Module, inputs: tuple[Any, ...], dense: Run, problem: str, seconds: float
 ) -> Deployed:
     sparse = CsrModel(model, inputs)
     batch = inputs[0].shape[0]
@@ -155,7 +156,7 @@ def _without_compiler(
     )
 
 
-def race(candidates: dict[str, Run], inputs: Sequence[Tensor], seconds: float) -> dict[str, float]:
+def race(candidates: dict[str, Run], inputs: Sequence[Any], seconds: float) -> dict[str, float]:
     """Median seconds a call of each candidate, taking turns so that a busy machine is busy for all of
     them."""
     repeats: dict[str, int] = {}
@@ -180,8 +181,8 @@ def race(candidates: dict[str, Run], inputs: Sequence[Tensor], seconds: float) -
     return {name: median(values) for name, values in samples.items()}
 
 
-def _inputs(example: Tensor | Sequence[Tensor]) -> tuple[Tensor, ...]:
+def _inputs(example: Tensor | Sequence[Any]) -> tuple[Any, ...]:
     inputs = (example,) if isinstance(example, Tensor) else tuple(example)
-    if not inputs or not all(isinstance(x, Tensor) for x in inputs):
+    if not inputs or not all(isinstance(x, Tensor) for x in tree_leaves(inputs)):
         raise ValueError("expected a tensor or a sequence of tensors as example input, got something else")
     return inputs

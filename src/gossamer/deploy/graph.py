@@ -10,7 +10,7 @@ stride and a padding.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -135,6 +135,16 @@ class Concat:
     name: str
 
 
+@dataclass(frozen=True)
+class Recurrence:
+    """Where a recurrent layer's state comes from and goes to: values of which it has ``units`` channels from
+    ``first``."""
+
+    first: int
+    before: tuple[int, ...] = ()
+    after: tuple[int, ...] = ()
+
+
 @dataclass(frozen=True, eq=False)
 class Recurrent:
     """One direction of one layer of an LSTM or GRU; its output goes to ``channel`` and following of y."""
@@ -151,6 +161,7 @@ class Recurrent:
     channel: int
     dense_size: int
     name: str
+    state: Recurrence
 
 
 Operation = Input | Embed | Product | Affine | Pool | Concat | Recurrent
@@ -158,8 +169,8 @@ Operation = Input | Embed | Product | Affine | Pool | Concat | Recurrent
 
 @dataclass(frozen=True)
 class Source:
-    """What the caller passes: "picture", "vector", "sequence" or "tokens", shaped like this but for the
-    batch."""
+    """What the caller passes: "picture", "vector", "sequence", "state" or "tokens", shaped like this but for
+    the batch."""
 
     form: str
     shape: tuple[int, ...]
@@ -175,6 +186,8 @@ class Graph:
     shapes: tuple[tuple[int, ...], ...]
     inputs: tuple[Source, ...]
     time_major: bool
+    #: how the outputs are nested (a structure of torch.utils._pytree), None for one tensor
+    structure: Any = None
 
 
 def reads(operation: Operation) -> tuple[int, ...]:
@@ -186,8 +199,15 @@ def reads(operation: Operation) -> tuple[int, ...]:
             return operation.xs
         case Product() | Affine():
             return (operation.x,) if operation.add is None else (operation.x, operation.add)
-        case Pool() | Recurrent():
+        case Pool():
             return (operation.x,)
+        case Recurrent():
+            return (operation.x, *operation.state.before)
+
+
+def writes(operation: Operation) -> tuple[int, ...]:
+    """Values an operation makes, or a part of them."""
+    return (operation.y, *operation.state.after) if isinstance(operation, Recurrent) else (operation.y,)
 
 
 def dense_taps(weight: Floats) -> Taps:

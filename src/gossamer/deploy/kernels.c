@@ -135,6 +135,9 @@ struct pool_op {
 
 INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
+/* The maximum as torch has it: NaN wins and stays. */
+INLINE float larger(float a, float b) { return (b > a) | (b != b) ? b : a; }
+
 /* One output pixel, `lanes` samples (a constant below 16); x is the window's first pixel inside the plane. */
 INLINE void pool_few(const int lanes, const struct pool_op *o, const float *x, int64_t rows, int64_t columns, float inverse,
                      float *y) {
@@ -145,7 +148,7 @@ INLINE void pool_few(const int lanes, const struct pool_op *o, const float *x, i
             for (int l = 0; l < lanes; l++) {
                 float v = x[(i * o->x_pitch + j) * lanes + l];
                 sum[l] += v;
-                most[l] = v <= most[l] ? most[l] : v;
+                most[l] = larger(most[l], v);
             }
     for (int l = 0; l < lanes; l++) y[l] = o->average ? sum[l] * inverse : most[l];
 }
@@ -158,7 +161,7 @@ INLINE void pool_many(int64_t lanes, const struct pool_op *o, const float *x, in
             for (int64_t j = 0; j < columns; j += o->step_x) {
                 vec v = load(x + (i * o->x_pitch + j) * lanes + lane);
                 sum += v;
-                most = either(v <= most, most, v);
+                most = either((v > most) | (v != v), v, most);
             }
         if (o->average) most = sum * splat(inverse);
         store(y + lane, most);
@@ -174,11 +177,8 @@ static void pool_pairs(const struct pool_op *o, const float *x, float *y) {
             for (int64_t i = 0; i < o->out_width; i++)
                 to[i] = 0.25f * (a[2 * i] + a[2 * i + 1] + b[2 * i] + b[2 * i + 1]);
         else
-            for (int64_t i = 0; i < o->out_width; i++) {
-                float p = a[2 * i + 1] <= a[2 * i] ? a[2 * i] : a[2 * i + 1];
-                float q = b[2 * i + 1] <= b[2 * i] ? b[2 * i] : b[2 * i + 1];
-                to[i] = q <= p ? p : q;
-            }
+            for (int64_t i = 0; i < o->out_width; i++)
+                to[i] = larger(larger(a[2 * i], a[2 * i + 1]), larger(b[2 * i], b[2 * i + 1]));
     }
 }
 
@@ -276,7 +276,15 @@ struct recurrent_op {
     int64_t steps, units, gates, input, hidden, hidden_one, x_row, y_row, chunk_steps, reverse;
     int64_t x_gates, h_gates, h, c; /* scratch in the arena */
     int64_t x_at;                   /* chunk places 0, 16, 32, ... */
+    int64_t h_from, c_from, h_to, c_to; /* state before and after, in the arena; -1: zeros, nowhere */
 };
+
+static void copy_state(float *to, const float *arena, int64_t from, int64_t n) {
+    if (from < 0)
+        memset(to, 0, n * sizeof(float));
+    else
+        memcpy(to, arena + from, n * sizeof(float));
+}
 
 static void run_recurrent(const struct call *call, const struct op *op) {
     const struct recurrent_op *o = (const struct recurrent_op *)op->a;
@@ -285,8 +293,8 @@ static void run_recurrent(const struct call *call, const struct op *op) {
     float *h = call->arena + o->h, *c = call->arena + o->c;
     int64_t x_row = (o->chunk_steps * lanes + CHUNK - 1) / CHUNK * CHUNK;
     const int32_t *at = POINTER(int32_t, o->x_at);
-    memset(h, 0, n * sizeof(float));
-    memset(c, 0, n * sizeof(float));
+    copy_state(h, call->arena, o->h_from, n);
+    copy_state(c, call->arena, o->c_from, n);
     for (int64_t done = 0; done < o->steps; done += o->chunk_steps) {
         int64_t some = least(o->chunk_steps, o->steps - done);
         int64_t start = o->reverse ? o->steps - done - some : done;
@@ -315,6 +323,8 @@ static void run_recurrent(const struct call *call, const struct op *op) {
             for (int64_t u = 0; u < o->units; u++) memcpy(y + u * o->y_row, h + u * lanes, lanes * sizeof(float));
         }
     }
+    if (o->h_to >= 0) memcpy(call->arena + o->h_to, h, n * sizeof(float));
+    if (o->c_to >= 0) memcpy(call->arena + o->c_to, c, n * sizeof(float));
 }
 
 /* What Python fills in for a call; the addresses of inputs, then of outputs, follow. */

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from gossamer.deploy.graph import Affine, Concat, Graph, Operation, Pair, Product, Value, reads
+from gossamer.deploy.graph import Affine, Concat, Graph, Operation, Pair, Product, Value, reads, writes
 
 CHUNK = 16
 ARENA_HEAD = 64  # floats at the start of the arena that are always zero
@@ -191,7 +191,8 @@ def _allocate(
     count = len(values)
     first, last = [len(steps)] * count, [-1] * count
     for time, step in enumerate(steps):
-        first[step.y] = min(first[step.y], time)
+        for y in (step.y,) if isinstance(step, Phases) else writes(step):
+            first[y] = min(first[y], time)
         for x in (step.x,) if isinstance(step, Phases) else reads(step):
             last[x] = time
         if isinstance(step, Product):

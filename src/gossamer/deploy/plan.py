@@ -201,6 +201,10 @@ class _Planner:
         """How a sample's floats, contiguous for the caller, are spread over the planes."""
         value, layout, lanes = self.placed.values[item], self.placed.layouts[item], self.lanes
         plane, row = layout.plane, layout.pitch * lanes
+        if form == "state":  # (layers, batch, units)
+            layers, units = shape[0], shape[2]
+            self.batch_fields.append((len(self.records), 4 + 5, units))
+            return [slot, units, units, plane, layers, units, units * plane, 1, 0, 0]
         if form == "sequence":
             steps, features = value.width, value.channels
             if self.placed.graph.time_major:
@@ -350,6 +354,14 @@ class _Planner:
             self.records[-1][2] += channel * plane
         self._line(step, "concatenation", "copied" if step.y in self.placed.copies else "in place")
 
+    def _state(self, step: Recurrent) -> list[int]:
+        """Places of h and c before and after; -1 where there is none."""
+        found = []
+        for items in (step.state.before, step.state.after):
+            places = [self.placed.offsets[i] + step.state.first * self.placed.layouts[i].plane for i in items]
+            found += [*places, -1, -1][:2]
+        return found
+
     def _recurrent(self, step: Recurrent) -> None:
         x, y, value = self.placed.layouts[step.x], self.placed.layouts[step.y], self.placed.values[step.x]
         lanes, units, gates = self.lanes, step.units, 4 if step.kind == "lstm" else 3
@@ -370,7 +382,7 @@ class _Planner:
         places = self._keep(np.arange(0, columns, CHUNK, dtype=np.int32))
         fields = [value.width, units, gates, into, across, alone, x.plane, y.plane, steps, int(step.reverse)]
         code = LSTM if step.kind == "lstm" else GRU
-        self._emit(code, step.x, step.y, None, [*fields, 0, 0, *state_places, places])
+        self._emit(code, step.x, step.y, None, [*fields, 0, 0, *state_places, places, *self._state(step)])
         self.shared_fields += [
             (len(self.records) - 1, 14, 0),
             (len(self.records) - 1, 15, _rounded(shared[0])),

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_unflatten
 
 from gossamer.deploy.graph import Graph, Recurrent, Source, UnsupportedError
 from gossamer.deploy.native import Native
@@ -77,13 +78,18 @@ class NativeModel:
         self.native = native
         self.setting = setting
         self._dtypes = [torch.int64 if s.form == "tokens" else torch.float32 for s in graph.inputs]
+        self._nested = len(graph.inputs) > 1
         self._plans: dict[int, Plan] = {}
         self._ready: dict[tuple[torch.Size, ...], _Prepared] = {}
         self._settings: dict[int, Setting] = {}
         self._lock = threading.Lock()
         self._pool: ThreadPoolExecutor | None = None
 
-    def __call__(self, *inputs: Tensor) -> Tensor | tuple[Tensor, ...]:
+    def __call__(self, *arguments: Any) -> Any:
+        """Arguments and result as the model has them: tensors, or nested tuples of tensors."""
+        if self._nested:
+            arguments = tuple(tree_leaves(arguments))
+        inputs: tuple[Tensor, ...] = arguments
         prepared = self._ready.get(tuple([x.shape for x in inputs]))
         if prepared is None:
             prepared = self._prepare(inputs)
@@ -107,7 +113,7 @@ class NativeModel:
             )
         if failed:
             raise IndexError("expected tokens inside the table of the embedding, got one outside")
-        return outputs[0] if len(outputs) == 1 else tuple(outputs)
+        return outputs[0] if self.graph.structure is None else tree_unflatten(outputs, self.graph.structure)
 
     def plan(self, lanes: int) -> Plan:
         """The plan for a number of samples that travel together (1, 2, 4, 8 or a multiple of 16)."""
@@ -136,7 +142,8 @@ class NativeModel:
         return first.shape[self._axis(first)]
 
     def _axis(self, source: Source) -> int:
-        return 1 if self.graph.time_major and source.form in ("sequence", "tokens") else 0
+        timed = self.graph.time_major and source.form in ("sequence", "tokens")
+        return 1 if timed or source.form == "state" else 0
 
     def _with_batch(self, source: Source, batch: int) -> tuple[int, ...]:
         axis = self._axis(source)

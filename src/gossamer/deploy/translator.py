@@ -18,7 +18,7 @@ from gossamer.deploy.graph import (
     Value,
 )
 
-Form = Literal["picture", "vector", "flat", "sequence"]
+Form = Literal["picture", "vector", "flat", "sequence", "state"]
 aten = torch.ops.aten
 
 
@@ -84,7 +84,9 @@ class Translator:
         if not outputs or not all(isinstance(out, Handle) for out in outputs):
             raise UnsupportedError("outputs that are not activations of the network")
         places, forms = tuple(o.value for o in outputs), tuple(o.form for o in outputs)
-        return Graph(self.values, self.operations, places, forms, shapes, tuple(self.inputs), self.time_major)
+        structure = self.program.call_spec.out_spec if len(places) > 1 else None
+        inputs = tuple(self.inputs)
+        return Graph(self.values, self.operations, places, forms, shapes, inputs, self.time_major, structure)
 
     def _input(self, node: fx.Node) -> Handle | Tokens:
         slot = len(self.inputs)
@@ -94,6 +96,13 @@ class Translator:
             self.inputs.append(Source("tokens", shape))
             return Tokens(slot, shape)
         form: Form
+        if any(
+            user.target in (aten.lstm.input, aten.gru.input) and node in _states(user) for user in node.users
+        ):
+            self.inputs.append(Source("state", shape))
+            handle = self.new(Value(shape[0] * shape[2], 1, 1), "state")
+            self.operations.append(Input(handle.value, slot, node.name))
+            return handle
         if example.dtype != torch.float32 or len(shape) not in (2, 3, 4):
             raise UnsupportedError(f"input {node.name} of shape {shape} and dtype {example.dtype}")
         if len(shape) == 4:
@@ -136,3 +145,9 @@ class Translator:
     def parameter_name(self, node: Any) -> str:
         name = self.names.get(node.name, node.name) if isinstance(node, fx.Node) else str(node)
         return name.removesuffix(".weight")
+
+
+def _states(node: fx.Node) -> list[Any]:
+    """The initial states that a recurrent call is given."""
+    state = node.args[1]
+    return list(state) if isinstance(state, list | tuple) else [state]
