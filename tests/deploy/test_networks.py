@@ -159,6 +159,19 @@ class Gru(nn.Module):
         return self.head(self.gru(x)[0].mean(1))  # type: ignore[no-any-return]
 
 
+class Flattened(nn.Module):
+    """A flattened picture and a flattened feature map, joined and normalised."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(2, 3, 3)
+        self.norm = nn.BatchNorm1d(2 * 30 + 3 * 12)
+        self.head = nn.Linear(96, 7)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(F.relu(self.norm(torch.cat([x.flatten(1), self.conv(x).flatten(1)], 1))))  # type: ignore[no-any-return]
+
+
 def pictures(*shape: int) -> Callable[[int], Tensor]:
     return lambda batch: torch.randn(batch, *shape)
 
@@ -172,6 +185,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Tensor], tuple[i
     "vgg": (vgg, pictures(3, 16, 18), ALL_LANES),
     "lenet": (lenet, pictures(1, 28, 28), ALL_LANES),
     "mobile": (mobile, pictures(4, 17, 23), ALL_LANES),
+    "flattened": (Flattened, pictures(2, 5, 6), ALL_LANES),
     "mlp": (mlp, pictures(50), ALL_LANES),
     "dense mlp": (DenseMlp, pictures(20), ALL_LANES),
     "lstm": (lambda: LanguageModel(False, False), lambda b: torch.randint(0, 50, (11, b)), STEP_LANES),

@@ -22,11 +22,13 @@ from gossamer.deploy.graph import (
     Embed,
     Floats,
     Graph,
+    Input,
     Pair,
     Pool,
     Product,
     Recurrence,
     Recurrent,
+    Taps,
     UnsupportedError,
     Value,
     dense_taps,
@@ -69,6 +71,24 @@ def _activation(handle: Any, node: fx.Node, *forms: str) -> Handle:
             f"{node.target} on {getattr(handle, 'form', type(handle).__name__)} (node {node.name})"
         )
     return handle
+
+
+def _as_vector(t: Translator, handle: Any) -> Any:
+    """A picture that was flattened, with its pixels as channels of one pixel."""
+    if not isinstance(handle, Handle) or handle.form != "flat":
+        return handle
+    value = t.values[handle.value]
+    size = value.channels * value.pixels
+    y = t.new(Value(size, 1, 1), "vector")
+    source = next((op for op in t.operations if isinstance(op, Input) and op.y == handle.value), None)
+    if source is not None:  # nothing has to be moved, only loaded in another way
+        t.operations.append(Input(y.value, source.slot, source.name))
+    else:
+        channel, dy, dx = np.indices((value.channels, value.height, value.width)).reshape(3, -1)
+        taps = Taps(size, np.arange(size), channel, dy, dx, np.ones(size, np.float32))
+        bias = np.zeros(size, np.float32)
+        t.operations.append(Product(handle.value, y.value, taps, bias, (1, 1), (0, 0), size, "flatten"))
+    return y
 
 
 def _pair(value: Any) -> Pair:
@@ -136,7 +156,7 @@ def _affine(t: Translator, x: Handle, **parts: Any) -> Handle:
 
 def _batch_norm(t: Translator, node: fx.Node) -> Handle:
     x, weight, bias, mean, variance, training, _, eps = t.arguments(node)[:8]
-    x = _activation(x, node, "picture", "vector")
+    x = _activation(_as_vector(t, x), node, "picture", "vector")
     if training or mean is None:
         raise UnsupportedError(f"normalisation with the statistics of the batch (node {node.name})")
     scale = 1 / torch.sqrt(variance.double() + eps)
@@ -243,7 +263,7 @@ def _reshape(t: Translator, node: fx.Node) -> Handle:
 
 def _concat(t: Translator, node: fx.Node) -> Handle:
     tensors, dim = t.arguments(node, None, 0)
-    parts = [_activation(x, node, "picture", "vector") for x in tensors]
+    parts = [_activation(_as_vector(t, x), node, "picture", "vector") for x in tensors]
     values = [t.values[x.value] for x in parts]
     if dim not in (1, 1 - len(node.meta["val"].shape)) or len({(v.height, v.width) for v in values}) > 1:
         raise UnsupportedError(f"a concatenation along dimension {dim} (node {node.name})")

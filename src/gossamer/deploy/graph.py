@@ -227,6 +227,8 @@ def fuse(graph: Graph) -> Graph:
     operations = list(graph.operations)
     changed = True
     while changed:
+        needed = set(graph.outputs).union(*(reads(operation) for operation in operations))
+        operations = [op for op in operations if not needed.isdisjoint(writes(op))]
         changed = False
         uses = np.zeros(len(graph.values), np.int64)
         for operation in operations:

@@ -46,7 +46,7 @@ def possible_lanes(graph: Graph, batch: int) -> list[int]:
     wide = max(16, min(MAX_LANES, -(-batch // 16) * 16))
     if any(isinstance(operation, Recurrent) for operation in graph.operations):
         return [1] if batch == 1 else [wide, 1]
-    if all(value.pixels == 1 for value in graph.values):
+    if all(graph.values[operation.y].pixels == 1 for operation in graph.operations):
         return [1] if batch == 1 else list(dict.fromkeys([wide, 32, 16, 1]))
     guess = 1 if batch < 4 else 8 if batch < 16 else 16
     return [guess, *(lanes for lanes in (1, 2, 4, 8, 16, 32) if lanes != guess and lanes < 2 * batch)]
