@@ -44,6 +44,7 @@ sys.stdout.write("all networks ran")
 @pytest.fixture(autouse=True)
 def _fresh_library_cache() -> None:
     native._load_cached.cache_clear()
+    native._private_directory.cache_clear()
 
 
 def system_compiler() -> tuple[str, ...]:
@@ -96,7 +97,7 @@ def test_without_a_compiler_the_message_says_what_to_do(monkeypatch: pytest.Monk
 
 def sparse_mlp(sparsity: float) -> nn.Module:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(1200, 1500), nn.ReLU(), nn.Linear(1500, 10))
+    model = nn.Sequential(nn.Linear(600, 700), nn.ReLU(), nn.Linear(700, 10))
     with torch.no_grad():
         model[0].weight.mul_(torch.rand_like(model[0].weight) >= sparsity)
     return model.eval()
@@ -105,7 +106,7 @@ def sparse_mlp(sparsity: float) -> nn.Module:
 def test_without_a_compiler_torch_runs_the_sparse_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     no_compiler(monkeypatch)
     model = sparse_mlp(0.99)
-    x = torch.randn(64, 1200)
+    x = torch.randn(64, 600)
     fast = deploy(model, x, seconds=0.1)
     assert fast.explain().engine in ("torch CSR", "torch")
     assert "pip install ziglang" in str(fast.explain())
@@ -116,7 +117,7 @@ def test_without_a_compiler_torch_runs_the_sparse_layers(monkeypatch: pytest.Mon
 
 def test_without_a_compiler_a_dense_model_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     no_compiler(monkeypatch)
-    explanation = deploy(sparse_mlp(0), torch.randn(4, 1200), seconds=0).explain()
+    explanation = deploy(sparse_mlp(0), torch.randn(4, 600), seconds=0).explain()
     assert explanation.engine == "torch"
     assert "no linear layer is sparse enough" in explanation.reason
 

@@ -301,12 +301,14 @@ static void run_recurrent(const struct call *call, const struct op *op) {
         struct product input = {POINTER(struct sparse, o->input), call->arena + op->x + start * lanes, x_gates, NULL,
                                 x_row, 0, at, at, NULL, NULL, 0};
         multiply(&input, 0, (some * lanes + CHUNK - 1) / CHUNK);
+        float *by_step = x_gates + rows * x_row;
+        if (lanes == 1) transpose_in(by_step, rows, x_gates, x_row, some, rows); /* or each gate is a cache miss */
         for (int64_t i = 0; i < some; i++) {
             int64_t step = o->reverse ? some - 1 - i : i;
-            const float *now = x_gates + step * lanes;
+            const float *now = lanes == 1 ? by_step + step * rows : x_gates + step * lanes;
             const float *add = op->code == LSTM ? now : NULL;
             if (lanes == 1) {
-                multiply_one(POINTER(struct sliced, o->hidden_one), h, h_gates, 1, add, x_row, 0);
+                multiply_one(POINTER(struct sliced, o->hidden_one), h, h_gates, 1, add, 1, 0);
             } else {
                 struct product hidden = {POINTER(struct sparse, o->hidden), h, h_gates, add, lanes, x_row, at, at, at,
                                          NULL, 0};
@@ -316,8 +318,9 @@ static void run_recurrent(const struct call *call, const struct op *op) {
                 lstm_cell(h_gates, c, h, n);
             } else {
                 float *packed = h_gates + rows * lanes; /* this step's input part, made contiguous */
-                for (int64_t r = 0; r < rows; r++) memcpy(packed + r * lanes, now + r * x_row, lanes * sizeof(float));
-                gru_cell(packed, h_gates, h, n);
+                for (int64_t r = 0; lanes > 1 && r < rows; r++)
+                    memcpy(packed + r * lanes, now + r * x_row, lanes * sizeof(float));
+                gru_cell(lanes > 1 ? packed : now, h_gates, h, n);
             }
             float *y = call->arena + op->y + (start + step) * lanes;
             for (int64_t u = 0; u < o->units; u++) memcpy(y + u * o->y_row, h + u * lanes, lanes * sizeof(float));

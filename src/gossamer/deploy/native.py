@@ -8,6 +8,7 @@ downloaded here.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import functools
 import hashlib
@@ -78,6 +79,14 @@ def cache_directory() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME", str(Path.home() / ".cache"))) / "gossamer"
 
 
+@functools.cache
+def _private_directory() -> Path:
+    """For this process alone: code is not loaded from a place that others could have written to."""
+    directory = tempfile.mkdtemp(prefix="gossamer-")
+    atexit.register(shutil.rmtree, directory, ignore_errors=True)
+    return Path(directory)
+
+
 def build(compiler: Sequence[str], directory: Path, *, extra: Sequence[str] = ()) -> Path:
     """The library made by one compiler, from the cache where it is there."""
     variants = list(VARIANTS) if platform.machine().lower() in _X86 else ["portable"]
@@ -137,9 +146,9 @@ def open_library(path: Path, variant: str | None = None) -> Native:
 def _load_cached(variant: str | None) -> Native:
     problems = []
     for compiler in find_compilers():
-        for directory in (cache_directory(), Path(tempfile.gettempdir()) / f"gossamer-{os.getuid()}"):
+        for directory in (cache_directory, _private_directory):
             try:
-                return open_library(build(compiler, directory), variant)
+                return open_library(build(compiler, directory()), variant)
             except (NoCompilerError, OSError) as error:
                 problems.append(str(error))
     reason = "\n".join(problems) or "no cc, gcc or clang on the path"

@@ -280,7 +280,7 @@ class _Planner:
         """
         channels, plane = self.placed.values[step.x].channels, self.placed.layouts[step.x].plane
         blocks = -(-channels * plane * 4 // FIRST_CACHE)
-        if chunks > 2 or step.stride != (1, 1) or step.taps.count < 16 * blocks * step.taps.rows:
+        if chunks > 2 or step.stride != (1, 1) or step.taps.count < 40 * blocks * step.taps.rows:
             return [0, channels]
         return [channels * i // blocks for i in range(blocks + 1)]
 
@@ -367,7 +367,9 @@ class _Planner:
         lanes, units, gates = self.lanes, step.units, 4 if step.kind == "lstm" else 3
         steps = min(value.width, max(1, RECURRENT_COLUMNS // lanes))
         columns = -(-steps * lanes // CHUNK) * CHUNK
-        shared = [gates * units * columns, gates * units * lanes * (1 if step.kind == "lstm" else 2)]
+        # One sample's gates are wanted a step at a time, several samples' packed for one step.
+        input_gates = gates * units * columns * (2 if lanes == 1 else 1)
+        shared = [input_gates, gates * units * lanes * (1 if step.kind == "lstm" or lanes == 1 else 2)]
         self.shared = max(self.shared, _rounded(shared[0]) + _rounded(shared[1]))
         # The state has a place of its own, and behind it a chunk of zeros that filled-up rows read.
         state = _rounded(units * lanes) + CHUNK
