@@ -255,6 +255,20 @@ def test_size_is_within_five_per_cent_of_the_entropy(
     assert saved.ratio > ratio
 
 
+def test_many_small_tensors_cost_little_more_than_their_values(tmp_path: Path) -> None:
+    """A ResNet-20's worth of layers and norms: names, shapes and counts are a small part of the file."""
+    state: dict[str, Tensor] = {}
+    for i, channels in enumerate([16] * 7 + [32] * 6 + [64] * 6):
+        state[f"layers.{i}.conv.weight"] = sparse(channels, channels, 3, 3, seed=i)
+        for part in ("weight", "bias", "running_mean", "running_var"):
+            state[f"layers.{i}.norm.{part}"] = torch.rand(channels)
+        state[f"layers.{i}.norm.num_batches_tracked"] = torch.tensor(1000)
+    values = sum(int(torch.count_nonzero(t)) if t.dim() > 1 else t.numel() for t in state.values())
+    saved = save(state, tmp_path / "f")
+    assert saved.file_bytes < values * 4.25 + 2000
+    assert saved.ratio > 16.5
+
+
 def test_memory_stays_bounded(tmp_path: Path) -> None:
     """numpy's buffers are traced: saving and loading 16 million weights takes a few chunks, not copies of
     them."""

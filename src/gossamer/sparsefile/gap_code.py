@@ -73,11 +73,12 @@ class _Compressor(Protocol):
     def finish(self) -> bytes: ...
 
 
-class _Huffman:
-    """zlib without match search: one Huffman table a block."""
+class _Zlib:
+    """One Huffman table a block; with a search for repeats only where there are any, in text."""
 
-    def __init__(self) -> None:
-        self._stream = zlib.compressobj(9, zlib.DEFLATED, zlib.MAX_WBITS, 9, zlib.Z_HUFFMAN_ONLY)
+    def __init__(self, text: bool) -> None:
+        strategy = zlib.Z_DEFAULT_STRATEGY if text else zlib.Z_HUFFMAN_ONLY
+        self._stream = zlib.compressobj(9, zlib.DEFLATED, zlib.MAX_WBITS, 9, strategy)
 
     def compress(self, data: bytes) -> bytes:
         return self._stream.compress(data)
@@ -114,12 +115,12 @@ def require_zstandard() -> Any:
     return importlib.import_module("zstandard")
 
 
-def compressed(pieces: Iterable[Bytes], width: int, codec: Codec) -> Iterator[bytes]:
+def compressed(pieces: Iterable[Bytes], width: int, codec: Codec, *, text: bool = False) -> Iterator[bytes]:
     """The stored bytes of a stream of values: regrouped to blocks, turned to byte planes, entropy-coded."""
     if codec == "none":
         yield from (piece.tobytes() for piece in pieces)
         return
-    compressor: _Compressor = _Huffman() if codec == "zlib" else _Zstd()
+    compressor: _Compressor = _Zlib(text) if codec == "zlib" else _Zstd()
     for block in _blocks(pieces, PLANE_BLOCK * width):
         for plane in to_planes(block, width):
             yield compressor.compress(plane)

@@ -143,7 +143,7 @@ def make_entries(job: Job, codec: Codec) -> list[Entry]:
         stream = partial(_coded, pieces, WIDTHS[pool], codec)
         entries.append(Entry(VALUES + pool, pool if codec == "none" else "U8", shape, stream))
     gaps = partial(_coded, partial(_gap_pieces, job), 1, codec)
-    table = partial(_coded, partial(_table_pieces, job), 1, codec)
+    table = partial(_coded, partial(_table_pieces, job), 1, codec, text=True)
     return [*entries, Entry(GAPS, "U8", None, gaps), Entry(TABLE, "U8", None, table)]
 
 
@@ -151,8 +151,8 @@ def _pool_order(pool: str) -> tuple[int, str]:
     return -WIDTHS[pool], pool
 
 
-def _coded(pieces: Any, width: int, codec: Codec) -> Iterator[bytes]:
-    return compressed(pieces(), width, codec)
+def _coded(pieces: Any, width: int, codec: Codec, *, text: bool = False) -> Iterator[bytes]:
+    return compressed(pieces(), width, codec, text=text)
 
 
 def _table_pieces(job: Job) -> Iterator[Bytes]:
