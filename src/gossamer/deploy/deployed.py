@@ -17,7 +17,7 @@ from gossamer.deploy.capture import capture
 from gossamer.deploy.fallback import CsrModel
 from gossamer.deploy.graph import UnsupportedError
 from gossamer.deploy.native import NoCompilerError, load_native
-from gossamer.deploy.plan import Line
+from gossamer.deploy.records import Line
 from gossamer.deploy.runtime import NativeModel, Setting, possible_lanes
 
 Run = Callable[..., Any]

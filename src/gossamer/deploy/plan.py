@@ -7,7 +7,6 @@ kernels.c expect them; the order of the fields here is the order there.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -38,45 +37,26 @@ from gossamer.deploy.layout import (
     is_single,
     place,
 )
+from gossamer.deploy.records import (
+    AFFINE,
+    COPY,
+    EMBED,
+    GRU,
+    LOAD,
+    LSTM,
+    PHASES,
+    POOL,
+    PRODUCT,
+    PRODUCT_ONE,
+    RECORD,
+    STORE,
+    Line,
+    Plan,
+)
 
-(LOAD, STORE, PRODUCT, PRODUCT_ONE, AFFINE, POOL, PHASES, COPY, EMBED, LSTM, GRU) = range(11)
-RECORD = 28  # int64 fields of one record: code, x, y, add, then 24 of the operation's own
-FIRST_CACHE = 24 << 10  # bytes of input that stay in the first-level cache beside weights and output
+FIRST_CACHE = 48 << 10  # bytes of input that mostly stay in the first-level cache
+PASS = 128  # floats of output that stay in registers
 RECURRENT_COLUMNS = 128  # steps times lanes whose input part is computed ahead of the recurrence
-
-
-@dataclass(frozen=True)
-class Line:
-    """What ``explain`` says of one operation."""
-
-    name: str
-    kind: str
-    shape: str
-    kernel: str
-    weights: int
-    connections: int
-    multiplications: int
-
-
-@dataclass(frozen=True, eq=False)
-class Plan:
-    """Records, what they point to, and how large an arena they need."""
-
-    lanes: int
-    records: npt.NDArray[np.int64]
-    batch_fields: tuple[tuple[int, int, int], ...]
-    arena: int
-    lines: tuple[Line, ...]
-    kept: tuple[Any, ...]
-
-    def for_batch(self, batch: int) -> npt.NDArray[np.int64]:
-        """The records for a batch size: strides over time depend on it where time comes first."""
-        if not self.batch_fields:
-            return self.records
-        records = self.records.copy()
-        for record, field, factor in self.batch_fields:
-            records[record, field] = factor * batch
-        return records
 
 
 def make_plan(graph: Graph, lanes: int) -> Plan:
@@ -260,7 +240,7 @@ class _Planner:
             first = (pixels[:, 0] * sy - py) * x.pitch + pixels[:, 1] * sx - px
             x_at = x.base + first * lanes + pixels[:, 2]
         places = self._keep(x_at.astype(np.int32))
-        blocks = self._channel_blocks(step, len(at))
+        blocks = self._channel_blocks(step)
         for number, (begin, end) in enumerate(pairwise(blocks)):
             inside = (taps.channel >= begin) & (taps.channel < end)
             bias = step.bias if number == 0 else np.zeros_like(step.bias)
@@ -272,17 +252,27 @@ class _Planner:
         kernel = f"panels of {lanes}" if lanes >= CHUNK else f"planes of {lanes}"
         self._line(step, self._kind(step), kernel, step.dense_size, taps.count)
 
-    def _channel_blocks(self, step: Product, chunks: int) -> list[int]:
+    def _channel_blocks(self, step: Product) -> list[int]:
         """Borders between blocks of input channels.
 
-        Where few chunks of output pass over many small planes, the planes come from the second-level cache
-        again and again; a block of them fits the first, and its sums are added to what the block before left.
+        While chunks stay in registers, all rows read the same window of every channel. Where these windows
+        outgrow the first-level cache, a block of channels is done for all rows before the next, and adds to
+        what the one before left in the output; that pays if a row has enough weights in each.
         """
-        channels, plane = self.placed.values[step.x].channels, self.placed.layouts[step.x].plane
-        blocks = -(-channels * plane * 4 // FIRST_CACHE)
-        if chunks > 2 or step.stride != (1, 1) or step.taps.count < 40 * blocks * step.taps.rows:
-            return [0, channels]
-        return [channels * i // blocks for i in range(blocks + 1)]
+        value, layout, lanes = self.placed.values[step.x], self.placed.layouts[step.x], self.lanes
+        if step.taps.count == 0 or value.pixels == 1 or (lanes < CHUNK and step.stride != (1, 1)):
+            return [0, value.channels]
+        reach = int(step.taps.dy.max()) + 1, int(step.taps.dx.max()) + 1
+        if lanes < CHUNK:
+            window = min(layout.plane, PASS + (reach[0] * layout.pitch + reach[1]) * lanes)
+        else:
+            tall, wide = (2, 4) if lanes == CHUNK else (1, max(1, PASS // lanes))
+            window = (tall * step.stride[0] + reach[0]) * (wide * step.stride[1] + reach[1]) * lanes
+        enough = step.taps.count // (12 * step.taps.rows)
+        blocks = min(enough, -(-value.channels * window * 4 // FIRST_CACHE))
+        return (
+            [value.channels * i // blocks for i in range(blocks + 1)] if blocks > 1 else [0, value.channels]
+        )
 
     def _kind(self, step: Product) -> str:
         value = self.placed.values[step.x]
