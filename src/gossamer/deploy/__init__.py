@@ -1,0 +1,22 @@
+"""Sparse networks made fast on a CPU.
+
+``deploy(model, example_input)`` returns a callable that runs the whole network in one native call where that
+is faster, and the model as it is where it is not; ``.explain()`` says which and why, layer by layer.
+"""
+
+from gossamer.deploy.deployed import Deployed, Explanation, compile_plan, deploy
+from gossamer.deploy.graph import UnsupportedError
+from gossamer.deploy.native import NoCompilerError, load_native
+from gossamer.deploy.runtime import NativeModel, Setting
+
+__all__ = [
+    "Deployed",
+    "Explanation",
+    "NativeModel",
+    "NoCompilerError",
+    "Setting",
+    "UnsupportedError",
+    "compile_plan",
+    "deploy",
+    "load_native",
+]

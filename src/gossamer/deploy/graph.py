@@ -1,0 +1,310 @@
+"""The network as a short list of operations, in terms of planes and non-zero weights.
+
+``torch.export`` gives the network as ATen calls; ``capture`` turns them to the few operations the kernels
+know. Each value is a number of channels times a plane of pixels: a picture has height and width, a vector is
+one pixel, a sequence has one pixel for each time step. Linear layers, convolutions, shortcuts that subsample
+or add channels all become one thing, a ``Product``: a list of taps (row, channel, dy, dx, weight) with a
+stride and a padding.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[np.float32]
+Integers = npt.NDArray[np.int64]
+Pair = tuple[int, int]
+
+
+class UnsupportedError(ValueError):
+    """The network has something the native runtime cannot express; the message names it."""
+
+
+@dataclass(frozen=True)
+class Value:
+    channels: int
+    height: int
+    width: int
+
+    @property
+    def pixels(self) -> int:
+        return self.height * self.width
+
+
+@dataclass(frozen=True, eq=False)
+class Taps:
+    """Non-zero weights: output row, input channel, place in the window, weight; sorted by row."""
+
+    rows: int
+    row: Integers
+    channel: Integers
+    dy: Integers
+    dx: Integers
+    weight: Floats
+
+    @property
+    def count(self) -> int:
+        return self.weight.size
+
+    def chosen(self, where: npt.NDArray[np.bool_]) -> Taps:
+        places = self.row[where], self.channel[where], self.dy[where], self.dx[where]
+        return Taps(self.rows, *places, self.weight[where])
+
+    def scaled(self, scale: Floats) -> Taps:
+        return Taps(self.rows, self.row, self.channel, self.dy, self.dx, self.weight * scale[self.row])
+
+
+@dataclass(frozen=True, eq=False)
+class Input:
+    """A picture, vector or sequence that the caller passes."""
+
+    y: int
+    slot: int
+    name: str = "input"
+
+
+@dataclass(frozen=True, eq=False)
+class Embed:
+    """Rows of a table chosen by the tokens that the caller passes."""
+
+    y: int
+    slot: int
+    table: Floats
+    name: str
+
+
+@dataclass(frozen=True, eq=False)
+class Product:
+    x: int
+    y: int
+    taps: Taps
+    bias: Floats
+    stride: Pair
+    padding: Pair
+    dense_size: int
+    name: str
+    add: int | None = None
+    relu: bool = False
+
+    @property
+    def copies(self) -> bool:
+        """Whether all it does is to pick channels and pixels."""
+        single = self.taps.count <= self.taps.rows and np.unique(self.taps.row).size == self.taps.count
+        plain = bool(
+            (self.taps.weight == 1).all() and (self.taps.dy == 0).all() and (self.taps.dx == 0).all()
+        )
+        free = self.add is None and not self.relu and not self.bias.any()
+        return single and plain and free and self.padding == (0, 0)
+
+
+@dataclass(frozen=True, eq=False)
+class Affine:
+    """y = relu(scale * x + shift + add), each part optional."""
+
+    x: int
+    y: int
+    name: str
+    scale: Floats | None = None
+    shift: Floats | None = None
+    add: int | None = None
+    relu: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Pool:
+    x: int
+    y: int
+    kind: Literal["max", "average"]
+    kernel: Pair
+    stride: Pair
+    padding: Pair
+    dilation: Pair
+    count_padding: bool
+    divisor: int
+    name: str
+
+
+@dataclass(frozen=True, eq=False)
+class Concat:
+    xs: tuple[int, ...]
+    y: int
+    name: str
+
+
+@dataclass(frozen=True)
+class Recurrence:
+    """Where a recurrent layer's state comes from and goes to: values of which it has ``units`` channels from
+    ``first``."""
+
+    first: int
+    before: tuple[int, ...] = ()
+    after: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class Recurrent:
+    """One direction of one layer of an LSTM or GRU; its output goes to ``channel`` and following of y."""
+
+    x: int
+    y: int
+    kind: Literal["lstm", "gru"]
+    units: int
+    input_taps: Taps
+    input_bias: Floats
+    hidden_taps: Taps
+    hidden_bias: Floats
+    reverse: bool
+    channel: int
+    dense_size: int
+    name: str
+    state: Recurrence
+
+
+Operation = Input | Embed | Product | Affine | Pool | Concat | Recurrent
+
+
+@dataclass(frozen=True)
+class Source:
+    """What the caller passes: "picture", "vector", "sequence", "state" or "tokens", shaped like this but for
+    the batch."""
+
+    form: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Graph:
+    values: list[Value]
+    operations: list[Operation]
+    outputs: tuple[int, ...]
+    #: for each output "picture", "vector", "flat" or "sequence", and its shape for the example
+    forms: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    inputs: tuple[Source, ...]
+    time_major: bool
+    #: how the outputs are nested (a structure of torch.utils._pytree), None for one tensor
+    structure: Any = None
+
+
+def reads(operation: Operation) -> tuple[int, ...]:
+    """Values an operation needs."""
+    match operation:
+        case Input() | Embed():
+            return ()
+        case Concat():
+            return operation.xs
+        case Product() | Affine():
+            return (operation.x,) if operation.add is None else (operation.x, operation.add)
+        case Pool():
+            return (operation.x,)
+        case Recurrent():
+            return (operation.x, *operation.state.before)
+
+
+def writes(operation: Operation) -> tuple[int, ...]:
+    """Values an operation makes, or a part of them."""
+    return (operation.y, *operation.state.after) if isinstance(operation, Recurrent) else (operation.y,)
+
+
+def dense_taps(weight: Floats) -> Taps:
+    """Taps of a weight of shape (rows, channels, height, width): its elements that are not zero."""
+    row, channel, dy, dx = np.nonzero(weight)
+    return Taps(weight.shape[0], row, channel, dy, dx, weight[row, channel, dy, dx])
+
+
+def diagonal_taps(rows: int, pairs: Integers, weights: Floats) -> Taps:
+    """One tap a row in ``pairs`` (row, channel): copies, shifts and scales channels."""
+    zeros = np.zeros(len(pairs), np.int64)
+    return Taps(rows, pairs[:, 0], pairs[:, 1], zeros, zeros, weights.astype(np.float32))
+
+
+def fuse(graph: Graph) -> Graph:
+    """Folds normalisation, additions and ReLU into the products (or element-wise operations) before them."""
+    operations = list(graph.operations)
+    changed = True
+    while changed:
+        needed = set(graph.outputs).union(*(reads(operation) for operation in operations))
+        operations = [op for op in operations if not needed.isdisjoint(writes(op))]
+        changed = False
+        uses = np.zeros(len(graph.values), np.int64)
+        for operation in operations:
+            for x in reads(operation):
+                uses[x] += 1
+        for y in graph.outputs:
+            uses[y] += 1
+        producer = {op.y: i for i, op in enumerate(operations) if not isinstance(op, Recurrent)}
+        for place, operation in enumerate(operations):
+            for candidate in _orders(operation):
+                before = producer.get(candidate.x)
+                if before is None or uses[candidate.x] != 1:
+                    continue
+                merged = _merge(operations[before], candidate)
+                if merged is not None:
+                    # At the later place: whatever it adds has been computed there.
+                    operations[place] = merged
+                    del operations[before]
+                    changed = True
+                    break
+            if changed:
+                break
+    return replace(graph, operations=operations)
+
+
+def _orders(affine: Operation) -> list[Affine | Product]:
+    """The ways to look at an operation as something done to one value that came before."""
+    if isinstance(affine, Product):
+        return [affine] if affine.copies else []
+    if not isinstance(affine, Affine):
+        return []
+    if affine.add is None or affine.scale is not None or affine.add == affine.x:
+        return [affine]
+    swapped = Affine(affine.add, affine.y, affine.name, None, affine.shift, affine.x, affine.relu)
+    return [affine, swapped]
+
+
+def _merge(first: Operation, second: Affine | Product) -> Product | Affine | None:
+    if isinstance(second, Product):
+        return _compose(first, second) if isinstance(first, Product) and first.copies else None
+    if (
+        not isinstance(first, Product | Affine)
+        or first.relu
+        or (first.add is not None and second.scale is not None)
+    ):
+        return None
+    if first.add is not None and second.add is not None:
+        return None
+    add = first.add if second.add is None else second.add
+    if isinstance(first, Product):
+        taps = first.taps if second.scale is None else first.taps.scaled(second.scale)
+        bias = first.bias * (1 if second.scale is None else second.scale)
+        bias = (bias + (0 if second.shift is None else second.shift)).astype(np.float32)
+        return Product(
+            first.x,
+            second.y,
+            taps,
+            bias,
+            first.stride,
+            first.padding,
+            first.dense_size,
+            first.name,
+            add,
+            second.relu,
+        )
+    if second.scale is None and second.shift is None:
+        return Affine(first.x, second.y, first.name, first.scale, first.shift, add, second.relu)
+    return None
+
+
+def _compose(first: Product, second: Product) -> Product:
+    """Two copies of channels or pixels, one after the other, as one: a shortcut that subsamples, then
+    pads."""
+    source = np.full(first.taps.rows, -1)
+    source[first.taps.row] = first.taps.channel
+    channel = source[second.taps.channel]
+    taps = replace(second.taps, channel=channel).chosen(channel >= 0)
+    stride = first.stride[0] * second.stride[0], first.stride[1] * second.stride[1]
+    return replace(second, x=first.x, taps=taps, stride=stride)

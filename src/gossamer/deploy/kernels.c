@@ -1,0 +1,387 @@
+/* Sparse networks on a CPU: every kernel, and the loop that runs a whole network in one call.
+ *
+ * Layout. A batch is cut into groups of `lanes` samples (1, 2, 4, 8 or a multiple of 16). A value of a group is stored as
+ * [channel][pixel][lane]: planes of pixels, each pixel with its samples side by side. Planes carry zero borders, so a
+ * convolution is y[channel][p] = sum over its non-zero weights of w * x[offset + p], one constant offset a weight; a
+ * linear layer is the case of one pixel, a layer over a sequence the case of one pixel a time step.
+ *
+ * Inner loop. Output is made in chunks of 16 floats whose places in the planes are listed by the planner (so strides,
+ * borders and odd sizes are its business): a block of chunks stays in registers while all rows of the weight pass by.
+ *
+ * This file is compiled once for each instruction set (VARIANT names the symbols, the compiler's flags choose the
+ * vectors) and knows nothing of Python or torch.
+ */
+#include "products.h"
+#include "vectors.h"
+
+enum { LOAD, STORE, PRODUCT, PRODUCT_ONE, AFFINE, POOL, PHASES, COPY, EMBED, LSTM, GRU };
+
+struct op {
+    int64_t code, x, y, add; /* places in the arena, add = -1: none */
+    int64_t a[24];
+};
+
+struct call {
+    float *arena;
+    const void *const *inputs;
+    float *const *outputs;
+    int64_t lanes, first, count; /* samples of this group */
+};
+
+#define POINTER(type, value) ((const type *)(uintptr_t)(value))
+
+/* Samples to lanes and back: n consecutive floats of a sample are `step` floats apart in the group, n1 * n2 such runs. */
+struct runs {
+    int64_t slot, sample, n, step, n1, outer1, inner1, n2, outer2, inner2;
+};
+
+static void transpose_in(float *to, int64_t step, const float *from, int64_t sample, int64_t n, int64_t count) {
+    int64_t lane = 0;
+    for (; lane + 4 <= count; lane += 4) {
+        int64_t i = 0;
+        for (; i + 4 <= n; i += 4) {
+            const float *f = from + lane * sample + i;
+            quad a = *(const quad *)f, b = *(const quad *)(f + sample);
+            quad c = *(const quad *)(f + 2 * sample), d = *(const quad *)(f + 3 * sample);
+            quad ab = __builtin_shufflevector(a, b, 0, 4, 1, 5), cd = __builtin_shufflevector(c, d, 0, 4, 1, 5);
+            quad AB = __builtin_shufflevector(a, b, 2, 6, 3, 7), CD = __builtin_shufflevector(c, d, 2, 6, 3, 7);
+            float *t = to + lane + i * step;
+            *(quad *)t = __builtin_shufflevector(ab, cd, 0, 1, 4, 5);
+            *(quad *)(t + step) = __builtin_shufflevector(ab, cd, 2, 3, 6, 7);
+            *(quad *)(t + 2 * step) = __builtin_shufflevector(AB, CD, 0, 1, 4, 5);
+            *(quad *)(t + 3 * step) = __builtin_shufflevector(AB, CD, 2, 3, 6, 7);
+        }
+        for (; i < n; i++)
+            for (int64_t l = lane; l < lane + 4; l++) to[l + i * step] = from[l * sample + i];
+    }
+    for (; lane < count; lane++)
+        for (int64_t i = 0; i < n; i++) to[lane + i * step] = from[lane * sample + i];
+}
+
+static void run_load(const struct call *call, const struct op *op) {
+    const struct runs *r = (const struct runs *)op->a;
+    const float *in = (const float *)call->inputs[r->slot] + call->first * r->sample;
+    for (int64_t i = 0; i < r->n1; i++)
+        for (int64_t j = 0; j < r->n2; j++) {
+            const float *from = in + i * r->outer1 + j * r->outer2;
+            float *to = call->arena + op->y + i * r->inner1 + j * r->inner2;
+            if (call->lanes == 1 && r->step == 1)
+                memcpy(to, from, r->n * sizeof(float));
+            else
+                transpose_in(to, r->step, from, r->sample, r->n, call->count);
+        }
+}
+
+static void run_store(const struct call *call, const struct op *op) {
+    const struct runs *r = (const struct runs *)op->a;
+    float *out = call->outputs[r->slot] + call->first * r->sample;
+    for (int64_t i = 0; i < r->n1; i++)
+        for (int64_t j = 0; j < r->n2; j++) {
+            const float *from = call->arena + op->x + i * r->inner1 + j * r->inner2;
+            float *to = out + i * r->outer1 + j * r->outer2;
+            for (int64_t lane = 0; lane < call->count; lane++)
+                for (int64_t k = 0; k < r->n; k++) to[lane * r->sample + k] = from[lane + k * r->step];
+        }
+}
+
+struct product_op {
+    int64_t weight, chunks, x_at, y_at, mask, y_row, relu;
+};
+
+static void run_product(const struct call *call, const struct op *op) {
+    const struct product_op *o = (const struct product_op *)op->a;
+    const int32_t *y_at = POINTER(int32_t, o->y_at);
+    struct product p = {POINTER(struct sparse, o->weight), call->arena + op->x, call->arena + op->y,
+                        op->add < 0 ? NULL : call->arena + op->add, o->y_row, o->y_row, POINTER(int32_t, o->x_at),
+                        y_at, y_at, POINTER(int32_t, o->mask), o->relu};
+    multiply(&p, 0, o->chunks);
+}
+
+static void run_product_one(const struct call *call, const struct op *op) {
+    const struct product_op *o = (const struct product_op *)op->a;
+    multiply_one(POINTER(struct sliced, o->weight), call->arena + op->x, call->arena + op->y, o->y_row,
+                 op->add < 0 ? NULL : call->arena + op->add, o->y_row, o->relu);
+}
+
+struct affine_op {
+    int64_t rows, chunks, at, mask, row, relu, scale, shift;
+};
+
+static void run_affine(const struct call *call, const struct op *op) {
+    const struct affine_op *o = (const struct affine_op *)op->a;
+    const int32_t *at = POINTER(int32_t, o->at), *mask = POINTER(int32_t, o->mask);
+    const float *scale = POINTER(float, o->scale), *shift = POINTER(float, o->shift);
+    for (int64_t row = 0; row < o->rows; row++) {
+        const float *x = call->arena + op->x + row * o->row;
+        const float *add = op->add < 0 ? NULL : call->arena + op->add + row * o->row;
+        float *y = call->arena + op->y + row * o->row;
+        vec s = splat(scale ? scale[row] : 1.0f), t = splat(shift ? shift[row] : 0.0f);
+        for (int64_t c = 0; c < o->chunks; c++)
+            for (int i = 0; i < PARTS; i++) {
+                int64_t place = at[c] + i * WIDTH;
+                vec v = load(x + place) * s + t;
+                if (add) v += load(add + place);
+                if (o->relu) v = relu(v);
+                if (mask) v = (vec)((ivec)v & *(const ivec *)(mask + c * CHUNK + i * WIDTH));
+                store(y + place, v);
+            }
+    }
+}
+
+struct pool_op {
+    int64_t average, channels, x_row, y_row, x_pitch, y_pitch, height, width, out_height, out_width;
+    int64_t kernel_y, kernel_x, stride_y, stride_x, pad_y, pad_x, step_y, step_x, count_padding, divisor;
+};
+
+INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+
+/* The maximum as torch has it: NaN wins and stays. */
+INLINE float larger(float a, float b) { return (b > a) | (b != b) ? b : a; }
+
+/* One output pixel, `lanes` samples (a constant below 16); x is the window's first pixel inside the plane. */
+INLINE void pool_few(const int lanes, const struct pool_op *o, const float *x, int64_t rows, int64_t columns, float inverse,
+                     float *y) {
+    float sum[CHUNK], most[CHUNK];
+    for (int l = 0; l < lanes; l++) sum[l] = 0, most[l] = -INFINITY;
+    for (int64_t i = 0; i < rows; i += o->step_y)
+        for (int64_t j = 0; j < columns; j += o->step_x)
+            for (int l = 0; l < lanes; l++) {
+                float v = x[(i * o->x_pitch + j) * lanes + l];
+                sum[l] += v;
+                most[l] = larger(most[l], v);
+            }
+    for (int l = 0; l < lanes; l++) y[l] = o->average ? sum[l] * inverse : most[l];
+}
+
+INLINE void pool_many(int64_t lanes, const struct pool_op *o, const float *x, int64_t rows, int64_t columns, float inverse,
+                      float *y) {
+    for (int64_t lane = 0; lane < lanes; lane += WIDTH) {
+        vec sum = splat(0), most = splat(-INFINITY);
+        for (int64_t i = 0; i < rows; i += o->step_y)
+            for (int64_t j = 0; j < columns; j += o->step_x) {
+                vec v = load(x + (i * o->x_pitch + j) * lanes + lane);
+                sum += v;
+                most = either((v > most) | (v != v), v, most);
+            }
+        if (o->average) most = sum * splat(inverse);
+        store(y + lane, most);
+    }
+}
+
+/* The common case for one sample, two by two: simple enough for the compiler to make vectors of it. */
+static void pool_pairs(const struct pool_op *o, const float *x, float *y) {
+    for (int64_t row = 0; row < o->out_height; row++) {
+        const float *a = x + 2 * row * o->x_pitch, *b = a + o->x_pitch;
+        float *to = y + row * o->y_pitch;
+        if (o->average)
+            for (int64_t i = 0; i < o->out_width; i++)
+                to[i] = 0.25f * (a[2 * i] + a[2 * i + 1] + b[2 * i] + b[2 * i + 1]);
+        else
+            for (int64_t i = 0; i < o->out_width; i++)
+                to[i] = larger(larger(a[2 * i], a[2 * i + 1]), larger(b[2 * i], b[2 * i + 1]));
+    }
+}
+
+static int pools_pairs(const struct pool_op *o) {
+    int even = 2 * o->out_height <= o->height && 2 * o->out_width <= o->width;
+    int two = o->kernel_y == 2 && o->kernel_x == 2 && o->stride_y == 2 && o->stride_x == 2;
+    return even && two && !o->pad_y && !o->pad_x && o->step_y == 1 && o->step_x == 1 && !o->divisor;
+}
+
+static void run_pool(const struct call *call, const struct op *op) {
+    const struct pool_op *o = (const struct pool_op *)op->a;
+    int64_t lanes = call->lanes;
+    if (lanes == 1 && pools_pairs(o)) {
+        for (int64_t c = 0; c < o->channels; c++)
+            pool_pairs(o, call->arena + op->x + c * o->x_row, call->arena + op->y + c * o->y_row);
+        return;
+    }
+    for (int64_t channel = 0; channel < o->channels; channel++) {
+        const float *x = call->arena + op->x + channel * o->x_row;
+        float *y = call->arena + op->y + channel * o->y_row;
+        for (int64_t row = 0; row < o->out_height; row++)
+            for (int64_t column = 0; column < o->out_width; column++) {
+                int64_t top = row * o->stride_y - o->pad_y, left = column * o->stride_x - o->pad_x;
+                int64_t bottom = top + o->kernel_y * o->step_y, right = left + o->kernel_x * o->step_x;
+                int64_t area = (least(bottom, o->height + o->pad_y) - top) * (least(right, o->width + o->pad_x) - left);
+                while (top < 0) top += o->step_y;
+                while (left < 0) left += o->step_x;
+                int64_t rows = least(bottom, o->height) - top, columns = least(right, o->width) - left;
+                if (!o->count_padding) area = rows * columns;
+                float inverse = 1.0f / (float)(o->divisor ? o->divisor : area);
+                const float *from = x + (top * o->x_pitch + left) * lanes;
+                float *to = y + (row * o->y_pitch + column) * lanes;
+                switch (lanes) {
+                case 1: pool_few(1, o, from, rows, columns, inverse, to); break;
+                case 2: pool_few(2, o, from, rows, columns, inverse, to); break;
+                case 4: pool_few(4, o, from, rows, columns, inverse, to); break;
+                case 8: pool_few(8, o, from, rows, columns, inverse, to); break;
+                default: pool_many(lanes, o, from, rows, columns, inverse, to);
+                }
+            }
+    }
+}
+
+struct phases_op { /* strided convolution of one sample: one plane for each phase of the stride */
+    int64_t channels, x_row, x_pitch, x_height, x_width, y_row, y_pitch, stride_y, stride_x, y_height, y_width;
+};
+
+INLINE void pick(float *to, const float *from, int64_t n, int64_t stride, const int lanes) {
+    for (int64_t k = 0; k < n; k++)
+        for (int l = 0; l < lanes; l++) to[k * lanes + l] = from[k * stride * lanes + l];
+}
+
+static void run_phases(const struct call *call, const struct op *op) {
+    const struct phases_op *o = (const struct phases_op *)op->a;
+    float *y = call->arena + op->y;
+    int64_t lanes = call->lanes;
+    for (int64_t channel = 0; channel < o->channels; channel++) {
+        const float *x = call->arena + op->x + channel * o->x_row;
+        for (int64_t i = 0; i < o->stride_y; i++)
+            for (int64_t j = 0; j < o->stride_x; j++, y += o->y_row)
+                for (int64_t row = 0; row < o->y_height && row * o->stride_y + i < o->x_height; row++) {
+                    const float *from = x + ((row * o->stride_y + i) * o->x_pitch + j) * lanes;
+                    float *to = y + row * o->y_pitch * lanes;
+                    int64_t n = least(o->y_width, (o->x_width - j + o->stride_x - 1) / o->stride_x);
+                    switch (lanes) {
+                    case 1:
+                        if (o->stride_x == 2)
+                            pick(to, from, n, 2, 1);
+                        else
+                            pick(to, from, n, o->stride_x, 1);
+                        break;
+                    case 2: pick(to, from, n, o->stride_x, 2); break;
+                    case 4: pick(to, from, n, o->stride_x, 4); break;
+                    default: pick(to, from, n, o->stride_x, 8);
+                    }
+                }
+    }
+}
+
+static int64_t run_embed(const struct call *call, const struct op *op) {
+    /* a: slot, steps, stride of a sample, stride of a step, tokens, features, table, row of the value */
+    const int64_t *a = op->a, *tokens = (const int64_t *)call->inputs[a[0]] + call->first * a[2];
+    for (int64_t step = 0; step < a[1]; step++)
+        for (int64_t lane = 0; lane < call->count; lane++) {
+            int64_t token = tokens[lane * a[2] + step * a[3]];
+            if (token < 0 || token >= a[4]) return 1;
+            const float *from = POINTER(float, a[6]) + token * a[5];
+            float *to = call->arena + op->y + step * call->lanes + lane;
+            for (int64_t i = 0; i < a[5]; i++) to[i * a[7]] = from[i];
+        }
+    return 0;
+}
+
+struct recurrent_op {
+    int64_t steps, units, gates, input, hidden, hidden_one, x_row, y_row, chunk_steps, reverse;
+    int64_t x_gates, h_gates, h, c; /* scratch in the arena */
+    int64_t x_at;                   /* chunk places 0, 16, 32, ... */
+    int64_t h_from, c_from, h_to, c_to; /* state before and after, in the arena; -1: zeros, nowhere */
+};
+
+static void copy_state(float *to, const float *arena, int64_t from, int64_t n) {
+    if (from < 0)
+        memset(to, 0, n * sizeof(float));
+    else
+        memcpy(to, arena + from, n * sizeof(float));
+}
+
+static void run_recurrent(const struct call *call, const struct op *op) {
+    const struct recurrent_op *o = (const struct recurrent_op *)op->a;
+    int64_t lanes = call->lanes, n = o->units * lanes, gates = o->gates, rows = gates * o->units;
+    float *x_gates = call->arena + o->x_gates, *h_gates = call->arena + o->h_gates;
+    float *h = call->arena + o->h, *c = call->arena + o->c;
+    int64_t x_row = (o->chunk_steps * lanes + CHUNK - 1) / CHUNK * CHUNK;
+    const int32_t *at = POINTER(int32_t, o->x_at);
+    copy_state(h, call->arena, o->h_from, n);
+    copy_state(c, call->arena, o->c_from, n);
+    for (int64_t done = 0; done < o->steps; done += o->chunk_steps) {
+        int64_t some = least(o->chunk_steps, o->steps - done);
+        int64_t start = o->reverse ? o->steps - done - some : done;
+        struct product input = {POINTER(struct sparse, o->input), call->arena + op->x + start * lanes, x_gates, NULL,
+                                x_row, 0, at, at, NULL, NULL, 0};
+        multiply(&input, 0, (some * lanes + CHUNK - 1) / CHUNK);
+        float *by_step = x_gates + rows * x_row;
+        if (lanes == 1) transpose_in(by_step, rows, x_gates, x_row, some, rows); /* or each gate is a cache miss */
+        for (int64_t i = 0; i < some; i++) {
+            int64_t step = o->reverse ? some - 1 - i : i;
+            const float *now = lanes == 1 ? by_step + step * rows : x_gates + step * lanes;
+            const float *add = op->code == LSTM ? now : NULL;
+            if (lanes == 1) {
+                multiply_one(POINTER(struct sliced, o->hidden_one), h, h_gates, 1, add, 1, 0);
+            } else {
+                struct product hidden = {POINTER(struct sparse, o->hidden), h, h_gates, add, lanes, x_row, at, at, at,
+                                         NULL, 0};
+                multiply(&hidden, 0, lanes / CHUNK);
+            }
+            if (op->code == LSTM) {
+                lstm_cell(h_gates, c, h, n);
+            } else {
+                float *packed = h_gates + rows * lanes; /* this step's input part, made contiguous */
+                for (int64_t r = 0; lanes > 1 && r < rows; r++)
+                    memcpy(packed + r * lanes, now + r * x_row, lanes * sizeof(float));
+                gru_cell(lanes > 1 ? packed : now, h_gates, h, n);
+            }
+            float *y = call->arena + op->y + (start + step) * lanes;
+            for (int64_t u = 0; u < o->units; u++) memcpy(y + u * o->y_row, h + u * lanes, lanes * sizeof(float));
+        }
+    }
+    if (o->h_to >= 0) memcpy(call->arena + o->h_to, h, n * sizeof(float));
+    if (o->c_to >= 0) memcpy(call->arena + o->c_to, c, n * sizeof(float));
+}
+
+/* What Python fills in for a call; the addresses of inputs, then of outputs, follow. */
+struct request {
+    int64_t ops, n_ops, arena, batch, lanes, first_group, last_group, n_inputs;
+};
+
+/* Returns 0, 1 for a token outside its table, 2 for an unknown operation. */
+__attribute__((visibility("default"))) int64_t PUBLIC(gossamer_run)(const struct request *r) {
+    const struct op *ops = POINTER(struct op, r->ops);
+    float *arena = (float *)(uintptr_t)r->arena;
+    const void *const *inputs = (const void *const *)(r + 1);
+    float *const *outputs = (float *const *)(inputs + r->n_inputs);
+    for (int64_t group = r->first_group; group < r->last_group; group++) {
+        int64_t first = group * r->lanes;
+        struct call call = {arena, inputs, outputs, r->lanes, first, least(r->lanes, r->batch - first)};
+        for (const struct op *op = ops; op < ops + r->n_ops; op++) {
+            switch (op->code) {
+            case LOAD: run_load(&call, op); break;
+            case STORE: run_store(&call, op); break;
+            case PRODUCT: run_product(&call, op); break;
+            case PRODUCT_ONE: run_product_one(&call, op); break;
+            case AFFINE: run_affine(&call, op); break;
+            case POOL: run_pool(&call, op); break;
+            case PHASES: run_phases(&call, op); break;
+            case COPY: memcpy(arena + op->y, arena + op->x, op->a[0] * sizeof(float)); break;
+            case EMBED:
+                if (run_embed(&call, op)) return 1;
+                break;
+            case LSTM:
+            case GRU: run_recurrent(&call, op); break;
+            default: return 2;
+            }
+        }
+    }
+    return 0;
+}
+
+#if defined(FEATURES)
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+/* What this processor and its system can run: 1 AVX2 with FMA, 2 AVX-512. */
+__attribute__((visibility("default"))) int64_t gossamer_features(void) {
+    int64_t found = 0;
+#if defined(__x86_64__)
+    unsigned a, b, c, d, state, high;
+    if (!__get_cpuid(1, &a, &b, &c, &d) || !(c & bit_OSXSAVE)) return 0;
+    int fma = (c & bit_FMA) != 0;
+    __asm__("xgetbv" : "=a"(state), "=d"(high) : "c"(0));
+    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return 0;
+    if (fma && (b & bit_AVX2) && (state & 0x06) == 0x06) found |= 1;
+    if (fma && (b & bit_AVX512F) && (b & bit_AVX512VL) && (state & 0xe6) == 0xe6) found |= 2;
+#endif
+    return found;
+}
+#endif

@@ -1,0 +1,385 @@
+"""From a placed graph to the records that one native call runs: codes, offsets, pointers, sizes.
+
+A plan is for one number of lanes (samples that travel together). Its arrays are laid out as the structs of
+kernels.c expect them; the order of the fields here is the order there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from gossamer.deploy.graph import (
+    Affine,
+    Concat,
+    Embed,
+    Floats,
+    Graph,
+    Input,
+    Integers,
+    Pool,
+    Product,
+    Recurrent,
+    Taps,
+    UnsupportedError,
+    diagonal_taps,
+)
+from gossamer.deploy.layout import (
+    ARENA_TAIL,
+    CHUNK,
+    Phases,
+    Placed,
+    chunk_places,
+    is_single,
+    place,
+)
+from gossamer.deploy.records import (
+    AFFINE,
+    COPY,
+    EMBED,
+    GRU,
+    LOAD,
+    LSTM,
+    PHASES,
+    POOL,
+    PRODUCT,
+    PRODUCT_ONE,
+    RECORD,
+    STORE,
+    Line,
+    Plan,
+)
+
+FIRST_CACHE = 48 << 10  # bytes of input that mostly stay in the first-level cache
+PASS = 128  # floats of output that stay in registers
+RECURRENT_COLUMNS = 128  # steps times lanes whose input part is computed ahead of the recurrence
+
+
+def make_plan(graph: Graph, lanes: int) -> Plan:
+    return _Planner(place(graph, lanes)).plan()
+
+
+def _rounded(size: int) -> int:
+    return -(-size // CHUNK) * CHUNK
+
+
+class _Planner:
+    def __init__(self, placed: Placed) -> None:
+        self.placed = placed
+        self.lanes = placed.lanes
+        self.records: list[list[int]] = []
+        self.batch_fields: list[tuple[int, int, int]] = []
+        self.lines: list[Line] = []
+        self.kept: list[Any] = []
+        self.states = 0  # floats of recurrent layers' states, behind the values
+        self.shared = 0  # floats of scratch behind those, for one recurrent layer at a time
+        self.shared_fields: list[tuple[int, int, int]] = []
+
+    def plan(self) -> Plan:
+        phases = {(s.x, s.stride): s.y for s in self.placed.steps if isinstance(s, Phases)}
+        for step in self.placed.steps:
+            match step:
+                case Input():
+                    self._load(step)
+                case Embed():
+                    self._embed(step)
+                case Product():
+                    self._product(step, phases.get((step.x, step.stride)))
+                case Affine():
+                    self._affine(step)
+                case Pool():
+                    self._pool(step)
+                case Phases():
+                    self._phases(step)
+                case Concat():
+                    self._concat(step)
+                case Recurrent():
+                    self._recurrent(step)
+        for slot, output in enumerate(self.placed.graph.outputs):
+            self._store(slot, output)
+        scratch = self.placed.arena + self.states
+        for record, field, offset in self.shared_fields:
+            self.records[record][field] = scratch + offset
+        arena = scratch + self.shared + ARENA_TAIL
+        if arena >= 1 << 31:
+            raise UnsupportedError(f"an arena of {arena} floats; offsets have 31 bits: use a smaller input")
+        records = np.array(self.records, np.int64).reshape(-1, RECORD)
+        fields, lines, kept = tuple(self.batch_fields), tuple(self.lines), tuple(self.kept)
+        return Plan(self.lanes, records, fields, arena, lines, kept)
+
+    # ------------------------------------------------------------------------------------------ small helpers
+
+    def _emit(self, code: int, x: int, y: int, add: int | None, fields: Sequence[int]) -> None:
+        offsets = self.placed.offsets
+        place = [
+            code,
+            offsets[x] if x >= 0 else 0,
+            offsets[y] if y >= 0 else 0,
+            -1 if add is None else offsets[add],
+        ]
+        self.records.append([*place, *fields, *[0] * (RECORD - 4 - len(fields))])
+
+    def _keep(self, array: npt.NDArray[Any]) -> int:
+        """Address of an array that lives as long as the plan."""
+        array = np.ascontiguousarray(array)
+        self.kept.append(array)
+        return int(array.ctypes.data)
+
+    def _line(self, step: Any, kind: str, kernel: str, weights: int = 0, connections: int = 0) -> None:
+        value = self.placed.values[step.y]
+        shape = f"{value.channels}x{value.height}x{value.width}" if value.pixels > 1 else str(value.channels)
+        self.lines.append(
+            Line(step.name, kind, shape, kernel, weights, connections, connections * value.pixels)
+        )
+
+    def _sparse(self, taps: Taps, offsets: Integers, bias: Floats) -> int:
+        starts = np.concatenate([[0], np.cumsum(np.bincount(taps.row, minlength=taps.rows))]).astype(np.int64)
+        shift = 4 if self.lanes >= CHUNK else self.lanes.bit_length() - 1
+        near, far = self._offsets(offsets, shift)
+        pointers = [self._keep(starts), self._keep(taps.weight), self._keep(bias.astype(np.float32))]
+        return self._keep(np.array([taps.rows, *pointers, near, far, shift], np.int64))
+
+    def _offsets(self, offsets: Integers, shift: int = 0) -> tuple[int, int]:
+        """Addresses of the offsets in 16 bits, where they fit, or in 32."""
+        if offsets.max(initial=0) >> shift < 1 << 16:
+            return self._keep((offsets >> shift).astype(np.uint16)), 0
+        return 0, self._keep(offsets.astype(np.int32))
+
+    def _sliced(self, taps: Taps, offsets: Integers, bias: Floats, zero: int) -> int:
+        """Rows sorted by length, sixteen side by side; what is filled up reads ``zero``, where a 0 is."""
+        lengths = np.bincount(taps.row, minlength=taps.rows)
+        order = np.argsort(-lengths, kind="stable")
+        starts = np.concatenate([[0], np.cumsum(lengths[order[::CHUNK]])]).astype(np.int64)
+        lane_of = np.empty(taps.rows, np.int64)
+        lane_of[order] = np.arange(taps.rows)
+        first = np.concatenate([[0], np.cumsum(lengths)])[:-1]
+        step = starts[lane_of[taps.row] // CHUNK] + np.arange(taps.count) - first[taps.row]
+        cell = step * CHUNK + lane_of[taps.row] % CHUNK
+        columns = np.full(int(starts[-1]) * CHUNK, zero, np.int64)
+        weights = np.zeros(columns.size, np.float32)
+        columns[cell], weights[cell] = offsets, taps.weight
+        lanes = np.full(-(-taps.rows // CHUNK) * CHUNK, -1, np.int32)
+        lanes[: taps.rows] = order
+        near, far = self._offsets(columns)
+        rest = [self._keep(a) for a in (weights, lanes, bias.astype(np.float32))]
+        return self._keep(np.array([len(lanes) // CHUNK, self._keep(starts), near, far, *rest], np.int64))
+
+    def _chunks(self, y: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], int, int]:
+        """Pixels of the output chunks, their places, and the addresses of places and mask."""
+        layout = self.placed.layouts[y]
+        pixels, mask = chunk_places(self.placed.values[y], layout, self.lanes)
+        at = layout.base + (pixels[:, 0] * layout.pitch + pixels[:, 1]) * self.lanes + pixels[:, 2]
+        return pixels, at, self._keep(at.astype(np.int32)), 0 if mask is None else self._keep(mask)
+
+    # --------------------------------------------------------------------------------------- input and output
+
+    def _runs(self, slot: int, item: int, form: str, shape: tuple[int, ...]) -> list[int]:
+        """How a sample's floats, contiguous for the caller, are spread over the planes."""
+        value, layout, lanes = self.placed.values[item], self.placed.layouts[item], self.lanes
+        plane, row = layout.plane, layout.pitch * lanes
+        if form == "state":  # (layers, batch, units)
+            layers, units = shape[0], shape[2]
+            self.batch_fields.append((len(self.records), 4 + 5, units))
+            return [slot, units, units, plane, layers, units, units * plane, 1, 0, 0]
+        if form == "sequence":
+            steps, features = value.width, value.channels
+            if self.placed.graph.time_major:
+                self.batch_fields.append((len(self.records), 4 + 5, features))
+                return [slot, features, features, plane, steps, features, lanes, 1, 0, 0]
+            return [slot, steps * features, features, plane, steps, features, lanes, 1, 0, 0]
+        sample = value.channels * value.pixels
+        if value.pixels == 1:
+            return [slot, sample, sample, plane, 1, 0, 0, 1, 0, 0]
+        outer = [value.channels, value.pixels, plane, value.height, value.width, row]
+        return [slot, sample, value.width, lanes, *outer]
+
+    def _load(self, step: Input) -> None:
+        source = self.placed.graph.inputs[step.slot]
+        runs = self._runs(step.slot, step.y, source.form, source.shape)
+        self._emit(LOAD, -1, step.y, None, runs)
+        self.records[-1][2] += self.placed.layouts[step.y].base
+
+    def _store(self, slot: int, item: int) -> None:
+        graph = self.placed.graph
+        runs = self._runs(slot, item, graph.forms[slot], graph.shapes[slot])
+        self._emit(STORE, item, -1, None, runs)
+        self.records[-1][1] += self.placed.layouts[item].base
+
+    def _embed(self, step: Embed) -> None:
+        value, plane = self.placed.values[step.y], self.placed.layouts[step.y].plane
+        tokens, features = step.table.shape
+        strides = [value.width, 1]
+        if self.placed.graph.time_major:
+            strides = [1, 0]
+            self.batch_fields.append((len(self.records), 4 + 3, 1))
+        fields = [step.slot, value.width, *strides, tokens, features, self._keep(step.table), plane]
+        self._emit(EMBED, -1, step.y, None, fields)
+        self._line(step, "embedding", "look-up", step.table.size, int(np.count_nonzero(step.table)))
+
+    # ----------------------------------------------------------------------------------------------- products
+
+    def _product(self, step: Product, phases: int | None) -> None:
+        if is_single(step, self.placed.values, self.lanes):
+            self._product_one(step)
+            return
+        x, y = self.placed.layouts[step.x], self.placed.layouts[step.y]
+        taps, lanes, (sy, sx), (py, px) = step.taps, self.lanes, step.stride, step.padding
+        pixels, at, y_at, mask = self._chunks(step.y)
+        if phases is not None:
+            source = self.placed.layouts[phases]
+            dy, dx = taps.dy - py + x.top, taps.dx - px + x.left
+            plane = taps.channel * sy * sx + (dy % sy) * sx + dx % sx
+            offsets = plane * source.plane + ((dy // sy) * source.pitch + dx // sx) * lanes
+            x_at = at - y.base
+        else:
+            offsets = taps.channel * x.plane + (taps.dy * x.pitch + taps.dx) * lanes
+            first = (pixels[:, 0] * sy - py) * x.pitch + pixels[:, 1] * sx - px
+            x_at = x.base + first * lanes + pixels[:, 2]
+        places = self._keep(x_at.astype(np.int32))
+        blocks = self._channel_blocks(step)
+        for number, (begin, end) in enumerate(pairwise(blocks)):
+            inside = (taps.channel >= begin) & (taps.channel < end)
+            bias = step.bias if number == 0 else np.zeros_like(step.bias)
+            weight = self._sparse(taps.chosen(inside), offsets[inside], bias)
+            last = end == blocks[-1]
+            fields = [weight, len(at), places, y_at, mask, y.plane, int(step.relu and last)]
+            add = step.add if number == 0 else step.y
+            self._emit(PRODUCT, step.x if phases is None else phases, step.y, add, fields)
+        kernel = f"panels of {lanes}" if lanes >= CHUNK else f"planes of {lanes}"
+        self._line(step, self._kind(step), kernel, step.dense_size, taps.count)
+
+    def _channel_blocks(self, step: Product) -> list[int]:
+        """Borders between blocks of input channels.
+
+        While chunks stay in registers, all rows read the same window of every channel. Where these windows
+        outgrow the first-level cache, a block of channels is done for all rows before the next, and adds to
+        what the one before left in the output; that pays if a row has enough weights in each.
+        """
+        value, layout, lanes = self.placed.values[step.x], self.placed.layouts[step.x], self.lanes
+        if step.taps.count == 0 or value.pixels == 1 or (lanes < CHUNK and step.stride != (1, 1)):
+            return [0, value.channels]
+        reach = int(step.taps.dy.max()) + 1, int(step.taps.dx.max()) + 1
+        if lanes < CHUNK:
+            window = min(layout.plane, PASS + (reach[0] * layout.pitch + reach[1]) * lanes)
+        else:
+            tall, wide = (2, 4) if lanes == CHUNK else (1, max(1, PASS // lanes))
+            window = (tall * step.stride[0] + reach[0]) * (wide * step.stride[1] + reach[1]) * lanes
+        enough = step.taps.count // (12 * step.taps.rows)
+        blocks = min(enough, -(-value.channels * window * 4 // FIRST_CACHE))
+        return (
+            [value.channels * i // blocks for i in range(blocks + 1)] if blocks > 1 else [0, value.channels]
+        )
+
+    def _kind(self, step: Product) -> str:
+        value = self.placed.values[step.x]
+        return "convolution" if value.height > 1 and self.placed.values[step.y].height > 1 else "linear"
+
+    def _product_one(self, step: Product) -> None:
+        x, y, value = self.placed.layouts[step.x], self.placed.layouts[step.y], self.placed.values[step.x]
+        taps = step.taps
+        row, column = taps.dy - step.padding[0], taps.dx - step.padding[1]
+        inside = (row >= 0) & (row < value.height) & (column >= 0) & (column < value.width)
+        taps, row, column = taps.chosen(inside), row[inside], column[inside]
+        offsets = x.base + taps.channel * x.plane + row * x.pitch + column
+        weight = self._sliced(taps, offsets, step.bias, self.placed.spare[step.x])
+        self._emit(PRODUCT_ONE, step.x, step.y, step.add, [weight, 0, 0, 0, 0, y.plane, int(step.relu)])
+        self._line(step, self._kind(step), "one vector", step.dense_size, taps.count)
+
+    def _affine(self, step: Affine) -> None:
+        value, layout = self.placed.values[step.y], self.placed.layouts[step.y]
+        if self.lanes == 1 and value.pixels == 1:
+            pairs = np.arange(value.channels)[:, None].repeat(2, 1)
+            scale = np.ones(value.channels, np.float32) if step.scale is None else step.scale
+            shift = np.zeros(value.channels, np.float32) if step.shift is None else step.shift
+            taps = diagonal_taps(value.channels, pairs, scale)
+            one = Product(
+                *(step.x, step.y, taps, shift, (1, 1), (0, 0), value.channels, step.name),
+                add=step.add,
+                relu=step.relu,
+            )
+            self._product_one(one)
+            return
+        _, at, y_at, mask = self._chunks(step.y)
+        scale_at = 0 if step.scale is None else self._keep(step.scale)
+        shift_at = 0 if step.shift is None else self._keep(step.shift)
+        fields = [value.channels, len(at), y_at, mask, layout.plane, int(step.relu), scale_at, shift_at]
+        self._emit(AFFINE, step.x, step.y, step.add, fields)
+        self._line(step, "element-wise", "vectors")
+
+    # ----------------------------------------------------------------------------------------------- the rest
+
+    def _pool(self, step: Pool) -> None:
+        before, after = self.placed.values[step.x], self.placed.values[step.y]
+        x, y = self.placed.layouts[step.x], self.placed.layouts[step.y]
+        fields = [int(step.kind == "average"), before.channels, x.plane, y.plane, x.pitch, y.pitch]
+        fields += [before.height, before.width, after.height, after.width]
+        fields += [
+            *step.kernel,
+            *step.stride,
+            *step.padding,
+            *step.dilation,
+            int(step.count_padding),
+            step.divisor,
+        ]
+        self._emit(POOL, step.x, step.y, None, fields)
+        self.records[-1][1] += x.base
+        self.records[-1][2] += y.base
+        self._line(step, f"{step.kind} pooling", "vectors" if self.lanes > 1 else "plain")
+
+    def _phases(self, step: Phases) -> None:
+        x, y, value = self.placed.layouts[step.x], self.placed.layouts[step.y], self.placed.values[step.x]
+        height, width = value.height + x.top + x.bottom, value.width + x.left + x.right
+        after = [-(-height // step.stride[0]), min(y.pitch, -(-width // step.stride[1]))]
+        fields = [value.channels, x.plane, x.pitch, height, width, y.plane, y.pitch, *step.stride, *after]
+        self._emit(PHASES, step.x, step.y, None, fields)
+
+    def _concat(self, step: Concat) -> None:
+        plane = self.placed.layouts[step.y].plane
+        for x, channel in self.placed.copies.get(step.y, []):
+            self._emit(COPY, x, step.y, None, [self.placed.values[x].channels * plane])
+            self.records[-1][2] += channel * plane
+        self._line(step, "concatenation", "copied" if step.y in self.placed.copies else "in place")
+
+    def _state(self, step: Recurrent) -> list[int]:
+        """Places of h and c before and after; -1 where there is none."""
+        found = []
+        for items in (step.state.before, step.state.after):
+            places = [self.placed.offsets[i] + step.state.first * self.placed.layouts[i].plane for i in items]
+            found += [*places, -1, -1][:2]
+        return found
+
+    def _recurrent(self, step: Recurrent) -> None:
+        x, y, value = self.placed.layouts[step.x], self.placed.layouts[step.y], self.placed.values[step.x]
+        lanes, units, gates = self.lanes, step.units, 4 if step.kind == "lstm" else 3
+        steps = min(value.width, max(1, RECURRENT_COLUMNS // lanes))
+        columns = -(-steps * lanes // CHUNK) * CHUNK
+        # One sample's gates are wanted a step at a time, several samples' packed for one step.
+        input_gates = gates * units * columns * (2 if lanes == 1 else 1)
+        shared = [input_gates, gates * units * lanes * (1 if step.kind == "lstm" or lanes == 1 else 2)]
+        self.shared = max(self.shared, _rounded(shared[0]) + _rounded(shared[1]))
+        # The state has a place of its own, and behind it a chunk of zeros that filled-up rows read.
+        state = _rounded(units * lanes) + CHUNK
+        state_places = [self.placed.arena + self.states, self.placed.arena + self.states + state]
+        self.states += 2 * state
+        into = self._sparse(step.input_taps, step.input_taps.channel * x.plane, step.input_bias)
+        across = self._sparse(step.hidden_taps, step.hidden_taps.channel * lanes, step.hidden_bias)
+        alone = 0
+        if lanes == 1:
+            taps = step.hidden_taps
+            alone = self._sliced(taps, taps.channel, step.hidden_bias, _rounded(units))
+        places = self._keep(np.arange(0, columns, CHUNK, dtype=np.int32))
+        fields = [value.width, units, gates, into, across, alone, x.plane, y.plane, steps, int(step.reverse)]
+        code = LSTM if step.kind == "lstm" else GRU
+        self._emit(code, step.x, step.y, None, [*fields, 0, 0, *state_places, places, *self._state(step)])
+        self.shared_fields += [
+            (len(self.records) - 1, 14, 0),
+            (len(self.records) - 1, 15, _rounded(shared[0])),
+        ]
+        self.records[-1][2] += step.channel * y.plane
+        connections = step.input_taps.count + step.hidden_taps.count
+        kernel = f"panels of {lanes}" if lanes > 1 else "steps together, then one vector a step"
+        self._line(step, step.kind, kernel, step.dense_size, connections)

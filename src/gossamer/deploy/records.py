@@ -1,0 +1,47 @@
+"""What a plan is: records for the kernels, and a line about each for the reader."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+# Codes of the operations, in the order of the enum in kernels.c.
+(LOAD, STORE, PRODUCT, PRODUCT_ONE, AFFINE, POOL, PHASES, COPY, EMBED, LSTM, GRU) = range(11)
+RECORD = 28  # int64 fields of one record: code, x, y, add, then 24 of the operation's own
+
+
+@dataclass(frozen=True)
+class Line:
+    """What ``explain`` says of one operation."""
+
+    name: str
+    kind: str
+    shape: str
+    kernel: str
+    weights: int
+    connections: int
+    multiplications: int
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """Records, what they point to, and how large an arena they need."""
+
+    lanes: int
+    records: npt.NDArray[np.int64]
+    batch_fields: tuple[tuple[int, int, int], ...]
+    arena: int
+    lines: tuple[Line, ...]
+    kept: tuple[Any, ...]
+
+    def for_batch(self, batch: int) -> npt.NDArray[np.int64]:
+        """The records for a batch size: strides over time depend on it where time comes first."""
+        if not self.batch_fields:
+            return self.records
+        records = self.records.copy()
+        for record, field, factor in self.batch_fields:
+            records[record, field] = factor * batch
+        return records

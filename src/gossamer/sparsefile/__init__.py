@@ -1,0 +1,1 @@
+"""The parts of the small sparse file; ``gossamer.checkpoint`` is its front."""

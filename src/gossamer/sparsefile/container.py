@@ -1,0 +1,204 @@
+"""The safetensors container, streamed: a header that is checked before anything is believed, and an atomic
+writer.
+
+A safetensors file is an 8-byte little-endian header length, a JSON header that gives each entry a dtype, a
+shape and a byte range, and the bytes. The usual library wants every tensor in memory at once; here entries
+are written from iterators and read in pieces, so a file of any size takes a few megabytes. The header goes in
+front of data whose length is only known afterwards, so room is reserved for it and filled up with blanks,
+which the format allows.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import struct
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import BinaryIO
+
+HEADER_LIMIT = 100_000_000  # the limit of the safetensors library itself
+PIECE = 1 << 20
+
+#: bytes of one element, by the dtype names of safetensors
+WIDTHS: Mapping[str, int] = {
+    **{"BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1},
+    **{"U16": 2, "I16": 2, "F16": 2, "BF16": 2},
+    **{"U32": 4, "I32": 4, "F32": 4},
+    **{"U64": 8, "I64": 8, "F64": 8, "C64": 8},
+}
+
+
+@dataclass(frozen=True)
+class Section:
+    """One entry of a file: what it holds and where it lies."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+    @property
+    def size(self) -> int:
+        return self.end - self.begin
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One entry to write; ``shape`` is None where only writing will tell (a compressed entry is U8)."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...] | None
+    pieces: Callable[[], Iterable[bytes]]
+
+
+def bad_file(path: str | os.PathLike[str], expected: str, got: str) -> ValueError:
+    return ValueError(
+        f"{os.fspath(path)}: expected {expected}, got {got}; the file is damaged or not a safetensors file: "
+        "save it again or fetch a fresh copy"
+    )
+
+
+def is_count(value: object) -> bool:
+    """A non-negative integer that fits 63 bits; True and 1.0 are not counts."""
+    return type(value) is int and 0 <= value < 1 << 63
+
+
+def parse_json(text: bytes, path: Path, what: str) -> object:
+    try:
+        parsed: object = json.loads(text.decode("utf-8"))
+    except (UnicodeDecodeError, RecursionError, ValueError) as error:
+        raise bad_file(path, f"{what} in JSON", f"{type(error).__name__}: {str(error)[:80]}") from None
+    return parsed
+
+
+# ---------------------------------------------------------------------------------------------------- reading
+
+
+def read_header(path: Path, file: BinaryIO) -> tuple[dict[str, Section], dict[str, str]]:
+    """Sections and metadata of an open file; every offset is inside the file and fits its dtype and shape."""
+    file_size = os.fstat(file.fileno()).st_size
+    if file_size < 8:
+        raise bad_file(path, "at least 8 bytes", f"{file_size}")
+    (length,) = struct.unpack("<Q", file.read(8))
+    if length > min(HEADER_LIMIT, file_size - 8):
+        raise bad_file(path, f"a header of at most {min(HEADER_LIMIT, file_size - 8)} bytes", f"{length}")
+    header = parse_json(file.read(length), path, "a header")
+    if not isinstance(header, dict):
+        raise bad_file(path, "a header that maps names to entries", type(header).__name__)
+    metadata = header.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
+        raise bad_file(path, "metadata that maps strings to strings", repr(metadata)[:80])
+    room = file_size - 8 - length
+    sections = {name: _section(path, name, entry, room, 8 + length) for name, entry in header.items()}
+    covered = 0
+    for name, section in sorted(sections.items(), key=lambda item: (item[1].begin, item[1].end)):
+        if section.begin != 8 + length + covered:
+            raise bad_file(path, f"entry {name!r} to begin at {covered}", f"{section.begin - 8 - length}")
+        covered += section.size
+    if covered != room:
+        raise bad_file(path, f"{covered} bytes of data after the header", f"{room}")
+    return sections, metadata
+
+
+def _section(path: Path, name: str, entry: object, room: int, start: int) -> Section:
+    if not isinstance(entry, dict):
+        raise bad_file(path, f"entry {name!r} with dtype, shape and data_offsets", repr(entry)[:80])
+    dtype, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
+    if not isinstance(dtype, str) or dtype not in WIDTHS:
+        raise bad_file(path, f"entry {name!r} with a dtype out of {sorted(WIDTHS)}", repr(dtype)[:80])
+    if not isinstance(shape, list) or not all(is_count(n) for n in shape):
+        raise bad_file(path, f"entry {name!r} with a shape of non-negative integers", repr(shape)[:80])
+    if not isinstance(offsets, list) or len(offsets) != 2 or not all(is_count(n) for n in offsets):
+        raise bad_file(path, f"entry {name!r} with two data_offsets", repr(offsets)[:80])
+    begin, end = offsets
+    if not begin <= end <= room:
+        raise bad_file(path, f"entry {name!r} inside the {room} bytes of data", f"{begin} to {end}")
+    if prod(shape) * WIDTHS[dtype] != end - begin:
+        raise bad_file(path, f"{prod(shape) * WIDTHS[dtype]} bytes for entry {name!r}", f"{end - begin}")
+    return Section(dtype, tuple(shape), start + begin, start + end)
+
+
+def read_section(path: Path, file: BinaryIO, section: Section, checksum: int | None) -> Iterator[bytes]:
+    """The bytes of a section in pieces; a wrong CRC-32 is an error after the last of them."""
+    running = 0
+    for begin in range(section.begin, section.end, PIECE):
+        file.seek(begin)
+        piece = file.read(min(PIECE, section.end - begin))
+        if len(piece) != min(PIECE, section.end - begin):
+            raise bad_file(path, f"{section.end} bytes", f"a file that ends at {begin + len(piece)}")
+        running = zlib.crc32(piece, running)
+        yield piece
+    if checksum is not None and running != checksum:
+        raise bad_file(path, f"data with checksum {checksum:08x}", f"{running:08x}")
+
+
+# ---------------------------------------------------------------------------------------------------- writing
+
+
+def write_file(
+    path: Path, entries: Sequence[Entry], describe: Callable[[Mapping[str, int]], dict[str, str]]
+) -> int:
+    """Writes entries in the given order, atomically; ``describe`` makes the metadata from the entries'
+    CRC-32.
+
+    The file appears under its name only when it is complete and on disk. Returns its size.
+    """
+    bound = 1 << 62  # no offset has more digits
+    draft = {entry.name: Section(entry.dtype, entry.shape or (bound,), bound, bound) for entry in entries}
+    reserved = len(_header(draft, describe({entry.name: 0 for entry in entries})))
+    reserved += -reserved % 8
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}.part")
+    try:
+        with open(os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666), "wb") as file:
+            file.write(b" " * (8 + reserved))
+            sections: dict[str, Section] = {}
+            checksums: dict[str, int] = {}
+            position = 0
+            for entry in entries:
+                begin, running = position, 0
+                for piece in entry.pieces():
+                    file.write(piece)
+                    running = zlib.crc32(piece, running)
+                    position += len(piece)
+                sections[entry.name] = Section(
+                    entry.dtype, entry.shape or (position - begin,), begin, position
+                )
+                checksums[entry.name] = running
+            header = _header(sections, describe(checksums))
+            file.seek(0)
+            file.write(struct.pack("<Q", reserved) + header.ljust(reserved))
+            file.flush()
+            os.fsync(file.fileno())
+        size = temporary.stat().st_size
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    _sync_directory(path.parent)
+    return size
+
+
+def _header(sections: Mapping[str, Section], metadata: dict[str, str]) -> bytes:
+    header: dict[str, object] = {"__metadata__": metadata}
+    for name, section in sections.items():
+        offsets = [section.begin, section.end]
+        header[name] = {"dtype": section.dtype, "shape": list(section.shape), "data_offsets": offsets}
+    return json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+
+
+def _sync_directory(directory: Path) -> None:
+    """Makes the new name durable, where the system lets a directory be opened."""
+    try:
+        descriptor = os.open(directory, os.O_RDONLY)
+    except (PermissionError, IsADirectoryError):
+        return
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

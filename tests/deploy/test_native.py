@@ -1,0 +1,154 @@
+"""Building the kernels: compilers, the cache, zig, no compiler at all, and a run under the sanitizers."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from gossamer.deploy import NoCompilerError, deploy, native
+from gossamer.deploy.fallback import CsrModel, csr_linear, to_csr
+
+SANITIZED = """
+import sys
+from pathlib import Path
+import torch
+from gossamer.deploy import NativeModel, Setting
+from gossamer.deploy.capture import capture
+from gossamer.deploy.native import open_library
+sys.path.insert(0, sys.argv[2])
+from test_networks import CASES, make_sparse
+for name in ("resnet, odd size", "densenet", "mobile", "vgg", "lstm", "gru"):
+    make, draw, lane_choices = CASES[name]
+    torch.manual_seed(0)
+    model = make_sparse(make())
+    graph = capture(model, (draw(2),))
+    for variant in ("portable", None):
+        for lanes in set(lane_choices) - {2, 4, 32}:
+            fast = NativeModel(graph, open_library(Path(sys.argv[1]), variant), Setting(lanes))
+            for batch in (1, 19):
+                x = draw(batch)
+                with torch.no_grad():
+                    torch.testing.assert_close(fast(x), model(x), rtol=1e-4, atol=1e-4)
+sys.stdout.write("all networks ran")
+"""
+
+
+@pytest.fixture(autouse=True)
+def _fresh_library_cache() -> None:
+    native._load_cached.cache_clear()
+    native._private_directory.cache_clear()
+
+
+def system_compiler() -> tuple[str, ...]:
+    found = [c for c in native.find_compilers() if "ziglang" not in c]
+    if not found:
+        pytest.skip("no system compiler")
+    return found[0]
+
+
+def test_second_build_comes_from_the_cache(tmp_path: Path) -> None:
+    first = native.build(system_compiler(), tmp_path, extra=("-O0",))
+    stamp = first.stat().st_mtime_ns
+    assert native.build(system_compiler(), tmp_path, extra=("-O0",)) == first
+    assert first.stat().st_mtime_ns == stamp
+    assert [path.name for path in tmp_path.iterdir()] == [first.name]
+    assert native.build(system_compiler(), tmp_path, extra=("-O0", "-g0")) != first
+    assert native.open_library(first).variant in native.VARIANTS
+
+
+def test_a_variant_that_does_not_exist_is_refused() -> None:
+    library = native.build(system_compiler(), native.cache_directory())
+    with pytest.raises(ValueError, match=r"expected a kernel variant out of .*portable.*got 'mmx'"):
+        native.open_library(library, "mmx")
+
+
+@pytest.mark.skipif(importlib.util.find_spec("ziglang") is None, reason="the ziglang wheel is not installed")
+def test_zig_builds_the_kernels_too(tmp_path: Path) -> None:
+    library = native.build((sys.executable, "-m", "ziglang", "cc"), tmp_path)
+    assert native.open_library(library).variant in native.VARIANTS
+
+
+def test_an_unwritable_cache_is_no_obstacle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    system_compiler()
+    blocked = tmp_path / "file"
+    blocked.write_text("not a directory")
+    monkeypatch.setenv("GOSSAMER_CACHE", str(blocked))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    assert native.load_native().library.is_relative_to(tmp_path)
+
+
+def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "find_compilers", lambda: [("/nonexistent/cc",)])
+
+
+def test_without_a_compiler_the_message_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    no_compiler(monkeypatch)
+    with pytest.raises(NoCompilerError, match="pip install ziglang"):
+        native.load_native()
+
+
+def sparse_mlp(sparsity: float) -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(600, 700), nn.ReLU(), nn.Linear(700, 10))
+    with torch.no_grad():
+        model[0].weight.mul_(torch.rand_like(model[0].weight) >= sparsity)
+    return model.eval()
+
+
+def test_without_a_compiler_torch_runs_the_sparse_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    no_compiler(monkeypatch)
+    model = sparse_mlp(0.99)
+    x = torch.randn(64, 600)
+    fast = deploy(model, x, seconds=0.1)
+    assert fast.explain().engine in ("torch CSR", "torch")
+    assert "pip install ziglang" in str(fast.explain())
+    with torch.no_grad():
+        torch.testing.assert_close(fast(x), model(x), rtol=1e-4, atol=1e-5)
+    assert set(CsrModel(model, (x,)).sparse) == {"0.weight"}
+
+
+def test_without_a_compiler_a_dense_model_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    no_compiler(monkeypatch)
+    explanation = deploy(sparse_mlp(0), torch.randn(4, 600), seconds=0).explain()
+    assert explanation.engine == "torch"
+    assert "no linear layer is sparse enough" in explanation.reason
+
+
+@pytest.mark.parametrize("batch", [1, 63, 64, 65, 200])
+def test_csr_linear(batch: int) -> None:
+    torch.manual_seed(0)
+    weight = torch.randn(30, 40) * (torch.rand(30, 40) > 0.9)
+    x, bias = torch.randn(batch, 2, 40), torch.randn(30)
+    csr = to_csr(weight)
+    assert csr.col_indices().dtype == torch.int32
+    torch.testing.assert_close(csr_linear(csr, x, bias), nn.functional.linear(x, weight, bias))
+
+
+def test_sanitizers_find_nothing(tmp_path: Path) -> None:
+    """Every network, with AddressSanitizer at the arena's ends and UndefinedBehaviorSanitizer all over."""
+    gcc = shutil.which("gcc")
+    runtime = (
+        subprocess.run([gcc, "-print-file-name=libasan.so"], capture_output=True, text=True).stdout
+        if gcc
+        else ""
+    )
+    if gcc is None or not os.path.isabs(runtime.strip()):
+        pytest.skip("no gcc with AddressSanitizer")
+    flags = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-O1", "-g")
+    library = native.build((gcc,), tmp_path, extra=flags)
+    preload = " ".join(
+        subprocess.run([gcc, f"-print-file-name={name}"], capture_output=True, text=True).stdout.strip()
+        for name in ("libasan.so", "libubsan.so")
+    )
+    environment = {**os.environ, "LD_PRELOAD": preload, "ASAN_OPTIONS": "detect_leaks=0"}
+    command = [sys.executable, "-c", SANITIZED, str(library), str(Path(__file__).parent)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, check=False)
+    assert done.stdout == "all networks ran", done.stderr[-3000:]

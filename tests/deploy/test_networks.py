@@ -1,0 +1,376 @@
+"""Whole networks: the native runtime against torch, over variants, lanes and batch sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from gossamer.deploy import (
+    NativeModel,
+    NoCompilerError,
+    Setting,
+    UnsupportedError,
+    compile_plan,
+    deploy,
+    load_native,
+)
+from gossamer.deploy.capture import capture
+from gossamer.deploy.graph import Affine, Concat, Product
+
+try:
+    load_native()
+except NoCompilerError as error:
+    pytest.skip(str(error), allow_module_level=True)
+
+
+class Block(nn.Module):
+    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False)
+        self.norm1 = nn.BatchNorm2d(outputs)
+        self.conv2 = nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False)
+        self.norm2 = nn.BatchNorm2d(outputs)
+        self.stride, self.grow = stride, outputs - inputs
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.relu(self.norm1(self.conv1(x)), inplace=True)
+        y = self.norm2(self.conv2(y))
+        if self.stride > 1:
+            x = F.pad(
+                x[:, :, :: self.stride, :: self.stride],
+                (0, 0, 0, 0, self.grow // 2, self.grow - self.grow // 2),
+            )
+        return F.relu(x + y)
+
+
+class ResNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, 8, 3, 1, 1, bias=False), nn.BatchNorm2d(8), nn.ReLU())
+        self.body = nn.Sequential(Block(8, 8, 1), Block(8, 16, 2), Block(16, 16, 1), Block(16, 30, 2))
+        self.head = nn.Linear(30, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(F.adaptive_avg_pool2d(self.body(self.stem(x)), 1).flatten(1))  # type: ignore[no-any-return]
+
+
+class DenseNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 8, 3, padding=1, bias=False)
+        self.layers = nn.ModuleList(
+            nn.Sequential(
+                nn.BatchNorm2d(8 + 4 * i), nn.ReLU(), nn.Conv2d(8 + 4 * i, 4, 3, padding=1, bias=False)
+            )
+            for i in range(3)
+        )
+        self.head = nn.Linear(20, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for layer in self.layers:
+            x = torch.cat([x, layer(x)], 1)
+        return self.head(F.avg_pool2d(F.relu(x), 2).mean((2, 3)))  # type: ignore[no-any-return]
+
+
+def vgg() -> nn.Module:
+    features = [nn.Conv2d(3, 12, 3, padding=1), nn.BatchNorm2d(12), nn.ReLU(True), nn.MaxPool2d(2)]
+    features += [nn.Conv2d(12, 24, 3, padding=1), nn.ReLU(), nn.Dropout(0.4), nn.MaxPool2d(2, ceil_mode=True)]
+    classifier = [nn.Flatten(), nn.Linear(24 * 4 * 5, 30), nn.BatchNorm1d(30), nn.ReLU(), nn.Linear(30, 7)]
+    return nn.Sequential(*features, *classifier)
+
+
+def lenet() -> nn.Module:
+    features = [
+        nn.Conv2d(1, 6, 5),
+        nn.ReLU(),
+        nn.AvgPool2d(2),
+        nn.Conv2d(6, 16, 5),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+    ]
+    return nn.Sequential(*features, nn.Flatten(), nn.Linear(256, 40), nn.ReLU(), nn.Linear(40, 10))
+
+
+def mobile() -> nn.Module:
+    """Depth-wise, grouped, dilated, 'same' with an even kernel, 1x1, stride 3."""
+    layers = [
+        nn.Conv2d(4, 12, 1),
+        nn.ReLU(),
+        nn.Conv2d(12, 12, 3, 2, 1, groups=12),
+        nn.BatchNorm2d(12),
+        nn.ReLU(),
+    ]
+    layers += [nn.Conv2d(12, 8, 3, padding=2, dilation=2, groups=4), nn.Conv2d(8, 8, (4, 2), padding="same")]
+    layers += [nn.ReLU(), nn.Conv2d(8, 6, 3, stride=3)]
+    return nn.Sequential(*layers)
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(
+        nn.Linear(50, 40), nn.BatchNorm1d(40), nn.ReLU(), nn.Linear(40, 33), nn.ReLU(), nn.Linear(33, 4)
+    )
+
+
+class DenseMlp(nn.Module):
+    """Linear, norm, ReLU, then joined with its input, again and again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(20 + 8 * i, 8), nn.BatchNorm1d(8), nn.ReLU()) for i in range(4)
+        )
+        self.head = nn.Linear(52, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.flatten(1)
+        for layer in self.layers:
+            x = torch.cat((x, layer(x)), dim=-1)
+        return self.head(x)  # type: ignore[no-any-return]
+
+
+class LanguageModel(nn.Module):
+    def __init__(self, batch_first: bool, flat: bool) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(50, 18)
+        self.lstm = nn.LSTM(18, 18, 2, dropout=0.5, batch_first=batch_first)
+        self.decoder = nn.Linear(18, 50)
+        self.decoder.weight = self.embedding.weight
+        self.flat = flat
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        h, _ = self.lstm(F.dropout(self.embedding(tokens), 0.5, self.training))
+        return self.decoder(h.reshape(-1, 18) if self.flat else h)  # type: ignore[no-any-return]
+
+
+class Gru(nn.Module):
+    def __init__(self, bias: bool) -> None:
+        super().__init__()
+        self.gru = nn.GRU(9, 21, 2, batch_first=True, bidirectional=True, bias=bias)
+        self.head = nn.Linear(42, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.gru(x)[0].mean(1))  # type: ignore[no-any-return]
+
+
+class Flattened(nn.Module):
+    """A flattened picture and a flattened feature map, joined and normalised."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(2, 3, 3)
+        self.norm = nn.BatchNorm1d(2 * 30 + 3 * 12)
+        self.head = nn.Linear(96, 7)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(F.relu(self.norm(torch.cat([x.flatten(1), self.conv(x).flatten(1)], 1))))  # type: ignore[no-any-return]
+
+
+def pictures(*shape: int) -> Callable[[int], Tensor]:
+    return lambda batch: torch.randn(batch, *shape)
+
+
+ALL_LANES = (1, 2, 4, 8, 16, 32)
+STEP_LANES = (1, 16, 32)
+CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Tensor], tuple[int, ...]]] = {
+    "resnet": (ResNet, pictures(3, 32, 32), ALL_LANES),
+    "resnet, odd size": (ResNet, pictures(3, 13, 19), ALL_LANES),
+    "densenet": (DenseNet, pictures(3, 12, 10), ALL_LANES),
+    "vgg": (vgg, pictures(3, 16, 18), ALL_LANES),
+    "lenet": (lenet, pictures(1, 28, 28), ALL_LANES),
+    "mobile": (mobile, pictures(4, 17, 23), ALL_LANES),
+    "flattened": (Flattened, pictures(2, 5, 6), ALL_LANES),
+    "mlp": (mlp, pictures(50), ALL_LANES),
+    "dense mlp": (DenseMlp, pictures(20), ALL_LANES),
+    "lstm": (lambda: LanguageModel(False, False), lambda b: torch.randint(0, 50, (11, b)), STEP_LANES),
+    "lstm, flat": (lambda: LanguageModel(False, True), lambda b: torch.randint(0, 50, (11, b)), STEP_LANES),
+    "lstm, batch first": (
+        lambda: LanguageModel(True, False),
+        lambda b: torch.randint(0, 50, (b, 11)),
+        STEP_LANES,
+    ),
+    "gru": (lambda: Gru(True), pictures(37, 9), STEP_LANES),
+    "gru without bias": (lambda: Gru(False), pictures(4, 9), STEP_LANES),
+}
+
+
+def make_sparse(model: nn.Module, sparsity: float = 0.8) -> nn.Module:
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.dim() > 1:
+                p.copy_(torch.where(torch.rand_like(p) < sparsity, 0, p))
+        for module in model.modules():
+            if isinstance(module, nn.modules.batchnorm._BatchNorm):
+                assert module.running_mean is not None
+                assert module.running_var is not None
+                module.running_mean.normal_()
+                module.running_var.uniform_(0.5, 2)
+                module.weight.normal_()
+                module.bias.normal_()
+    return model.eval()
+
+
+def assert_near(actual: Tensor, expected: Tensor) -> None:
+    assert actual.shape == expected.shape
+    assert float((actual - expected).abs().max()) <= 1e-5 * float(expected.abs().max())
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+@torch.no_grad()
+def test_network(case: tuple[Any, ...]) -> None:
+    make, draw, lane_choices = case
+    torch.manual_seed(0)
+    model = make_sparse(make())
+    graph = capture(model, (draw(2),))
+    for variant in ("portable", None):
+        for lanes in lane_choices:
+            native = NativeModel(graph, load_native(variant), Setting(lanes))
+            for batch in (1, 3, 20, 33):
+                x = draw(batch)
+                assert_near(native(x), model(x))  # type: ignore[arg-type]
+
+
+class Stateful(nn.Module):
+    def __init__(self, kind: type[nn.LSTM] | type[nn.GRU], both: bool) -> None:
+        super().__init__()
+        self.rnn = kind(7, 12, 2, bidirectional=both)
+        self.head = nn.Linear(24 if both else 12, 5)
+
+    def forward(self, x: Tensor, state: Any = None) -> tuple[Tensor, Any]:
+        y, state = self.rnn(x, state)
+        return self.head(y), state
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
+@pytest.mark.parametrize("both", [False, True])
+@pytest.mark.parametrize("lanes", STEP_LANES)
+@torch.no_grad()
+def test_state_goes_in_and_comes_out(kind: Any, both: bool, lanes: int) -> None:
+    torch.manual_seed(0)
+    model = make_sparse(Stateful(kind, both), 0.6)
+
+    def draw(batch: int) -> Any:
+        states = [torch.randn(4 if both else 2, batch, 12) for _ in range(2)]
+        return tuple(states) if kind is nn.LSTM else states[0]
+
+    fresh = compile_plan(model, torch.randn(9, 3, 7), lanes=lanes)
+    going_on = compile_plan(model, (torch.randn(9, 3, 7), draw(3)), lanes=lanes)
+    for batch in (1, 5, 20):
+        x, state = torch.randn(9, batch, 7), draw(batch)
+        for ours, theirs in ((fresh(x), model(x)), (going_on(x, state), model(x, state))):
+            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)  # compares the nesting, too
+
+
+def test_an_example_of_batch_one_is_enough() -> None:
+    torch.manual_seed(0)
+    model = make_sparse(vgg())
+    native = compile_plan(model, torch.randn(1, 3, 16, 18))
+    x = torch.randn(65, 3, 16, 18)
+    with torch.no_grad():
+        assert_near(native(x), model(x))  # type: ignore[arg-type]
+
+
+def test_everything_that_can_be_folded_is_folded() -> None:
+    torch.manual_seed(0)
+    resnet = capture(make_sparse(ResNet()), (torch.randn(1, 3, 32, 32),))
+    assert not any(isinstance(operation, Affine) for operation in resnet.operations)
+    assert sum(isinstance(operation, Product) for operation in resnet.operations) == 1 + 8 + 2 + 1
+    densenet = compile_plan(make_sparse(DenseNet()), torch.randn(1, 3, 12, 12))
+    kinds = {line.name: line.kernel for line in densenet.plan(1).lines if line.kind == "concatenation"}
+    assert set(kinds.values()) == {"in place"}
+    assert sum(isinstance(operation, Concat) for operation in densenet.graph.operations) == len(kinds) == 3
+
+
+def test_plan_counts_connections_and_work() -> None:
+    torch.manual_seed(0)
+    model = make_sparse(nn.Sequential(nn.Conv2d(3, 5, 3, padding=1), nn.Flatten(), nn.Linear(5 * 36, 4)))
+    lines = {line.name: line for line in compile_plan(model, torch.randn(1, 3, 6, 6)).plan(1).lines}
+    for name, pixels in (("0", 36), ("2", 1)):
+        weight = model.get_parameter(f"{name}.weight")
+        assert lines[name].weights == weight.numel()
+        assert lines[name].connections == int(torch.count_nonzero(weight))
+        assert lines[name].multiplications == lines[name].connections * pixels
+
+
+def test_calls_from_many_threads_do_not_mix() -> None:
+    torch.manual_seed(0)
+    model = make_sparse(ResNet())
+    native = compile_plan(model, torch.randn(1, 3, 32, 32))
+    inputs = [torch.randn(1 + i % 3, 3, 32, 32) for i in range(24)]
+    with torch.no_grad():
+        expected = [model(x) for x in inputs]
+    with ThreadPoolExecutor(6) as pool:
+        for out, wanted in zip(pool.map(native, inputs), expected, strict=True):
+            assert_near(out, wanted)
+
+
+def test_threads_share_a_batch() -> None:
+    torch.manual_seed(0)
+    model = make_sparse(lenet())
+    graph = capture(model, (torch.randn(1, 1, 28, 28),))
+    x = torch.randn(37, 1, 28, 28)
+    alone = NativeModel(graph, load_native(), Setting(8))(x)
+    together = NativeModel(graph, load_native(), Setting(8, threads=3))(x)
+    assert isinstance(alone, Tensor)
+    assert isinstance(together, Tensor)
+    assert torch.equal(alone, together)
+
+
+def test_inputs_that_do_not_fit_are_refused() -> None:
+    native = compile_plan(make_sparse(LanguageModel(False, False)), torch.zeros(11, 2, dtype=torch.long))
+    with pytest.raises(ValueError, match=r"expected an input of shape \(11, -1\).*got \(12, 2\)"):
+        native(torch.zeros(12, 2, dtype=torch.long))
+    with pytest.raises(ValueError, match=r"expected torch.int64 on the CPU, got torch.int32"):
+        native(torch.zeros(11, 2, dtype=torch.int32))
+    with pytest.raises(IndexError, match="expected tokens inside the table"):
+        native(torch.full((11, 2), 50))
+    with pytest.raises(ValueError, match="expected 1 inputs, got 2"):
+        native(torch.zeros(11, 2, dtype=torch.long), torch.zeros(1))
+    with pytest.raises(UnsupportedError, match="recurrent layers with 4 lanes"):
+        native.plan(4)
+
+
+class Sine(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.sin(x)
+
+
+def test_a_network_without_native_form_is_left_alone() -> None:
+    fast = deploy(Sine(), torch.randn(2, 3), seconds=0)
+    assert fast.explain().engine == "torch"
+    assert "no native kernel for aten.sin" in str(fast.explain())
+    x = torch.randn(5, 3)
+    assert torch.equal(fast(x), torch.sin(x))
+
+
+def test_deploy_chooses_explains_and_leaves_the_model_alone() -> None:
+    torch.manual_seed(0)
+    model = make_sparse(ResNet(), 0.95).train()
+    x = torch.randn(4, 3, 32, 32)
+    fast = deploy(model, x, threads=2, seconds=0.2)
+    assert model.training
+    explanation = fast.explain()
+    assert explanation.engine == "native"
+    assert set(explanation.milliseconds) >= {"torch"}
+    assert "body.0.conv1" in str(explanation)
+    model.eval()
+    with torch.no_grad():
+        expected = model(x)
+        for p in model.parameters():
+            p.zero_()
+    assert_near(fast(x), expected)
+
+
+def test_deploy_says_so_when_there_is_no_gain() -> None:
+    torch.manual_seed(0)
+    fast = deploy(
+        nn.Sequential(nn.Conv2d(64, 64, 3, padding=1)).eval(), torch.randn(8, 64, 24, 24), seconds=0.2
+    )
+    assert fast.explain().engine == "torch"
+    assert "no gain from sparsity" in fast.explain().reason
