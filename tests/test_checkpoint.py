@@ -26,9 +26,7 @@ from gossamer.sparsefile import gap_code
 
 DOCS = Path(__file__).parents[1] / "docs" / "file-format.md"
 CODECS = ["none", "zlib", "zstd"]
-relaxed = settings(
-    deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60
-)
+relaxed = settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
 
 
 @pytest.fixture(autouse=True)
@@ -52,9 +50,7 @@ def assert_same_bits(a: Tensor, b: Tensor) -> None:
 
 
 def network() -> nn.Module:
-    net = nn.Sequential(
-        nn.Conv2d(3, 24, 3), nn.BatchNorm2d(24), nn.Flatten(), nn.Linear(96, 40), nn.Linear(40, 10)
-    )
+    net = nn.Sequential(nn.Conv2d(3, 24, 3), nn.BatchNorm2d(24), nn.Flatten(), nn.Linear(96, 40), nn.Linear(40, 10))
     with torch.no_grad():
         for seed, p in enumerate(net.parameters()):
             if p.dim() > 1:
@@ -136,9 +132,7 @@ def test_empty_state_dict(tmp_path: Path) -> None:
     codec=st.sampled_from(["none", "zlib"]),
     seed=st.integers(0, 9),
 )
-def test_round_trip_over_shapes(
-    tmp_path: Path, sizes: list[Any], sparsity: float, codec: Any, seed: int
-) -> None:
+def test_round_trip_over_shapes(tmp_path: Path, sizes: list[Any], sparsity: float, codec: Any, seed: int) -> None:
     state = {f"w{i}": sparse(*size, sparsity=sparsity, seed=seed + i) for i, size in enumerate(sizes)}
     save(state, tmp_path / "f", compress=codec)
     back = load(tmp_path / "f")
@@ -220,9 +214,7 @@ def test_int8_values_are_within_half_a_step_of_each_row(tmp_path: Path, codec: A
 
 
 def test_values_that_do_not_fit_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(
-        ValueError, match=r"w: expected values within 65504, got 70000; use values='bfloat16'"
-    ):
+    with pytest.raises(ValueError, match=r"w: expected values within 65504, got 70000; use values='bfloat16'"):
         save({"w": torch.full((2, 2), 7e4)}, tmp_path / "f", values="float16")
     with pytest.raises(ValueError, match="expected finite values for int8"):
         save({"w": torch.full((2, 2), float("nan"))}, tmp_path / "f", values="int8")
@@ -245,9 +237,7 @@ def value_entropy_bits(tensor: Tensor) -> float:
 
 @pytest.mark.parametrize("codec", ["auto", "zstd"])
 @pytest.mark.parametrize(("sparsity", "ratio"), [(0.9, 9.8), (0.95, 19.0), (0.98, 46.0)])
-def test_size_is_within_five_per_cent_of_the_entropy(
-    tmp_path: Path, codec: Any, sparsity: float, ratio: float
-) -> None:
+def test_size_is_within_five_per_cent_of_the_entropy(tmp_path: Path, codec: Any, sparsity: float, ratio: float) -> None:
     tensor = sparse(900, 1500, sparsity=sparsity)
     saved = save({"w": tensor}, tmp_path / "f", compress=codec)
     bound = (binary_entropy_bits(tensor) + value_entropy_bits(tensor)) / 8
@@ -338,18 +328,14 @@ def test_wrong_model_is_told_everything_and_left_alone(tmp_path: Path) -> None:
     save(nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)), tmp_path / "f")
     other = nn.Sequential(nn.Linear(4, 3, bias=False), nn.Linear(5, 2), nn.BatchNorm1d(2))
     before = {name: value.clone() for name, value in other.state_dict().items()}
-    with pytest.raises(
-        ValueError, match=r"(?s)0.bias: not in the model.*1.weight: the model has shape \(2, 5\)"
-    ):
+    with pytest.raises(ValueError, match=r"(?s)0.bias: not in the model.*1.weight: the model has shape \(2, 5\)"):
         load(tmp_path / "f", other)
     for name, value in other.state_dict().items():
         assert_same_bits(value, before[name])
 
 
 def test_wrong_arguments_and_tensors(tmp_path: Path) -> None:
-    with pytest.raises(
-        ValueError, match="expected values out of float32, float16, bfloat16, int8, got 'int4'"
-    ):
+    with pytest.raises(ValueError, match="expected values out of float32, float16, bfloat16, int8, got 'int4'"):
         save({}, tmp_path / "f", values="int4")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="expected compress out of auto, none, zlib, zstd, got 'lz4'"):
         save({}, tmp_path / "f", compress="lz4")  # type: ignore[arg-type]
@@ -412,9 +398,7 @@ def load_or_refuse(path: Path) -> dict[str, Tensor] | None:
     values=st.sampled_from(["float32", "int8"]),
     data=st.data(),
 )
-def test_flipped_bytes_never_pass_unnoticed(
-    tmp_path: Path, codec: Any, values: Any, data: st.DataObject
-) -> None:
+def test_flipped_bytes_never_pass_unnoticed(tmp_path: Path, codec: Any, values: Any, data: st.DataObject) -> None:
     if codec == "zstd":
         pytest.importorskip("zstandard")
     save(STATE, tmp_path / "f", compress=codec, values=values)

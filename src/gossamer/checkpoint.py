@@ -93,9 +93,7 @@ def save(
     )
     for name, value, choices in arguments:
         if value not in choices:
-            raise ValueError(
-                f"expected {name} out of {', '.join(choices)}, got {value!r}; choose one of these"
-            )
+            raise ValueError(f"expected {name} out of {', '.join(choices)}, got {value!r}; choose one of these")
     if compress == "zstd":
         require_zstandard()
     codec: Codec = "zlib" if compress == "auto" else compress
@@ -133,9 +131,7 @@ def load(
         if any(name.startswith("gossamer.") for name in sections):
             codec, checksums = parse_description(source, metadata, sections)
             streams = {
-                name: ByteStream(
-                    source, decompressed(read_section(source, file, section, checksums[name]), codec)
-                )
+                name: ByteStream(source, decompressed(read_section(source, file, section, checksums[name]), codec))
                 for name, section in sections.items()
             }
             text = streams[TABLE].rest() if TABLE in streams else b""

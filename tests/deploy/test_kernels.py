@@ -109,9 +109,7 @@ def test_linear(
     bias = sparse((rows,), 0, seed + 2)
     expected = F.linear(x.double(), weight.double(), bias.double())
     terms = F.linear(x.double().abs(), weight.double().abs(), bias.double().abs())
-    graph = graph_of(
-        x, [value_of(x), Value(rows, 1, 1)], [product(weight, bias, relu=relu)], tuple(expected.shape)
-    )
+    graph = graph_of(x, [value_of(x), Value(rows, 1, 1)], [product(weight, bias, relu=relu)], tuple(expected.shape))
     assert_near(run(graph, x, variant, lanes), F.relu(expected) if relu else expected, terms)
 
 
@@ -248,9 +246,7 @@ def test_pooling(
         expected = F.avg_pool2d(x.double(), kernel, stride, padding, count_include_pad=count_padding)
     step = Pool(0, 1, kind, kernel, stride, padding, (dilation, dilation), count_padding, 0, "pool")
     values = [value_of(x), Value(3, *expected.shape[2:])]
-    assert_near(
-        run(graph_of(x, values, [step], tuple(expected.shape)), x, variant, lanes), expected, expected.abs()
-    )
+    assert_near(run(graph_of(x, values, [step], tuple(expected.shape)), x, variant, lanes), expected, expected.abs())
 
 
 @pytest.mark.parametrize("variant", RUNNABLE)
@@ -264,9 +260,7 @@ def test_non_finite_values_stay_with_their_sample_and_their_connections(variant:
     weight[0, 2:] = 1
     x = torch.ones(3, 6)
     x[0, 0], x[1, 1] = math.inf, math.nan
-    graph = graph_of(
-        x, [value_of(x), Value(20, 1, 1)], [product(weight, torch.zeros(20), relu=True)], (3, 20)
-    )
+    graph = graph_of(x, [value_of(x), Value(20, 1, 1)], [product(weight, torch.zeros(20), relu=True)], (3, 20))
     out = run(graph, x, variant, lanes)
     assert bool(torch.isinf(out[0, :5]).all())
     assert bool(torch.isfinite(out[0, 5:]).all())

@@ -135,11 +135,7 @@ def test_csr_linear(batch: int) -> None:
 def test_sanitizers_find_nothing(tmp_path: Path) -> None:
     """Every network, with AddressSanitizer at the arena's ends and UndefinedBehaviorSanitizer all over."""
     gcc = shutil.which("gcc")
-    runtime = (
-        subprocess.run([gcc, "-print-file-name=libasan.so"], capture_output=True, text=True).stdout
-        if gcc
-        else ""
-    )
+    runtime = subprocess.run([gcc, "-print-file-name=libasan.so"], capture_output=True, text=True).stdout if gcc else ""
     if gcc is None or not os.path.isabs(runtime.strip()):
         pytest.skip("no gcc with AddressSanitizer")
     flags = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-O1", "-g")

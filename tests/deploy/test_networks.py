@@ -65,9 +65,7 @@ class DenseNet(nn.Module):
         super().__init__()
         self.stem = nn.Conv2d(3, 8, 3, padding=1, bias=False)
         self.layers = nn.ModuleList(
-            nn.Sequential(
-                nn.BatchNorm2d(8 + 4 * i), nn.ReLU(), nn.Conv2d(8 + 4 * i, 4, 3, padding=1, bias=False)
-            )
+            nn.Sequential(nn.BatchNorm2d(8 + 4 * i), nn.ReLU(), nn.Conv2d(8 + 4 * i, 4, 3, padding=1, bias=False))
             for i in range(3)
         )
         self.head = nn.Linear(20, 5)
@@ -369,8 +367,6 @@ def test_deploy_chooses_explains_and_leaves_the_model_alone() -> None:
 
 def test_deploy_says_so_when_there_is_no_gain() -> None:
     torch.manual_seed(0)
-    fast = deploy(
-        nn.Sequential(nn.Conv2d(64, 64, 3, padding=1)).eval(), torch.randn(8, 64, 24, 24), seconds=0.2
-    )
+    fast = deploy(nn.Sequential(nn.Conv2d(64, 64, 3, padding=1)).eval(), torch.randn(8, 64, 24, 24), seconds=0.2)
     assert fast.explain().engine == "torch"
     assert "no gain from sparsity" in fast.explain().reason

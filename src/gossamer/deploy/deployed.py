@@ -44,10 +44,7 @@ class Explanation:
             work = f"{line.multiplications:,}" if line.multiplications else ""
             rows.append((line.name, line.kind, line.shape, line.kernel, *numbers, kept, work))
         widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-        table = [
-            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-            for row in rows
-        ]
+        table = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
         head = [f"engine: {self.engine} ({self.reason})", f"batch {self.batch}: {times or 'not timed'}"]
         return "\n".join([*head, *(table if self.lines else [])])
 
@@ -94,9 +91,7 @@ def deploy(
     deployed.
     """
     if threads < 1 or seconds < 0:
-        raise ValueError(
-            f"expected at least one thread and no negative time, got {threads} threads, {seconds} s"
-        )
+        raise ValueError(f"expected at least one thread and no negative time, got {threads} threads, {seconds} s")
     inputs = _inputs(example_input)
     dense: Run = _Eager(model)
     try:
@@ -137,9 +132,7 @@ class _Eager:
             return self._model(*inputs)
 
 
-def _without_compiler(
-    model: nn.Module, inputs: tuple[Any, ...], dense: Run, problem: str, seconds: float
-) -> Deployed:
+def _without_compiler(model: nn.Module, inputs: tuple[Any, ...], dense: Run, problem: str, seconds: float) -> Deployed:
     sparse = CsrModel(model, inputs)
     batch = inputs[0].shape[0]
     if not sparse.sparse:

@@ -46,9 +46,7 @@ class CsrModel:
                 # The batch may differ from the example's, in every input's first dimension.
                 batch = torch.export.Dim.AUTO
                 shapes = tuple({0: batch} for _ in example_inputs)
-                program = torch.export.export(
-                    model.eval(), example_inputs, dynamic_shapes=shapes, strict=False
-                )
+                program = torch.export.export(model.eval(), example_inputs, dynamic_shapes=shapes, strict=False)
         finally:
             model.train(training)
         self._module = program.module()
@@ -79,9 +77,7 @@ class _Interpreter(fx.Interpreter):
             if name in self._sparse:
                 args, _ = self.fetch_args_kwargs_from_env(n)
                 x, _, *bias = args
-                return csr_linear(
-                    self._sparse[name], cast(Tensor, x), cast(Tensor, bias[0]) if bias else None
-                )
+                return csr_linear(self._sparse[name], cast(Tensor, x), cast(Tensor, bias[0]) if bias else None)
             args, _ = self.fetch_args_kwargs_from_env(n)
             return F.linear(*cast(tuple[Tensor, Tensor], args))
         return super().run_node(n)

@@ -94,9 +94,7 @@ class Product:
     def copies(self) -> bool:
         """Whether all it does is to pick channels and pixels."""
         single = self.taps.count <= self.taps.rows and np.unique(self.taps.row).size == self.taps.count
-        plain = bool(
-            (self.taps.weight == 1).all() and (self.taps.dy == 0).all() and (self.taps.dx == 0).all()
-        )
+        plain = bool((self.taps.weight == 1).all() and (self.taps.dy == 0).all() and (self.taps.dx == 0).all())
         free = self.add is None and not self.relu and not self.bias.any()
         return single and plain and free and self.padding == (0, 0)
 
@@ -269,11 +267,7 @@ def _orders(affine: Operation) -> list[Affine | Product]:
 def _merge(first: Operation, second: Affine | Product) -> Product | Affine | None:
     if isinstance(second, Product):
         return _compose(first, second) if isinstance(first, Product) and first.copies else None
-    if (
-        not isinstance(first, Product | Affine)
-        or first.relu
-        or (first.add is not None and second.scale is not None)
-    ):
+    if not isinstance(first, Product | Affine) or first.relu or (first.add is not None and second.scale is not None):
         return None
     if first.add is not None and second.add is not None:
         return None

@@ -116,11 +116,7 @@ def _insert_phases(graph: Graph, values: list[Value], classes: _Classes, lanes: 
     steps: list[Step] = []
     made: dict[tuple[int, Pair], int] = {}
     for operation in graph.operations:
-        if (
-            isinstance(operation, Product)
-            and operation.stride != (1, 1)
-            and not is_single(operation, values, lanes)
-        ):
+        if isinstance(operation, Product) and operation.stride != (1, 1) and not is_single(operation, values, lanes):
             key = operation.x, operation.stride
             if key not in made:
                 x, (sy, sx) = values[operation.x], operation.stride
@@ -196,9 +192,7 @@ def _allocate(
         for x in (step.x,) if isinstance(step, Phases) else reads(step):
             last[x] = time
         if isinstance(step, Product):
-            phases = [
-                s.y for s in steps if isinstance(s, Phases) and (s.x, s.stride) == (step.x, step.stride)
-            ]
+            phases = [s.y for s in steps if isinstance(s, Phases) and (s.x, s.stride) == (step.x, step.stride)]
             for x in phases:
                 last[x] = time
     for y in graph.outputs:
@@ -252,9 +246,7 @@ def _pack(
             free.append((len(sizes), end[item]))
             slot_of[item] = len(sizes)
             sizes.append(size)
-    starts = ARENA_HEAD + np.concatenate(
-        [[0], np.cumsum([_round(size) + CHUNK for size in sizes], dtype=np.int64)]
-    )
+    starts = ARENA_HEAD + np.concatenate([[0], np.cumsum([_round(size) + CHUNK for size in sizes], dtype=np.int64)])
     offsets, spare = [], []
     for item, (root, channel) in enumerate(places):
         slot = slot_of[root]

@@ -133,9 +133,7 @@ def open_library(path: Path, variant: str | None = None) -> Native:
     runnable = [name for name, bit in _FEATURE_BITS.items() if bit == 0 or features & bit]
     chosen = variant or os.environ.get("GOSSAMER_VARIANT") or runnable[0]
     if chosen not in runnable:
-        raise ValueError(
-            f"expected a kernel variant out of {', '.join(runnable)} on this processor, got {chosen!r}"
-        )
+        raise ValueError(f"expected a kernel variant out of {', '.join(runnable)} on this processor, got {chosen!r}")
     run = getattr(library, f"gossamer_run_{chosen}")
     run.argtypes = [ctypes.c_void_p]
     run.restype = ctypes.c_int64

@@ -132,9 +132,7 @@ class _Planner:
     def _line(self, step: Any, kind: str, kernel: str, weights: int = 0, connections: int = 0) -> None:
         value = self.placed.values[step.y]
         shape = f"{value.channels}x{value.height}x{value.width}" if value.pixels > 1 else str(value.channels)
-        self.lines.append(
-            Line(step.name, kind, shape, kernel, weights, connections, connections * value.pixels)
-        )
+        self.lines.append(Line(step.name, kind, shape, kernel, weights, connections, connections * value.pixels))
 
     def _sparse(self, taps: Taps, offsets: Integers, bias: Floats) -> int:
         starts = np.concatenate([[0], np.cumsum(np.bincount(taps.row, minlength=taps.rows))]).astype(np.int64)
@@ -270,9 +268,7 @@ class _Planner:
             window = (tall * step.stride[0] + reach[0]) * (wide * step.stride[1] + reach[1]) * lanes
         enough = step.taps.count // (12 * step.taps.rows)
         blocks = min(enough, -(-value.channels * window * 4 // FIRST_CACHE))
-        return (
-            [value.channels * i // blocks for i in range(blocks + 1)] if blocks > 1 else [0, value.channels]
-        )
+        return [value.channels * i // blocks for i in range(blocks + 1)] if blocks > 1 else [0, value.channels]
 
     def _kind(self, step: Product) -> str:
         value = self.placed.values[step.x]

@@ -104,21 +104,15 @@ class NativeModel:
         sources = []
         for x, dtype in zip(inputs, self._dtypes, strict=True):
             if x.dtype is not dtype or not x.is_cpu:
-                raise ValueError(
-                    f"expected {dtype} on the CPU, got {x.dtype} on {x.device}; convert it first"
-                )
+                raise ValueError(f"expected {dtype} on the CPU, got {x.dtype} on {x.device}; convert it first")
             sources.append(x if x.is_contiguous() else x.contiguous())
         outputs = [torch.empty(shape) for shape in prepared.outputs]
         if len(prepared.shares) == 1:
             failed = self._run(prepared, sources, outputs, *prepared.shares[0])
         else:
             pool = self._threads(len(prepared.shares) - 1)
-            rest = [
-                pool.submit(self._run, prepared, sources, outputs, *share) for share in prepared.shares[1:]
-            ]
-            failed = max(
-                self._run(prepared, sources, outputs, *prepared.shares[0]), *(r.result() for r in rest)
-            )
+            rest = [pool.submit(self._run, prepared, sources, outputs, *share) for share in prepared.shares[1:]]
+            failed = max(self._run(prepared, sources, outputs, *prepared.shares[0]), *(r.result() for r in rest))
         if failed:
             raise IndexError(_OUTSIDE)
         return outputs[0] if self.graph.structure is None else tree_unflatten(outputs, self.graph.structure)
@@ -160,9 +154,7 @@ class NativeModel:
 
     def _prepare(self, inputs: Sequence[Tensor]) -> _Prepared:
         if len(inputs) != len(self.graph.inputs):
-            raise ValueError(
-                f"expected {len(self.graph.inputs)} inputs, got {len(inputs)}; pass what the example had"
-            )
+            raise ValueError(f"expected {len(self.graph.inputs)} inputs, got {len(inputs)}; pass what the example had")
         batches = set()
         for x, source in zip(inputs, self.graph.inputs, strict=True):
             batch = x.shape[self._axis(source)] if x.dim() == len(source.shape) else 0

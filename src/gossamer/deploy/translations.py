@@ -40,9 +40,7 @@ def _floats(tensor: Tensor) -> Floats:
 
 def _activation(handle: Any, node: fx.Node, *forms: str) -> Handle:
     if not isinstance(handle, Handle) or (forms and handle.form not in forms):
-        raise UnsupportedError(
-            f"{node.target} on {getattr(handle, 'form', type(handle).__name__)} (node {node.name})"
-        )
+        raise UnsupportedError(f"{node.target} on {getattr(handle, 'form', type(handle).__name__)} (node {node.name})")
     return handle
 
 
@@ -154,16 +152,12 @@ def _identity(t: Translator, node: fx.Node) -> Handle:
     return cast(Handle, t.arguments(node)[0])
 
 
-def _pool(
-    t: Translator, x: Handle, name: str, kind: Literal["max", "average"], kernel: Pair, **given: Any
-) -> Handle:
+def _pool(t: Translator, x: Handle, name: str, kind: Literal["max", "average"], kernel: Pair, **given: Any) -> Handle:
     before = t.values[x.value]
     stride, padding = given.get("stride", kernel), given.get("padding", (0, 0))
     dilation, ceil = given.get("dilation", (1, 1)), given.get("ceil", False)
     sizes = []
-    for size, k, s, p, d in zip(
-        (before.height, before.width), kernel, stride, padding, dilation, strict=True
-    ):
+    for size, k, s, p, d in zip((before.height, before.width), kernel, stride, padding, dilation, strict=True):
         room = size + 2 * p - d * (k - 1) - 1
         after = -(-room // s) + 1 if ceil else room // s + 1
         # torch drops a last window that would start in the padding
@@ -198,9 +192,7 @@ def _adaptive_pool(t: Translator, node: fx.Node) -> Handle:
     x = _activation(x, node, "picture")
     before, after = t.values[x.value], _pair(size)
     if before.height % after[0] or before.width % after[1]:
-        raise UnsupportedError(
-            f"adaptive pooling of {before.height}x{before.width} to {after} (node {node.name})"
-        )
+        raise UnsupportedError(f"adaptive pooling of {before.height}x{before.width} to {after} (node {node.name})")
     kernel = (before.height // after[0], before.width // after[1])
     return _pool(t, x, node.name, "max" if "max" in str(node.target) else "average", kernel)
 
@@ -289,9 +281,7 @@ def _pad(t: Translator, node: fx.Node) -> Handle:
 def _embedding(t: Translator, node: fx.Node) -> Handle:
     weight, tokens = t.arguments(node)[:2]
     if not isinstance(tokens, Tokens) or len(tokens.shape) != 2:
-        raise UnsupportedError(
-            f"an embedding of something else than a batch of token sequences (node {node.name})"
-        )
+        raise UnsupportedError(f"an embedding of something else than a batch of token sequences (node {node.name})")
     steps = tokens.shape[0] if t.time_major else tokens.shape[1]
     y = t.new(Value(weight.shape[1], 1, steps), "sequence")
     t.operations.append(Embed(y.value, tokens.slot, _floats(weight), t.parameter_name(node.args[0])))
@@ -303,12 +293,8 @@ def _recurrent(t: Translator, node: fx.Node) -> tuple[Any, ...]:
     kind: Literal["lstm", "gru"] = "lstm" if node.target == aten.lstm.input else "gru"
     x = _activation(x, node, "sequence")
     given = state if isinstance(state, list) else [state]
-    if training or not (
-        all(isinstance(s, Zeros) for s in given) or all(isinstance(s, Handle) for s in given)
-    ):
-        raise UnsupportedError(
-            f"a recurrent layer in training or with a mixed initial state (node {node.name})"
-        )
+    if training or not (all(isinstance(s, Zeros) for s in given) or all(isinstance(s, Handle) for s in given)):
+        raise UnsupportedError(f"a recurrent layer in training or with a mixed initial state (node {node.name})")
     each, directions = 4 if has_bias else 2, 2 if both else 1
     if len(weights) != each * layers * directions:
         raise UnsupportedError(f"a recurrent layer with projections (node {node.name})")
@@ -325,9 +311,7 @@ def _recurrent(t: Translator, node: fx.Node) -> tuple[Any, ...]:
         for direction in range(directions):
             at = (layer * directions + direction) * each
             w_in, w_hidden = (_floats(w) for w in weights[at : at + 2])
-            b_in, b_hidden = (
-                _bias(b, w_in.shape[0]) for b in (weights[at + 2 : at + 4] if has_bias else (None, None))
-            )
+            b_in, b_hidden = (_bias(b, w_in.shape[0]) for b in (weights[at + 2 : at + 4] if has_bias else (None, None)))
             if kind == "lstm":  # one sum; in a GRU the reset gate stands between the two
                 b_in, b_hidden = b_in + b_hidden, np.zeros_like(b_hidden)
             taps = dense_taps(w_in[:, :, None, None]), dense_taps(w_hidden[:, :, None, None])
@@ -339,9 +323,7 @@ def _recurrent(t: Translator, node: fx.Node) -> tuple[Any, ...]:
                     channel=direction * units,
                     dense_size=w_in.size + w_hidden.size,
                     name=name,
-                    state=Recurrence(
-                        (layer * directions + direction) * units, before, tuple(h.value for h in after)
-                    ),
+                    state=Recurrence((layer * directions + direction) * units, before, tuple(h.value for h in after)),
                 )
             )
         x = y

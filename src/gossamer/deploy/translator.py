@@ -96,9 +96,7 @@ class Translator:
             self.inputs.append(Source("tokens", shape))
             return Tokens(slot, shape)
         form: Form
-        if any(
-            user.target in (aten.lstm.input, aten.gru.input) and node in _states(user) for user in node.users
-        ):
+        if any(user.target in (aten.lstm.input, aten.gru.input) and node in _states(user) for user in node.users):
             self.inputs.append(Source("state", shape))
             handle = self.new(Value(shape[0] * shape[2], 1, 1), "state")
             self.operations.append(Input(handle.value, slot, node.name))

@@ -141,9 +141,7 @@ def read_section(path: Path, file: BinaryIO, section: Section, checksum: int | N
 # ---------------------------------------------------------------------------------------------------- writing
 
 
-def write_file(
-    path: Path, entries: Sequence[Entry], describe: Callable[[Mapping[str, int]], dict[str, str]]
-) -> int:
+def write_file(path: Path, entries: Sequence[Entry], describe: Callable[[Mapping[str, int]], dict[str, str]]) -> int:
     """Writes entries in the given order, atomically; ``describe`` makes the metadata from the entries'
     CRC-32.
 
@@ -166,9 +164,7 @@ def write_file(
                     file.write(piece)
                     running = zlib.crc32(piece, running)
                     position += len(piece)
-                sections[entry.name] = Section(
-                    entry.dtype, entry.shape or (position - begin,), begin, position
-                )
+                sections[entry.name] = Section(entry.dtype, entry.shape or (position - begin,), begin, position)
                 checksums[entry.name] = running
             header = _header(sections, describe(checksums))
             file.seek(0)

@@ -94,9 +94,7 @@ def check_sizes(
         for pool, items in record.items.items():
             expected[VALUES + pool] = expected.get(VALUES + pool, 0) + items * WIDTHS[pool]
     if unknown := sorted(set(sections) ^ set(expected)):
-        raise bad_file(
-            path, f"the entries {sorted(expected)}", f"{sorted(sections)} (differing in {unknown})"
-        )
+        raise bad_file(path, f"the entries {sorted(expected)}", f"{sorted(sections)} (differing in {unknown})")
     for name, size in expected.items():
         stored = sections[name].size
         # zlib cannot expand by more than 1032; zstd can, and is held by max_bytes alone.
@@ -125,9 +123,7 @@ def check_model(path: Path, shapes: Mapping[str, tuple[int, ...]], model: nn.Mod
     ]
     if problems:
         raise ValueError(
-            f"{path}: expected the tensors of {type(model).__name__}, got:\n  "
-            + "\n  ".join(problems)
-            + "\nbuild "
+            f"{path}: expected the tensors of {type(model).__name__}, got:\n  " + "\n  ".join(problems) + "\nbuild "
             "the model that was saved, or load without model= and pick the tensors yourself"
         )
 
@@ -162,8 +158,7 @@ def _read_tensor(path: Path, record: Record, gaps: ByteStream, pools: Mapping[st
     scales = None
     if record.scales:
         parts = [
-            _typed(pools["F32"].read(min(CHUNK, record.scales - i)), "F32")
-            for i in range(0, record.scales, CHUNK)
+            _typed(pools["F32"].read(min(CHUNK, record.scales - i)), "F32") for i in range(0, record.scales, CHUNK)
         ]
         scales = torch.cat(parts)
     raw = dense.view(torch.uint8).numpy().view(UNSIGNED[WIDTHS[record.dtype]])

@@ -124,24 +124,16 @@ def _parse_row(path: Path, row: object) -> Record:
     if dtype not in WIDTHS or stored not in WIDTHS:
         raise bad_file(path, f"{name!r} with dtypes out of {sorted(WIDTHS)}", f"{dtype!r}, {stored!r}"[:80])
     shape = row.get("shape")
-    if (
-        not isinstance(shape, list)
-        or not all(is_count(n) for n in shape)
-        or not is_count(size := prod(shape))
-    ):
+    if not isinstance(shape, list) or not all(is_count(n) for n in shape) or not is_count(size := prod(shape)):
         raise bad_file(path, f"{name!r} with a shape of non-negative integers", repr(shape)[:80])
     if not is_count(count) or not is_count(gap_bytes):
         raise bad_file(path, f"{name!r} with non-negative counts", f"{count!r}, {gap_bytes!r}"[:80])
     narrowed = stored != dtype
     if narrowed and not (dtype in _FLOATS and stored in ("F16", "BF16", "I8") and len(shape) > 1):
         raise bad_file(path, f"{name!r} of dtype {dtype} stored as {dtype}", str(stored))
-    record = Record(
-        name, tuple(shape), cast(str, dtype), cast(Kind, kind), cast(str, stored), count, gap_bytes, same
-    )
+    record = Record(name, tuple(shape), cast(str, dtype), cast(Kind, kind), cast(str, stored), count, gap_bytes, same)
     if kind == "gap" and not (count <= size and count <= gap_bytes <= count + size // 255):
-        raise bad_file(
-            path, f"{name!r} with a count and gap bytes that fit {size} elements", f"{count}, {gap_bytes}"
-        )
+        raise bad_file(path, f"{name!r} with a count and gap bytes that fit {size} elements", f"{count}, {gap_bytes}")
     if kind == "dense" and (count != size or gap_bytes):
         raise bad_file(path, f"{name!r} with {size} values", f"{count} values, {gap_bytes} gap bytes")
     return record

@@ -56,16 +56,12 @@ def check_tensors(state: Mapping[str, Any]) -> None:
         if not isinstance(tensor, Tensor):
             problems.append(f"{name}: {type(tensor).__name__} is not a tensor")
         elif tensor.layout is not torch.strided or tensor.is_meta or tensor.is_quantized:
-            problems.append(
-                f"{name}: not an ordinary dense tensor (layout {tensor.layout}, device {tensor.device})"
-            )
+            problems.append(f"{name}: not an ordinary dense tensor (layout {tensor.layout}, device {tensor.device})")
         elif tensor.dtype not in NAMES:
             problems.append(f"{name}: dtype {tensor.dtype} has no name in safetensors")
     if problems:
         raise ValueError(
-            "expected a state dict of dense tensors, got:\n  "
-            + "\n  ".join(problems)
-            + "\nleave these out or "
+            "expected a state dict of dense tensors, got:\n  " + "\n  ".join(problems) + "\nleave these out or "
             "convert them (`.to_dense()`, `.to(dtype)`) and pass the state dict instead of the model"
         )
 
@@ -184,18 +180,14 @@ def _stored_chunks(job: Job, record: Record) -> Iterator[tuple[Tensor, Tensor]]:
     if record.kind == "gap":
         yield from ((kept, positions) for kept, positions, _ in _kept(tensor, drop))
     else:
-        yield from (
-            (chunk, torch.arange(start, start + chunk.numel())) for start, chunk in _chunks(tensor, drop)
-        )
+        yield from ((chunk, torch.arange(start, start + chunk.numel())) for start, chunk in _chunks(tensor, drop))
 
 
 def _row_scales(name: str, tensor: Tensor) -> Tensor:
     low, high = torch.aminmax(tensor.detach().reshape(tensor.shape[0], -1), dim=1)
     scales = (torch.maximum(high, -low).to(torch.float32) / 127).cpu()
     if not bool(torch.isfinite(scales).all()):
-        raise ValueError(
-            f"{name}: expected finite values for int8, got infinity or NaN; use values='float32'"
-        )
+        raise ValueError(f"{name}: expected finite values for int8, got infinity or NaN; use values='float32'")
     return scales
 
 
