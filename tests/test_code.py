@@ -3,11 +3,13 @@
 import ast
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
 from gossamer.results import documents
+from gossamer.settings import Settings
 
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "gossamer"
@@ -90,3 +92,9 @@ def test_the_example_runs() -> None:
     assert result.returncode == 0, result.stderr
     assert "5.00%" in result.stdout
     assert "same; compared zeros of 4 tensors" in result.stdout
+
+
+def test_the_docs_name_every_setting() -> None:
+    page = (ROOT / "docs" / "method.md").read_text()
+    missing = [field.name for field in fields(Settings) if f"`{field.name}`" not in page]
+    assert not missing

@@ -71,8 +71,8 @@ def races(root: Path) -> str:
             "Settings were chosen in the screening, on held-out images. One H200, all runs side by side "
             "(`python benchmarks/race_cifar10.py --stage screening final`).",
             table(["method", "zeros", "test accuracy", "training loss", "seeds"], race_rows(final, settings=False)),
-            f"Screening: {screening[0]['epochs']} epochs on 45,000 images, 5,000 held out. Masks: learning rate / power "
-            "of the global scale / power of the per-feature scale.",
+            f"Screening: {screening[0]['epochs']} epochs on 45,000 images, 5,000 held out. "
+            "Masks: learning rate / power of the global scale / power of the per-feature scale.",
             table(
                 ["method", "zeros", "masks", "weight decay", "validation", "test accuracy", "training loss", "seeds"],
                 race_rows(screening, settings=True),
@@ -96,8 +96,8 @@ def overhead(root: Path) -> str:
         [
             "## Cost of a step",
             "Time of a sparse training step over a dense one, in the phase where masks learn and the budget is solved "
-            "in every step; interleaved, ratio of medians (`python benchmarks/step_overhead.py`, `--device cuda`). Extra "
-            "memory: 2.5 × the bytes of the weights (w̃, m̃ and two masks).",
+            "in every step; interleaved, ratio of medians (`python benchmarks/step_overhead.py`, `--device cuda`). "
+            "Extra memory: 2.5 × the bytes of the weights (w̃, m̃ and two masks).",
             table(["network", "machine", "scale of the mask gradient", "sparse / dense"], overhead_rows(root)),
         ]
     )
