@@ -10,7 +10,6 @@ import argparse
 import dataclasses
 import json
 import statistics
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,6 +19,7 @@ import torch
 from gossamer import data, models
 from gossamer.data.sets import ImageSet
 from gossamer.side_by_side import Member, Outcome, Race, run_race
+from gossamer.side_by_side.compare import record
 
 SEEDS = (0, 1, 2)
 SCREENING = Race(warmup=12, sparsify=18, stabilise=8, finetune=12)
@@ -48,32 +48,11 @@ def say(line: str) -> None:
     print(f"{time.strftime('%H:%M:%S')} {line}", flush=True)
 
 
-def record(outcomes: list[Outcome], race: Race, tier: str, seconds: float, out: Path, commit: str) -> None:
+def write_records(outcomes: list[Outcome], race: Race, tier: str, seconds: float, out: Path, commit: str) -> None:
+    out.mkdir(parents=True, exist_ok=True)
     for number, outcome in enumerate(outcomes):
-        member = outcome.member
-        content = {
-            "tier": tier,
-            "method": member.method,
-            "preset": "side-by-side",
-            "net": "resnet20",
-            "data": "cifar10",
-            "sparsity": outcome.sparsity if member.method != "dense" else 0.0,
-            "asked_sparsity": member.sparsity if member.method != "dense" else 0.0,
-            "seed": member.seed,
-            "epochs": race.epochs,
-            "accuracy": outcome.accuracy,
-            "validation_accuracy": outcome.validation_accuracy,
-            "train_loss": outcome.train_loss,
-            "settings": dataclasses.asdict(member),
-            "race": dataclasses.asdict(race),
-            "connections_by_tensor": outcome.connections_by_tensor,
-            "commit": commit,
-            "versions": {"torch": torch.__version__, "python": sys.version.split()[0]},
-            "hardware": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
-            "seconds_of_all_runs_together": seconds,
-            "runs_together": len(outcomes),
-        }
-        out.mkdir(parents=True, exist_ok=True)
+        about = {"tier": tier, "net": "resnet20", "data": "cifar10", "commit": commit}
+        content = {**about, **record(outcome, race, seconds, len(outcomes))}
         (out / f"{tier}-{number:03d}.json").write_text(json.dumps(content, indent=1))
 
 
@@ -84,7 +63,7 @@ def race_and_record(
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     say(f"{tier}: {len(runs)} runs of {race.epochs} epochs")
     outcomes = run_race(race, runs, images, lambda: models.create("resnet20"), device=device, dtype=dtype, progress=say)
-    record(outcomes, race, tier, time.perf_counter() - start, out, commit)
+    write_records(outcomes, race, tier, time.perf_counter() - start, out, commit)
     for first in range(0, len(outcomes), len(SEEDS)):
         group = outcomes[first : first + len(SEEDS)]
         test = [outcome.accuracy for outcome in group]

@@ -1,4 +1,4 @@
-"""The command line: `gossamer quickstart`, `train`, `list` and `report`.
+"""The command line: `gossamer quickstart`, `train`, `compare`, `list` and `report`.
 
 Errors are one message on stderr and exit code 2; `--debug` shows the traceback. A run stopped by Ctrl-C exits with 130
 and goes on when the same command is given again.
@@ -19,9 +19,11 @@ from rich.console import Console
 
 from gossamer import tables
 from gossamer.recipes import Recipe, find
+from gossamer.results import race_rows
+from gossamer.side_by_side.compare import Comparison, compare
 from gossamer.training import Interrupted, train
 from gossamer.training.progress import JsonLines, LiveLine, Observer, TensorBoard
-from gossamer.training.result import MODEL, read_layers, read_result_file
+from gossamer.training.result import MODEL, commit, read_layers, read_result_file
 
 # What a user's input or machine can cause. Anything else is a fault of ours and keeps its traceback.
 _EXPECTED = (ValueError, OSError, ImportError, ArithmeticError, RuntimeError)
@@ -52,6 +54,28 @@ class Quickstart:
 
 
 @dataclass(frozen=True)
+class Compare:
+    """Train methods against each other, all runs side by side as one stacked network, and show the table."""
+
+    out: Path
+    """Folder for one record a run; runs that have one are not trained again."""
+    net: str = "resnet20"
+    """Network out of `gossamer list`, for images."""
+    data: str = "cifar10"
+    methods: tuple[str, ...] = ("dense", "scl", "magnitude")
+    sparsity: tuple[float, ...] = (0.9, 0.95, 0.98)
+    seeds: int = 3
+    epochs: int = 50
+    validation: int = 5000
+    """Training images held out; 0 trains on all of them."""
+    together: int = 32
+    """Runs trained at the same time."""
+    device: str = "cuda"
+    debug: bool = False
+    """Show the traceback of an error."""
+
+
+@dataclass(frozen=True)
 class List:
     """Show the models, data sets, methods and recipes there are."""
 
@@ -74,6 +98,7 @@ class Report:
 Command = (
     Annotated[Quickstart, tyro.conf.subcommand("quickstart")]
     | Annotated[Train, tyro.conf.subcommand("train")]
+    | Annotated[Compare, tyro.conf.subcommand("compare")]
     | Annotated[List, tyro.conf.subcommand("list")]
     | Annotated[Report, tyro.conf.subcommand("report")]
 )
@@ -91,7 +116,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     sys.exit(run(command))
 
 
-def run(command: Train | Quickstart | List | Report) -> int:
+def run(command: Train | Quickstart | Compare | List | Report) -> int:
     """The exit code of a command that has been carried out."""
     try:
         with warnings.catch_warnings():
@@ -109,7 +134,7 @@ def run(command: Train | Quickstart | List | Report) -> int:
         return 2
 
 
-def _carry_out(command: Train | Quickstart | List | Report, console: Console) -> None:
+def _carry_out(command: Train | Quickstart | Compare | List | Report, console: Console) -> None:
     match command:
         case Train():
             recipe = find(command.recipe)
@@ -121,6 +146,8 @@ def _carry_out(command: Train | Quickstart | List | Report, console: Console) ->
                 console.print(f"The model is in {command.out / MODEL}")
         case Quickstart():
             _quickstart(command.out, console)
+        case Compare():
+            _compare(command, console)
         case List():
             for table in tables.of_everything():
                 console.print(table)
@@ -150,6 +177,24 @@ def _quickstart(out: Path, console: Console) -> None:
         f"The sparse network is in {folders['digits'] / MODEL}. "
         "Next: gossamer list, then gossamer train RECIPE --out DIR"
     )
+
+
+def _compare(command: Compare, console: Console) -> None:
+    if command.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("expected a CUDA GPU for --device cuda, got none: use --device cpu (slow) or another machine")
+    comparison = Comparison(
+        command.net,
+        command.data,
+        command.methods,
+        command.sparsity,
+        command.seeds,
+        command.epochs,
+        command.validation,
+        commit() or "unknown",
+    )
+    device = torch.device(command.device)
+    records = compare(comparison, command.out, device=device, together=command.together, progress=console.print)
+    console.print(tables.of_race(race_rows(records, settings=False)))
 
 
 def _leads() -> bool:

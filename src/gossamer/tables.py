@@ -30,6 +30,14 @@ def of_results(results: Sequence[tuple[str, Mapping[str, Any]]]) -> Table:
     return table
 
 
+def of_race(rows: Sequence[Sequence[str]]) -> Table:
+    """One row a method and sparsity: mean ± standard deviation over seeds."""
+    table = _table("method", "zeros", "test accuracy", "training loss", "seeds", left=1)
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
 def of_layers(report: Report, title: str) -> Table:
     """One row a tensor, narrower than the report's own table."""
     table = _table("tensor", "weights", "connections", "density", "dead features", "FLOPs", left=1, title=title)

@@ -1,0 +1,143 @@
+"""Methods against each other: the same network, data, epochs and seeds, side by side, one record a run.
+
+A record that is there already is not trained again, so a comparison that was cut short goes on where it stopped, and
+one with more methods, sparsities or seeds adds to the records.
+"""
+
+import dataclasses
+import hashlib
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gossamer import data, models
+from gossamer.data.sets import ImageSet
+from gossamer.side_by_side.race import METHODS, Member, Outcome, Race, run_race
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """What is compared."""
+
+    net: str
+    data: str
+    methods: tuple[str, ...] = METHODS
+    sparsity: tuple[float, ...] = (0.9, 0.95, 0.98)
+    seeds: int = 3
+    epochs: int = 50
+    validation: int = 5000  # training images held out; 0 trains on all of them
+    commit: str = "unknown"
+
+    def race(self) -> Race:
+        """The phases in the shares that are the default of the Sparsifier."""
+        warmup, sparsify, stabilise = (max(1, round(share * self.epochs)) for share in (0.25, 0.35, 0.15))
+        finetune = self.epochs - warmup - sparsify - stabilise
+        if finetune < 0:
+            raise ValueError(f"expected at least 4 epochs, one for each phase, got {self.epochs}")
+        return Race(warmup, sparsify, stabilise, finetune)
+
+    def members(self) -> list[Member]:
+        return [
+            Member(seed=seed, method=method, sparsity=sparsity)
+            for method in self.methods
+            for sparsity in (self.sparsity if method != "dense" else (0.0,))
+            for seed in range(self.seeds)
+        ]
+
+
+def compare(
+    comparison: Comparison,
+    out: Path,
+    *,
+    device: torch.device,
+    together: int = 32,
+    progress: Callable[[str], None] = lambda line: None,
+) -> list[dict[str, Any]]:
+    """Train what has no record in `out` yet, `together` runs at a time, and return all the records."""
+    race, paths = comparison.race(), {}
+    for member in comparison.members():
+        paths[member] = out / f"{comparison.net}-{member.method}-{_name(comparison, race, member)}.json"
+    missing = [member for member, path in paths.items() if not path.exists()]
+    images = _images(comparison) if missing else None
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    for first in range(0, len(missing), together):
+        assert images is not None
+        runs = missing[first : first + together]
+        progress(f"{len(runs)} runs of {race.epochs} epochs side by side, {len(missing) - first} to go")
+        start = time.perf_counter()
+        classes = images.num_classes
+        outcomes = run_race(
+            race,
+            runs,
+            images,
+            lambda: models.create(comparison.net, num_classes=classes),  # noqa: B023 - called before the loop goes on
+            device=device,
+            dtype=dtype,
+            progress=progress,
+        )
+        seconds = time.perf_counter() - start
+        out.mkdir(parents=True, exist_ok=True)
+        for outcome in outcomes:
+            content = {**record(outcome, race, seconds, len(runs)), **_shared(comparison)}
+            temporary = paths[outcome.member].with_suffix(".partial")
+            temporary.write_text(json.dumps(content, indent=1))
+            temporary.replace(paths[outcome.member])
+    return [json.loads(path.read_text()) for path in paths.values()]
+
+
+def record(outcome: Outcome, race: Race, seconds: float, together: int) -> dict[str, Any]:
+    """One finished run as plain values."""
+    member = outcome.member
+    dense = member.method == "dense"
+    return {
+        "method": member.method,
+        "preset": "side-by-side",
+        "sparsity": 0.0 if dense else outcome.sparsity,
+        "asked_sparsity": 0.0 if dense else member.sparsity,
+        "seed": member.seed,
+        "epochs": race.epochs,
+        "accuracy": outcome.accuracy,
+        "validation_accuracy": outcome.validation_accuracy,
+        "train_loss": outcome.train_loss,
+        "settings": dataclasses.asdict(member),
+        "race": dataclasses.asdict(race),
+        "connections_by_tensor": outcome.connections_by_tensor,
+        "versions": {"torch": torch.__version__, "python": sys.version.split()[0]},
+        "hardware": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        "seconds_of_all_runs_together": seconds,
+        "runs_together": together,
+    }
+
+
+def _shared(comparison: Comparison) -> dict[str, Any]:
+    return {
+        "tier": "compare",
+        "net": comparison.net,
+        "data": comparison.data,
+        "validation_images": comparison.validation,
+        "commit": comparison.commit,
+    }
+
+
+def _name(comparison: Comparison, race: Race, member: Member) -> str:
+    """A short name for all that decides the outcome of a run."""
+    parts: Sequence[Any] = (
+        comparison.net,
+        comparison.data,
+        comparison.validation,
+        dataclasses.asdict(race),
+        dataclasses.asdict(member),
+    )
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def _images(comparison: Comparison) -> ImageSet:
+    images = data.load(comparison.data)
+    if not isinstance(images, ImageSet):
+        raise ValueError(f"expected a set of images that fits the device, such as cifar10, got {comparison.data!r}")
+    return images.split(comparison.validation) if comparison.validation else images
