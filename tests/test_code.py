@@ -24,7 +24,7 @@ LAYERS = (
     {"connectivity"},
     {"sparsifier"},
     {"__init__"},
-    {"side_by_side", "training"},
+    {"side_by_side", "training", "reproduce"},
     {"recipes"},
     {"tables"},
     {"cli"},

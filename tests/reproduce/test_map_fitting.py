@@ -1,0 +1,36 @@
+"""Masks learned alone: the small experiment of the paper."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from gossamer.reproduce import map_fitting
+from gossamer.reproduce.map_fitting import Fit, fit_masks, reproduce
+
+
+def test_masks_are_recovered_by_identity_and_not_by_clipped_relu() -> None:
+    fits = [Fit(seed, "identity", "none", "cosine", 3000.0) for seed in range(2)]
+    good = fit_masks(fits, steps=400, batch_size=128, samples=512)
+    bad = fit_masks([Fit(0, "clipped_relu", "none", "cosine", 3000.0)], steps=400, batch_size=128, samples=512)
+    assert all(each.recovered > 0.75 for each in good)
+    assert all(each.error < 0.5 * each.curve[0] for each in good)
+    assert bad[0].recovered < 0.7
+
+
+def test_fits_side_by_side_equal_a_fit_alone() -> None:
+    one = Fit(1, "softplus", "batch", "constant", 0.1)
+    other = Fit(0, "softplus", "none", "cosine", 10.0)
+    together = fit_masks([other, one], steps=30, batch_size=32, samples=128)
+    alone = fit_masks([one], steps=30, batch_size=32, samples=128)
+    assert together[1].error == pytest.approx(alone[0].error, rel=1e-4)
+
+
+def test_records_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(map_fitting, "RATES", {"none": (1.0,), "batch": (0.1,)})
+    first = reproduce(tmp_path, seeds=1, steps=10)
+    assert len(first) == 5
+    stored = json.loads((tmp_path / "identity.json").read_text())
+    assert {fit["fit"]["scale"] for fit in stored["fits"]} == {"none", "batch"}
+    monkeypatch.setattr(map_fitting, "fit_masks", lambda *a, **k: pytest.fail("trained again"))
+    assert reproduce(tmp_path, seeds=1, steps=10) == first
