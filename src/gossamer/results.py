@@ -120,6 +120,48 @@ def side_by_side(root: Path) -> str:
     )
 
 
+def map_fitting_rows(records: Sequence[Record]) -> list[list[str]]:
+    """For each estimator, without and with normalisation: at the paper's rate, and at the best rate of the grid."""
+    rows = []
+    for fits in (record["fits"] for record in records):
+        cells: dict[tuple[str, str, float], list[Record]] = defaultdict(list)
+        for fitted in fits:
+            fit = fitted["fit"]
+            cells[fit["scale"], fit["anneal"], fit["mask_lr"]].append(fitted)
+        row = [fits[0]["fit"]["estimator"]]
+        for scale in ("none", "batch"):
+            row.append(_fitted(cells[scale, "constant", 0.1]))
+            for anneal in ("constant", "cosine"):
+                tried = [group for (s, a, _), group in cells.items() if (s, a) == (scale, anneal)]
+                best = min(tried, key=lambda group: statistics.mean(each["error"] for each in group))
+                row.append(f"{_fitted(best)} at {best[0]['fit']['mask_lr']:g}")
+        rows.append(row)
+    return rows
+
+
+def _fitted(group: Sequence[Record]) -> str:
+    error, recovered = (statistics.mean(each[key] for each in group) for key in ("error", "recovered"))
+    return f"{error:.4f} ({recovered:.0%})"
+
+
+def map_fitting(root: Path) -> str:
+    records = read(root / "map-fitting")
+    steps, seeds = records[0]["steps"], len({fitted["fit"]["seed"] for fitted in records[0]["fits"]})
+    head = ["estimator"]
+    for scale in ("raw", "normalised"):
+        head += [f"{scale}, rate 0.1", f"{scale}, best constant rate", f"{scale}, best cosine rate"]
+    return "\n\n".join(
+        [
+            "## Map fitting",
+            "Masks of a three-layer network learned alone, to match the outputs of a random mask: mean squared error "
+            f"of the last tenth of {steps} steps (share of masks recovered), mean of {seeds} seeds; the best mask "
+            "learning rate of a grid is given behind the error "
+            "(`gossamer reproduce map-fitting --out results/map-fitting`).",
+            table(head, map_fitting_rows(records)),
+        ]
+    )
+
+
 def summary(root: Path) -> str:
     """The few lines for the README."""
     final = [record for record in read(root / "race-resnet20") if record["tier"] == "final"]
@@ -145,7 +187,7 @@ def documents(checkout: Path) -> dict[Path, str]:
     return {
         checkout / "README.md": f"{before}{BEGIN}\n{summary(root)}\n{END}{after}",
         checkout / "docs" / "results.md": "\n\n".join(
-            ["# Results", generated, races(root), overhead(root), side_by_side(root)]
+            ["# Results", generated, races(root), map_fitting(root), overhead(root), side_by_side(root)]
         )
         + "\n",
     }

@@ -38,6 +38,15 @@ def of_race(rows: Sequence[Sequence[str]]) -> Table:
     return table
 
 
+def of_map_fitting(rows: Sequence[Sequence[str]]) -> Table:
+    """One row an estimator: error and share of masks recovered, raw and normalised."""
+    columns = [f"{scale}, {rate}" for scale in ("raw", "normalised") for rate in ("rate 0.1", "constant", "cosine")]
+    table = _table("estimator", *columns, left=1)
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
 def of_layers(report: Report, title: str) -> Table:
     """One row a tensor, narrower than the report's own table."""
     table = _table("tensor", "weights", "connections", "density", "dead features", "FLOPs", left=1, title=title)

@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import gossamer
+from gossamer.checkpoint import save
 from gossamer.report import Report, Row, report
 from gossamer.training.checkpoint import write_atomically
 from gossamer.training.place import Place
@@ -21,6 +22,7 @@ from gossamer.training.run import Run
 
 RESULT = "result.json"
 MODEL = "model.safetensors"
+SPARSE_MODEL = "model.sparse.safetensors"
 RUN = "run.json"
 LAYERS = "layers.json"
 
@@ -114,7 +116,8 @@ def write_json(path: Path, values: Mapping[str, Any]) -> None:
 
 
 def write_model(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """The plain network as safetensors; tied weights are written once, under their first name."""
+    """The network as plain safetensors, and beside it as the small sparse file that `gossamer.load` reads; tied weights
+    are written once, under their first name."""
     seen: dict[tuple[int, int], str] = {}
     plain: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
@@ -128,6 +131,7 @@ def write_model(path: Path, tensors: Mapping[str, Tensor]) -> None:
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
+    save(plain, path.with_name(SPARSE_MODEL))
 
 
 def versions() -> dict[str, str]:
