@@ -56,7 +56,13 @@ def _race_row(group: Sequence[Record], *, settings: bool) -> list[str]:
     return [*row, f"{statistics.mean(each['train_loss'] for each in group):.3f}", str(len(group))]
 
 
-NAMES = {"dense": "dense", "scl": "gossamer (learned masks)", "magnitude": "magnitude, re-chosen every step (DPF)"}
+NAMES = {
+    "dense": "dense",
+    "scl": "gossamer (learned masks)",
+    "magnitude": "magnitude, re-chosen every step (DPF)",
+    "gradual": "gradual magnitude, global (Zhu & Gupta)",
+    "one_shot": "one-shot magnitude + fine-tuning (Han)",
+}
 
 
 def races(root: Path) -> str:

@@ -10,7 +10,11 @@ from gossamer.data.augment import crop_flip, normalise, scale_and_shift
 from gossamer.data.batches import epoch_plan
 from gossamer.data.sets import ImageSet, Labelled
 from gossamer.models.resnet import BasicBlock, ResNet
+from gossamer.schedule import Phase, Plan, connections_left
 from gossamer.side_by_side import Member, Race, run_race
+from gossamer.side_by_side import race as race_module
+from gossamer.side_by_side.feed import Feed
+from gossamer.side_by_side.learner import StackedLearner
 from gossamer.side_by_side.stack import NetworkStack
 
 CPU = torch.device("cpu")
@@ -108,8 +112,32 @@ def test_magnitude_keeps_the_largest_weights() -> None:
     assert learned.sparsity == pytest.approx(0.95, abs=0.01)
 
 
+def test_removed_for_good_means_zero_for_good() -> None:
+    """Gradual and one-shot pruning step by step: masks only shrink, removed weights are zero and stay zero."""
+    members = [Member(seed=3, method="gradual", sparsity=0.6), Member(seed=3, method="one_shot", sparsity=0.6)]
+    torch.manual_seed(0)
+    stack = NetworkStack([network() for _ in members], device=CPU, dtype=torch.float64)
+    feed = Feed(data(), [3], RACE.batch_size, device=CPU, dtype=torch.float64)
+    plan = Plan(0, 10, 2, 4)
+    learner = StackedLearner(stack, race_module._columns(members, CPU), momentum=0.9, floor=0.02)
+    learner.begin_masks()
+    tables = race_module._tables(RACE, plan, members, stack, feed.steps)
+    step = race_module._step(Phase.SPARSIFY, learner, feed, tables, torch.zeros(2).long(), torch.zeros(2), RACE)
+    feed.begin_epoch(0)
+    total, keep = stack.connections, stack.connections - int(stack.connections * 0.6 + 0.5)
+    before = torch.ones(2, total, dtype=torch.bool)
+    for number in range(8):
+        step()
+        assert learner.mask is not None
+        assert not (learner.mask & ~before).any()
+        assert (stack.variables[:, :total][~learner.mask] == 0).all()
+        assert int(learner.mask[1].sum()) == keep
+        assert int(learner.mask[0].sum()) == connections_left((number + 1) / 10, total, keep)
+        before = learner.mask.clone()
+
+
 def test_an_unknown_method_is_refused() -> None:
-    with pytest.raises(ValueError, match="expected a method out of dense, scl, magnitude"):
+    with pytest.raises(ValueError, match="expected a method out of dense, scl, magnitude, gradual, one_shot"):
         Member(seed=0, method="magic")
 
 

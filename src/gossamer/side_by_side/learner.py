@@ -23,6 +23,7 @@ class Columns:
     global_power: Tensor  # of the scale over the whole network: 0 leaves the mask gradient raw
     feature_power: Tensor  # of the scale of each output feature
     by_magnitude: Tensor  # 1 where the score is |w̃| instead of a learned mask variable
+    for_good: Tensor  # 1 where a removed connection never returns: its weight is zero and gets no gradient
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,7 +43,7 @@ class StackedLearner:
         self.velocity = torch.zeros_like(stack.variables)
         self.mask_variable: Tensor | None = None
         self.mask: Tensor | None = None
-        self._uses_features = bool((columns.feature_power > 0).any())
+        self._look_at_columns()
         self._protected: Tensor | None = None
         self.step = torch.zeros(1, dtype=torch.int64, device=stack.device)
 
@@ -50,7 +51,12 @@ class StackedLearner:
         self.stack.branch(rows)
         self.velocity = self.velocity[torch.tensor(rows, device=self.velocity.device)]
         self.columns = columns
-        self._uses_features = bool((columns.feature_power > 0).any())
+        self._look_at_columns()
+
+    def _look_at_columns(self) -> None:
+        """What no run asks for is left out of the step."""
+        self._uses_features = bool((self.columns.feature_power > 0).any())
+        self._removes_for_good = bool((self.columns.for_good > 0).any())
 
     def begin_masks(self) -> None:
         """Masks start to learn, from the magnitude of the warmed-up weights."""
@@ -72,8 +78,12 @@ class StackedLearner:
     def mask_step(self, tables: Tables) -> None:
         assert self.mask is not None
         gradient = self.stack.take_gradients()
+        if self._removes_for_good:
+            gradient = self._without_removed(gradient)
         self._learn_masks(gradient[:, : self.stack.connections], tables)
         self._descend(gradient, tables)
+        if self._removes_for_good:
+            self.stack.variables.copy_(self._without_removed(self.stack.variables))
         self.stack.show_(self._masked())
         self.step += 1
 
@@ -87,6 +97,13 @@ class StackedLearner:
         if self.mask is None:
             return [0.0] * len(self.stack)
         return (1.0 - self.mask.float().mean(1)).tolist()
+
+    def _without_removed(self, values: Tensor) -> Tensor:
+        """Zero for the connections that some runs have removed for good."""
+        assert self.mask is not None
+        count = self.stack.connections
+        gone = (self.columns.for_good > 0) & ~self.mask
+        return torch.cat([values[:, :count].masked_fill(gone, 0.0), values[:, count:]], dim=1)
 
     def _masked(self) -> Tensor:
         assert self.mask is not None
@@ -112,7 +129,10 @@ class StackedLearner:
         size = direction.square().mean(1, keepdim=True).sqrt() + method.EPSILON
         direction = direction / size**self.columns.global_power
         learned = self.mask_variable - direction * rate
-        self.mask_variable.copy_(torch.where(self.columns.by_magnitude > 0, weights.abs(), learned))
+        score = torch.where(self.columns.by_magnitude > 0, weights.abs(), learned)
+        if self._removes_for_good:
+            score = score.masked_fill((self.columns.for_good > 0) & ~self.mask, -torch.inf)
+        self.mask_variable.copy_(score)
         if self._protected is None:
             meet_budgets_(self.mask_variable, self.mask, budget)
             return

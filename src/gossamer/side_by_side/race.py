@@ -17,7 +17,7 @@ from gossamer.side_by_side.feed import Feed
 from gossamer.side_by_side.learner import Columns, StackedLearner, Tables
 from gossamer.side_by_side.stack import NetworkStack
 
-METHODS = ("dense", "scl", "magnitude")
+METHODS = ("dense", "scl", "magnitude", "gradual", "one_shot")
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,10 @@ class Member:
     """One run of a race."""
 
     seed: int
-    method: str = "scl"  # dense; scl: learned masks; magnitude: |w̃| re-chosen every step (DPF)
+    # dense; scl: learned masks; magnitude: the largest |w̃| of the network, re-chosen every step, with dense gradients
+    # (DPF); gradual: the same, but what is removed never returns (Zhu & Gupta, global); one_shot: all at once, for good
+    # (Han), and fine-tuning from then on
+    method: str = "scl"
     sparsity: float = 0.95
     mask_lr: float = 0.01
     global_power: float = 1.0
@@ -190,7 +193,8 @@ def _columns(members: Sequence[Member], device: torch.device) -> Columns:
         weight_decay=column(*(member.weight_decay for member in members)),
         global_power=column(*(member.global_power for member in members)),
         feature_power=column(*(member.feature_power for member in members)),
-        by_magnitude=column(*(float(member.method == "magnitude") for member in members)),
+        by_magnitude=column(*(float(member.method in ("magnitude", "gradual", "one_shot")) for member in members)),
+        for_good=column(*(float(member.method in ("gradual", "one_shot")) for member in members)),
     )
 
 
@@ -201,7 +205,16 @@ def _tables(race: Race, plan: Plan, members: Sequence[Member], stack: NetworkSta
     rates = torch.tensor([race.rate(step / steps) for step in range(total)])
     targets = [0.0 if member.method == "dense" else member.sparsity for member in members]
     keep = [count - math.floor(count * target + 0.5) for target in targets]
-    budgets = torch.tensor([[connections_left(moment.ramp, count, each) for each in keep] for moment in moments])
+    ramps = [1.0 if member.method == "one_shot" else None for member in members]
+    budgets = torch.tensor(
+        [
+            [
+                connections_left(moment.ramp if at is None else at, count, each)
+                for each, at in zip(keep, ramps, strict=True)
+            ]
+            for moment in moments
+        ]
+    )
     mask_rates = settling[:, None] * torch.tensor([member.mask_lr for member in members])
     device = stack.device
     return Tables(rates[:, None].to(device), mask_rates.to(device), budgets.to(device))
