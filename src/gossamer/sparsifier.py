@@ -72,7 +72,7 @@ class Sparsifier:
     ) -> None:
         self.settings = choose(preset, settings)
         self.weights: tuple[Weight, ...] = select(model, include=include, exclude=exclude)
-        optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+        optimizers = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
         self._owned = owned_by(optimizers, self.weights)
         self._group = shard_group([weight.parameter for weight in self.weights])
         self._replicas = model.process_group if isinstance(model, DistributedDataParallel) else None

@@ -246,6 +246,19 @@ def test_keep_zeros_lets_go() -> None:
     assert differences(zeros(run.model), before)
 
 
+def test_keep_zeros_wants_the_optimizer_of_the_weights() -> None:
+    run = start(MLP).train()
+    run.sparsifier.finish()
+    with pytest.raises(ValueError, match=r"the optimizer that trains 0\.weight"):
+        keep_zeros(run.model, SGD(MLP.fresh().parameters(), lr=0.1))
+    before = zeros(run.model)
+    last = SGD(run.model[4].parameters(), lr=0.1)  # to train some of them is no mistake
+    with keep_zeros(run.model, last):
+        run.loss(0).backward()
+        last.step()
+    assert not differences(zeros(run.model), before)
+
+
 @pytest.mark.parametrize("warmup", [0, 6])
 def test_weights_loaded_before_masks_learn_count(warmup: int) -> None:
     run, other = (start(MLP, warmup=f"{warmup}it", seed=seed).train(warmup) for seed in (0, 3))
