@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from gossamer import method
 from gossamer._claims import claim, owned_by, release
 from gossamer._hooks import capturing, uncompiled, unscaling
+from gossamer._resume import FORMAT, check_state
 from gossamer._selectors import Selectors
 from gossamer.connectivity import Connectivity, floors
 from gossamer.flops import positions
@@ -36,7 +37,6 @@ from gossamer.target import make_target
 _FLOOR_EVERY = 100  # mask steps between two choices of the connections that the floor keeps
 _LEAVE_EVERY = 20  # mask steps between two looks at whether the sparsify phase can be left
 _TELL_EVERY = 64  # steps between two looks at the count of steps with non-finite gradients, on an accelerator
-_FORMAT = 1  # of the state dict
 
 
 class Sparsifier:
@@ -333,7 +333,8 @@ class Sparsifier:
     def state_dict(self) -> dict[str, Any]:
         """All that is needed to go on from here, as plain values and tensors by the name of the weight."""
         state: dict[str, Any] = {
-            "format": _FORMAT,
+            "format": FORMAT,
+            "target": str(self._target),
             "step": self.step,
             "phase": str(self.phase),
             "plan": asdict(self.plan),
@@ -342,7 +343,9 @@ class Sparsifier:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a `state_dict()`; load the model's and the optimizer's state too."""
-        self._check_state(state)
+        if self.phase is Phase.FINISHED:
+            raise RuntimeError("finish() was called, so this Sparsifier has no hooks: make a new one to load the state")
+        check_state(state, self.weights, self.settings, self._target)
         self.step, self.phase, self.plan = state["step"], Phase(state["phase"]), Plan(**state["plan"])
         if self._connectivity is not None:
             self._connectivity.freeze()  # lets go of what watches the model
@@ -362,28 +365,3 @@ class Sparsifier:
             "a Sparsifier cannot be copied or pickled, as its hooks would stay behind: "
             "save its state_dict(), make a new one for the copied model and optimizer, and load it there"
         )
-
-    def _check_state(self, state: dict[str, Any]) -> None:
-        if self.phase is Phase.FINISHED:
-            raise RuntimeError("finish() was called, so this Sparsifier has no hooks: make a new one to load the state")
-        if state.get("format") != _FORMAT:
-            raise ValueError(
-                f"expected the state of a Sparsifier in format {_FORMAT}, got {state.get('format')!r}: "
-                "load it with the version of gossamer that wrote it"
-            )
-        if "mask" not in state:
-            if Phase(state["phase"]) not in (Phase.WARMUP, Phase.FINISHED):
-                raise ValueError(
-                    f"the state is of the {state['phase']} phase but has no masks: give back all of state_dict() "
-                    "(torch.distributed.checkpoint loads only entries that the state given to it has)"
-                )
-            return
-        names = {weight.name: weight.parameter.shape for weight in self.weights}
-        found = {name: tensor.shape for name, tensor in state["mask"].items()}
-        if names != found:
-            wrong = sorted(set(names.items()) ^ set(found.items()))
-            raise ValueError(
-                "the state is of another model or selection of tensors; they differ in "
-                + ", ".join(f"{name} {tuple(shape)}" for name, shape in wrong[:4])
-                + ": build the model and give include= and exclude= as before"
-            )

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from typing import Any
 
 import pytest
 import torch
@@ -129,6 +130,33 @@ def test_a_state_without_its_masks_is_refused() -> None:
     partial = {name: value for name, value in run.sparsifier.state_dict().items() if name in ("format", "step", "plan")}
     with pytest.raises(ValueError, match=r"sparsify phase but has no masks"):
         start(MLP).sparsifier.load_state_dict({**partial, "phase": "sparsify"})
+
+
+@pytest.mark.parametrize(
+    ("saved", "asked", "message"),
+    [
+        ({}, {"mask_momentum": 0.9}, r"without mask_momentum=, but this Sparsifier has mask_momentum=0\.9"),
+        ({"mask_momentum": 0.9}, {}, r"with mask_momentum=, but this Sparsifier has mask_momentum=0\.0"),
+        ({"floor": 0.0}, {}, r"without floor=, but this Sparsifier has floor=0\.001"),
+        ({"floor": 0.01}, {"floor": 0.0}, r"with floor=, but this Sparsifier has floor=0\.0"),
+    ],
+)
+def test_a_state_of_other_settings_is_refused(saved: dict[str, Any], asked: dict[str, Any], message: str) -> None:
+    state = start(MLP, **saved).train(9).sparsifier.state_dict()
+    other = start(MLP, **asked)
+    with pytest.raises(ValueError, match=message):
+        other.sparsifier.load_state_dict(state)
+    assert other.sparsifier.step == 0
+
+
+@pytest.mark.parametrize("sparsity", [0.5, 0.9])
+def test_another_target_counts_until_masks_are_frozen(sparsity: float) -> None:
+    run = start(MLP).train(9)
+    resumed = restore(start(MLP, sparsity=sparsity), through_file(everything(run))).train()
+    weights = sum(mask.numel() for mask in resumed.sparsifier.masks.values())
+    assert resumed.sparsifier.connections == round(weights * (1 - sparsity))
+    with pytest.raises(ValueError, match=r"frozen, learned for 128 of 640 connections, but .* asked for"):
+        start(MLP, sparsity=sparsity).sparsifier.load_state_dict(run.train().sparsifier.state_dict())
 
 
 def test_finishing_twice_is_finishing_once() -> None:
