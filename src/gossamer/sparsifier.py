@@ -99,6 +99,8 @@ class Sparsifier:
         )
         if leave_at is not None and decay is None:
             raise ValueError("leave_at= goes with decay=: a sparsity= or flops= budget is met at the end of its phase")
+        if leave_at is not None and not 0 < leave_at < 1:
+            raise ValueError(f"expected leave_at to be a sparsity between 0 and 1, such as 0.94, got {leave_at}")
         self._leave_at, self._loss_scale, self._steps_per_epoch = leave_at, loss_scale, steps_per_epoch
         self._total = sum(sizes)
         self._connectivity: Connectivity | None = None  # comes into being with the sparsify phase
@@ -145,8 +147,8 @@ class Sparsifier:
             raise RuntimeError("finish() was called: make a new Sparsifier to train on, or use keep_zeros()")
         if self._leave_at is not None:
             self._leave_if_reached(self._leave_at)
-        self._tell_of_skipped_steps()
         moment = self.plan.at(self.step)
+        self._tell_of_skipped_steps(at_last=not moment.phase.masks_train)
         if moment.phase.masks_train:
             connectivity = self._begin()
             if self.step == self.plan.warmup:
@@ -168,19 +170,23 @@ class Sparsifier:
     def finish(self) -> None:
         """Take the hooks off; the model is plain and exactly as sparse as was asked.
 
-        When the run ended before its plan, the masks are cut to the target at once, and a warning says so.
+        When the run ended before its plan, a warning says so, and the masks are cut to the target at once (with a
+        fixed `decay` they stay as they are).
         """
         if self.phase is Phase.FINISHED:
             return
         early = self.plan.at(self.step).phase is not Phase.FINETUNE
-        if early and self._target.decay is None:
+        if early:
+            budget = self._target.decay is None
             warnings.warn(
-                f"finish() after {self.step} of {self.plan.total} steps, in the {self.phase} phase: the masks are cut "
-                "to the target now, without training afterwards. Give the true total_steps to train at the target",
+                f"finish() after {self.step} of {self.plan.total} steps, in the {self.phase} phase: the masks "
+                + ("are cut to the target now, without training afterwards. " if budget else "stay as they are now. ")
+                + "Give the true total_steps to have all the phases in the run",
                 stacklevel=2,
             )
-            self._begin()
-        self._tell_of_skipped_steps()
+            if budget:
+                self._begin()
+        self._tell_of_skipped_steps(at_last=True)
         if self._connectivity is not None:
             self._connectivity.cut_to_target()
             with torch.no_grad():
@@ -240,14 +246,17 @@ class Sparsifier:
         if in_phase and (self.step - self.plan.warmup) % _LEAVE_EVERY == 0 and self.sparsity >= sparsity:
             self.plan = self.plan.leave_sparsify(self.step)
 
-    def _tell_of_skipped_steps(self) -> None:
-        """Say so when gradients were not finite. On an accelerator the news is some steps old: nobody waits for it."""
+    def _tell_of_skipped_steps(self, *, at_last: bool) -> None:
+        """Say so when gradients were not finite: at first, when the count has doubled, and at last.
+
+        On an accelerator the news is some steps old: nobody waits for it.
+        """
         if self._connectivity is None or self._connectivity.store.frozen:
             return
         if self.step % _TELL_EVERY and self._connectivity.store.device.type != "cpu":
             return
         skipped = self._connectivity.log.skipped_so_far()
-        if skipped > self._told_of_skipped:
+        if skipped >= max(1, self._told_of_skipped + 1 if at_last else 2 * self._told_of_skipped):
             self._told_of_skipped = skipped
             warnings.warn(
                 f"gradients that are not finite (infinite or NaN): masks did not learn in {skipped} steps so far",

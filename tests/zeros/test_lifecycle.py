@@ -167,6 +167,33 @@ def test_finishing_twice_is_finishing_once() -> None:
     assert not differences(run.model.state_dict(), before)
 
 
+@pytest.mark.parametrize(("steps", "phase"), [(3, "warm-up"), (12, "sparsify")])
+def test_finishing_early_with_a_fixed_decay_keeps_the_masks_and_says_so(steps: int, phase: str) -> None:
+    run = start(MLP, decay=0.3).train(steps)
+    before = zeros(run.model)
+    with pytest.warns(UserWarning, match=f"after {steps} of {TOTAL} steps, in the {phase} phase: .* stay as they are"):
+        run.sparsifier.finish()
+    assert not differences(zeros(run.model), before)
+
+
+def test_the_sparsify_phase_is_left_when_the_target_is_almost_reached() -> None:
+    lengths = {"warmup": "5it", "sparsify": "900it", "stabilise": "10it", "total_steps": 1000}
+    run = start(MLP, decay=2.0, leave_at=0.3, **lengths)
+    sparsities = []
+    while run.sparsifier.phase in (Phase.WARMUP, Phase.SPARSIFY):
+        sparsities.append(run.sparsifier.sparsity)
+        run.train(run.sparsifier.step + 1)
+    left = run.sparsifier.step - 1  # the first step that was none of the sparsify phase
+    first = next(step for step, sparsity in enumerate(sparsities) if sparsity >= 0.3)
+    assert first <= left < first + 20
+    assert run.sparsifier.plan.sparsify == left - 5
+    assert run.sparsifier.plan.total == 1000
+    with pytest.raises(ValueError, match="leave_at to be a sparsity between 0 and 1"):
+        start(MLP, decay=2.0, leave_at=30)
+    with pytest.raises(ValueError, match="leave_at= goes with decay="):
+        start(MLP, sparsity=0.9, leave_at=0.3)
+
+
 @pytest.mark.parametrize("steps", [12, 20])
 def test_finish_restores_the_zeros_of_an_interrupted_step(steps: int) -> None:
     run = start(MLP).train(steps)

@@ -1,5 +1,6 @@
 """What training loops do around the step: accumulation, mixed precision, clipping, missing and bad gradients."""
 
+import re
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -189,7 +190,8 @@ def test_bad_gradients_to_the_end_of_the_mask_phases_still_meet_the_target() -> 
         run.train(18)
         assert not differences(masks, run.sparsifier.masks)
         run.train(19)
-    assert "in 9 steps" in str(told[-1].message)
+    counts = [int(re.findall(r"in (\d+) steps", str(warning.message))[0]) for warning in told]
+    assert counts == [1, 2, 4, 8, 9]  # not in every step, but all of them in the end
     assert run.sparsifier.phase is Phase.FINETUNE
     assert run.sparsifier.connections == 128
     assert_zeros(run.model, run.sparsifier)
