@@ -17,6 +17,11 @@ class Captured:
         self._graph: torch.cuda.CUDAGraph | None = None
         self._stream = torch.cuda.Stream(device) if self._on_gpu else None  # type: ignore[no-untyped-call]
 
+    @property
+    def replays(self) -> bool:
+        """Whether the next call replays a graph (capturing it first, if need be) instead of running the function."""
+        return self._on_gpu and self._trials == 0
+
     def __call__(self) -> None:
         if self._graph is not None:
             self._graph.replay()

@@ -1,0 +1,216 @@
+"""What a user asks for is what comes out: exact budgets, the floor, phases, health, and errors that say what to do."""
+
+import math
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import gossamer
+from gossamer.flops import positions
+from gossamer.schedule import Phase
+
+
+def small_network(widths: list[int], *, convolution: bool) -> nn.Module:
+    layers: list[nn.Module] = []
+    if convolution:
+        layers += [nn.Conv2d(1, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 2, 3, stride=2), nn.Flatten()]
+    else:
+        layers += [nn.Flatten()]
+    before = 2 * 2 * 2 if convolution else 36
+    for width in widths:
+        layers += [nn.Linear(before, width), nn.ReLU()]
+        before = width
+    return nn.Sequential(*layers, nn.Linear(before, 3))
+
+
+def train(model: nn.Module, steps: int = 24, **asked: Any) -> gossamer.Sparsifier:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    phases = {"warmup": "4it", "sparsify": "10it", "stabilise": "4it"}
+    sparsifier = gossamer.Sparsifier(model, optimizer, total_steps=steps, **{**phases, **asked})
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(steps):
+        images = torch.randn(8, 1, 6, 6, generator=generator)
+        F.cross_entropy(model(images), images.mean((1, 2, 3)).gt(0).long()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    sparsifier.finish()
+    return sparsifier
+
+
+def weights_of(model: nn.Module) -> list[Tensor]:
+    return [parameter for parameter in model.parameters() if parameter.dim() > 1]
+
+
+@given(
+    widths=st.lists(st.integers(1, 20), max_size=3),
+    convolution=st.booleans(),
+    sparsity=st.floats(0.0, 0.9),
+    seed=st.integers(0, 1000),
+)
+@settings(max_examples=25, deadline=None)
+def test_sparsity_is_exact_on_any_model_and_seed(
+    widths: list[int], convolution: bool, sparsity: float, seed: int
+) -> None:
+    torch.manual_seed(seed)
+    model = small_network(widths, convolution=convolution)
+    total = sum(weight.numel() for weight in weights_of(model))
+    expected = total - math.floor(total * sparsity + 0.5)
+    if expected < len(weights_of(model)):
+        return  # less than the floor of one connection a tensor; refused, see below
+    sparsifier = train(model, sparsity=sparsity)
+    assert sum(int((weight != 0).sum()) for weight in weights_of(model)) == expected
+    assert sparsifier.connections == expected
+    assert all((weight != 0).any() for weight in weights_of(model))
+
+
+@pytest.mark.parametrize("flops", [0.05, 0.1, 0.5, 0.93])
+@pytest.mark.parametrize("seed", range(3))
+def test_flops_are_exact_to_one_connection(flops: float, seed: int) -> None:
+    torch.manual_seed(seed)
+    model = small_network([20, 10], convolution=True)
+    example = torch.randn(1, 1, 6, 6)
+    sparsifier = train(model, flops=flops, example_input=example)
+    cost = positions(model, sparsifier.weights, example)
+    total = sum(weight.parameter.numel() * cost[weight.name] for weight in sparsifier.weights)
+    spent = sum(int((weight.parameter != 0).sum()) * cost[weight.name] for weight in sparsifier.weights)
+    budget = math.floor(total * flops)
+    assert budget - max(cost.values()) < spent <= budget
+    assert gossamer.report(model, example).flops_reduction == pytest.approx(1 - spent / total)
+
+
+def test_the_floor_keeps_a_share_of_every_tensor_and_zero_lets_them_die() -> None:
+    torch.manual_seed(1)
+    model = small_network([30, 30], convolution=False)
+    with torch.no_grad():
+        weights_of(model)[1].mul_(1e-6)  # a layer that magnitude and loss both would remove
+    frozen = {"mask_lr": 1e-9}
+    kept = train(model, sparsity=0.9, floor=0.05, **frozen)
+    counts = [int((weight != 0).sum()) for weight in weights_of(model)]
+    assert counts[1] == math.ceil(0.05 * 900)
+    assert sum(counts) == kept.connections == 2070 - math.floor(2070 * 0.9 + 0.5)
+    torch.manual_seed(1)
+    model = small_network([30, 30], convolution=False)
+    with torch.no_grad():
+        weights_of(model)[1].mul_(1e-6)
+    train(model, sparsity=0.9, floor=0.0, **frozen)
+    assert int((weights_of(model)[1] != 0).sum()) < 5
+
+
+def test_fixed_decay_and_the_rule_to_leave_the_sparsify_phase() -> None:
+    torch.manual_seed(2)
+    model = small_network([20], convolution=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    sparsifier = gossamer.Sparsifier(
+        model, optimizer, decay=0.5, leave_at=0.5, preset="paper", total_steps=400, warmup="10it", sparsify="300it",
+        stabilise="20it", start_value=1.0,
+    )  # fmt: skip
+    phases = []
+    for _ in range(400):
+        images = torch.randn(8, 1, 6, 6)
+        F.cross_entropy(model(images), images.mean((1, 2, 3)).gt(0).long()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        phases.append(sparsifier.phase)
+    assert phases.count(Phase.SPARSIFY) < 300
+    assert phases.count(Phase.STABILISE) == 20
+    assert sparsifier.sparsity >= 0.5
+    assert set(sparsifier.health().decay) == {0.5}
+    sparsifier.finish()
+
+
+def test_health_tells_how_it_goes() -> None:
+    torch.manual_seed(3)
+    model = small_network([20], convolution=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    sparsifier = gossamer.Sparsifier(
+        model,
+        optimizer,
+        sparsity=0.8,
+        total_steps=60,
+        steps_per_epoch=10,
+        warmup="1ep",
+        sparsify="3ep",
+        stabilise="1ep",
+    )
+    with pytest.raises(RuntimeError, match="masks have not begun to learn: step 0 of 10"):
+        sparsifier.health()
+    for _ in range(45):
+        images = torch.randn(8, 1, 6, 6)
+        F.cross_entropy(model(images), images.mean((1, 2, 3)).gt(0).long()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    health = sparsifier.health()
+    assert [layer.name for layer in health.layers] == [weight.name for weight in sparsifier.weights]
+    assert [layer.connections for layer in health.layers] == [int((w.parameter != 0).sum()) for w in sparsifier.weights]
+    assert sum(layer.connections for layer in health.layers) == health.connections[-1] == sparsifier.connections
+    assert health.steps[0] == 10
+    assert list(health.connections) == sorted(health.connections, reverse=True)
+    assert all(layer.gradient_scale > 0 and layer.margin is not None for layer in health.layers)
+    assert health.flips_per_epoch is not None
+    assert sum(health.flips) >= 0.8 * sum(w.numel() for w in weights_of(model))
+    assert health.skipped_steps == 0
+    assert health.dead_layers == ()
+
+
+def test_finishing_early_cuts_to_the_target_and_says_so() -> None:
+    torch.manual_seed(4)
+    model = small_network([20], convolution=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    sparsifier = gossamer.Sparsifier(model, optimizer, sparsity=0.75, total_steps=100)
+    with pytest.warns(UserWarning, match="finish\\(\\) after 0 of 100 steps, in the warm-up phase"):
+        sparsifier.finish()
+    assert sum(int((weight != 0).sum()) for weight in weights_of(model)) == 780 - 585
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        sparsifier.finish()
+    with pytest.raises(RuntimeError, match="make a new Sparsifier"):
+        sparsifier.advance()
+
+
+def test_extra_memory_is_two_weight_sized_tensors_and_two_masks() -> None:
+    model = small_network([200, 200], convolution=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    sparsifier = gossamer.Sparsifier(model, optimizer, sparsity=0.9, total_steps=10, warmup="0it")
+    held = {id(t): t for t in vars(sparsifier._begin().store).values() if isinstance(t, Tensor)}
+    total = sum(weight.numel() for weight in weights_of(model))
+    assert sum(tensor.numel() * tensor.element_size() for tensor in held.values()) == (4 + 4 + 1 + 1) * total
+
+
+def refused(message: str, *, model: nn.Module | None = None, **asked: Any) -> None:
+    model = small_network([20], convolution=False) if model is None else model
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises((ValueError, TypeError), match=message):
+        gossamer.Sparsifier(model, optimizer, **{"total_steps": 100, **asked})
+
+
+def test_bad_requests_say_what_was_expected() -> None:
+    refused("expected one of sparsity= .* got none of them")
+    refused("got sparsity, decay", sparsity=0.5, decay=0.1)
+    refused("expected sparsity to be a share from 0 to below 1, such as 0.95, got 95", sparsity=95)
+    refused("expected decay to be a number of at least 0", decay=-1.0)
+    refused("expected flops to be the share that is left", flops=0.0)
+    refused("flops= needs example_input=", flops=0.1)
+    refused("leave_at= goes with decay=", sparsity=0.9, leave_at=0.5)
+    refused("leaves 1 connections, but the floor keeps 2", sparsity=0.999)
+    refused("expected a preset out of default, paper, got 'papre'", sparsity=0.5, preset="papre")
+    refused("unknown setting 'mask_rate': did you mean 'mask_lr'", sparsity=0.5, mask_rate=1.0)
+    refused("estimator: expected one of identity, .* got 'ste'", sparsity=0.5, estimator="ste")
+    refused("take 125 steps, but the run has only 100", sparsity=0.5, warmup="110it", sparsify="0it")
+
+
+def test_weights_that_cannot_be_made_sparse_are_refused() -> None:
+    refused("nothing", model=nn.Sequential(nn.BatchNorm1d(4)), sparsity=0.5)
+    refused("sparse", model=nn.Sequential(nn.Embedding(10, 4, sparse=True)), sparsity=0.5)
+    model = small_network([20], convolution=False)
+    partial = torch.optim.SGD(list(model.parameters())[:1], lr=0.1)
+    with pytest.raises(ValueError, match=r"3\.weight is not in the optimizer: give the optimizer that updates it"):
+        gossamer.Sparsifier(model, partial, sparsity=0.5, total_steps=100)
+    whole = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match=r"1\.weight is in 2 optimizers: let exactly one update it"):
+        gossamer.Sparsifier(model, [whole, partial], sparsity=0.5, total_steps=100)
