@@ -76,5 +76,5 @@ def test_all_problems_of_a_request_are_told_at_once() -> None:
         ValueError, match=r"scale: expected one of none, .*\n.*power: expected a number from 0 to 1, got 2"
     ):
         train(network(0), sparsity=0.9, scale="both", power=2)
-    with pytest.raises(ValueError, match="such as 0.95, got nan"):
+    with pytest.raises(ValueError, match=r"such as 0\.95, got nan"):
         train(network(0), sparsity=float("nan"))
