@@ -28,10 +28,12 @@ from gossamer._selectors import Selectors
 from gossamer.connectivity import Connectivity, floors
 from gossamer.flops import positions
 from gossamer.health import Health
+from gossamer.sample_scales import check_layers
 from gossamer.schedule import Phase, Plan, make_plan
 from gossamer.select import Weight, select
 from gossamer.settings import choose
 from gossamer.sharding import local, shard_axis, shard_group
+from gossamer.store import common_device
 from gossamer.target import make_target
 
 _FLOOR_EVERY = 100  # mask steps between two choices of the connections that the floor keeps
@@ -76,7 +78,7 @@ class Sparsifier:
         self._owned = owned_by(optimizers, self.weights)
         self._group = shard_group([weight.parameter for weight in self.weights])
         self._replicas = model.process_group if isinstance(model, DistributedDataParallel) else None
-        self._check_scale()
+        self._check_weights()
         self.plan = make_plan(
             total_steps,
             warmup=self.settings.warmup,
@@ -227,10 +229,14 @@ class Sparsifier:
             )
         return self._connectivity
 
-    def _check_scale(self) -> None:
+    def _check_weights(self) -> None:
+        """What would else come to light only when masks begin to learn, long into the run."""
+        common_device([weight.parameter for weight in self.weights])
         sharded = self._group is not None
         if sharded and self.settings.scale == "per_sample":
             raise ValueError('scale="per_sample" needs whole weights in every process: use DDP, or scale="global"')
+        if self.settings.scale == "per_sample":
+            check_layers(self.weights)
         pieces = [w.name for w in self.weights if w.groups > 1 and shard_axis(w.parameter) != w.feature_axis]
         if sharded and self.settings.scale == "batch" and pieces:
             raise ValueError(f'scale="batch" cannot see the features of {pieces[0]} in shards: use scale="global"')

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.optim import SGD, AdamW
 from torch.optim.swa_utils import AveragedModel
 
@@ -262,6 +263,20 @@ def test_two_sparsifiers_on_different_weights_work_side_by_side() -> None:
         assert_zeros(model, sparsifier)
     assert int((model[0].weight == 0).sum()) == 216
     assert int(sum((model[index].weight == 0).sum() for index in (2, 4))) == 200
+
+
+@pytest.mark.parametrize("warmup", [0, 6])
+def test_what_cannot_be_learned_is_refused_at_once_and_leaves_nothing_behind(warmup: int) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, device="meta"))
+    optimizer = SGD(model.parameters(), lr=0.05)
+    request = {"sparsity": 0.5, "total_steps": TOTAL, "warmup": f"{warmup}it"}
+    with pytest.raises(ValueError, match="on one device, got cpu, meta"):
+        Sparsifier(model, optimizer, **request)
+    other = nn.Sequential(nn.Bilinear(4, 4, 4))
+    with pytest.raises(ValueError, match="held by Bilinear"):
+        Sparsifier(other, SGD(other.parameters(), lr=0.05), scale="per_sample", **request)
+    assert not optimizer._optimizer_step_pre_hooks
+    Sparsifier(model, optimizer, exclude="1", **request)
 
 
 def test_a_new_sparsifier_after_finish() -> None:
