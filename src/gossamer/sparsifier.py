@@ -12,7 +12,7 @@ Everything that has to be done to gradients first (accumulation, all-reduce, un-
 
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any, NoReturn
 
 import torch
@@ -24,7 +24,7 @@ from gossamer import method
 from gossamer._claims import claim, owned_by, release
 from gossamer._hooks import capturing, uncompiled, unscaling
 from gossamer._resume import FORMAT, check_state
-from gossamer._selectors import Selectors
+from gossamer._selectors import Selectors, clean_name
 from gossamer.connectivity import Connectivity, floors
 from gossamer.flops import positions
 from gossamer.health import Health
@@ -73,7 +73,11 @@ class Sparsifier:
         **settings: Any,
     ) -> None:
         self.settings = choose(preset, settings)
-        self.weights: tuple[Weight, ...] = select(model, include=include, exclude=exclude)
+        # Without what wrappers put into names, so that masks and states fit the model however it is wrapped.
+        self.weights: tuple[Weight, ...] = tuple(
+            replace(weight, name=clean_name(weight.name, model))
+            for weight in select(model, include=include, exclude=exclude)
+        )
         optimizers = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
         self._owned = owned_by(optimizers, self.weights)
         self._group = shard_group([weight.parameter for weight in self.weights])
@@ -204,7 +208,8 @@ class Sparsifier:
 
     def impose(self, other: nn.Module) -> None:
         """Put the zeros of the masks into another model with the same names, such as an average of the weights."""
-        parameters, masks = dict(other.named_parameters()), self.masks
+        parameters = {clean_name(name, other): parameter for name, parameter in other.named_parameters()}
+        masks = self.masks
         missing = [name for name in masks if name not in parameters]
         if missing:
             raise KeyError(

@@ -14,7 +14,18 @@ from gossamer.keep_zeros import keep_zeros
 from gossamer.schedule import Phase
 from gossamer.sparsifier import Sparsifier
 from zeros.networks import BY_NAME, NETWORKS, Network
-from zeros.running import SPARSITY, TOTAL, assert_zeros, differences, everything, restore, start, through_file, zeros
+from zeros.running import (
+    SPARSITY,
+    TOTAL,
+    Run,
+    assert_zeros,
+    differences,
+    everything,
+    restore,
+    start,
+    through_file,
+    zeros,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")
 MLP = BY_NAME["mlp"]
@@ -87,6 +98,32 @@ def test_the_order_of_loading_does_not_matter() -> None:
     resumed.optimizer.load_state_dict(state["optimizer"])
     resumed.model.load_state_dict(state["model"])
     assert not differences(everything(resumed.train()), everything(run.train()))
+
+
+WRAPPERS = {
+    "bare": lambda model: model,
+    "compiled": lambda model: torch.compile(model, backend="eager"),
+    "parallel": nn.DataParallel,
+    "compiled-parallel": lambda model: torch.compile(nn.DataParallel(model), backend="eager"),
+}
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_states_and_masks_fit_however_the_model_is_wrapped(wrapper: str) -> None:
+    run = start(MLP).train(12)
+    state = through_file(everything(run))
+    model = MLP.fresh(3)
+    optimizer = SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-3)
+    wrapped = WRAPPERS[wrapper](model)
+    sparsifier = Sparsifier(wrapped, optimizer, sparsity=SPARSITY, total_steps=TOTAL)
+    resumed = restore(Run(MLP, model, optimizer, sparsifier, model), state)
+    assert not differences(everything(resumed.train()), everything(run.train()))
+    for other in (wrapped, model):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(1.0)
+        sparsifier.impose(other)
+        assert_zeros(model, sparsifier)
 
 
 @pytest.mark.parametrize("scale", ["global", "per_sample"])
