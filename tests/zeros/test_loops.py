@@ -118,6 +118,16 @@ def test_a_weight_without_gradient_in_a_step() -> None:
     assert sparsifier.connections == 290 - 232
 
 
+@pytest.mark.parametrize("steps", [6, 12, 20])
+def test_a_model_moved_to_another_device_says_what_to_do(steps: int) -> None:
+    run = start(MLP, lambda p: SGD(p, lr=0.05)).train(steps)
+    run.loss(steps).backward()
+    store = run.sparsifier._begin().store
+    store.mask = store.mask.to("meta")  # the same as seen from the model, which on a CPU has nowhere to go
+    with pytest.raises(RuntimeError, match=r"the weights are on cpu now, but their masks on meta: .* build all three"):
+        run.optimizer.step()
+
+
 def test_frozen_layers_are_left_alone() -> None:
     model = MLP.fresh()
     model[0].requires_grad_(False)
