@@ -250,7 +250,7 @@ class Connectivity:
         if now != before:
             raise RuntimeError(
                 f"the weights are on {now} now, but their masks on {before}: move the model before masks begin to "
-                "learn, or save the states of model, optimizer and Sparsifier, build all three anew there, and load them"
+                "learn, or save the states of model, optimizer and Sparsifier, build all three anew there, and load"
             )
 
     def _named(self, views: Sequence[Tensor]) -> dict[str, Tensor]:
