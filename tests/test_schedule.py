@@ -1,9 +1,10 @@
 """Phases and durations."""
 
 from itertools import pairwise
+from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from gossamer.schedule import Phase, Plan, connections_left, make_plan, steps_of
@@ -20,6 +21,12 @@ def test_durations_carry_units(duration: str, steps: int) -> None:
 def test_a_bad_duration_says_what_is_expected(duration: str) -> None:
     with pytest.raises(ValueError, match="expected"):
         steps_of(duration, total_steps=10_000, steps_per_epoch=100)
+
+
+@pytest.mark.parametrize("number", [10, 0.3])
+def test_a_number_without_unit_says_what_is_expected(number: Any) -> None:
+    with pytest.raises(ValueError, match=f"duration with its unit.*got {number}"):
+        make_plan(100, warmup=number, sparsify="0.3run", stabilise="0.1run")
 
 
 def test_epochs_need_their_length() -> None:
@@ -51,8 +58,25 @@ def test_phases_that_do_not_fit_are_refused() -> None:
         make_plan(100, warmup="50it", sparsify="50it", stabilise="10it")
     with pytest.raises(ValueError, match="sparsify phase of at least one step"):
         make_plan(100, warmup="50it", sparsify="0it", stabilise="10it")
-    with pytest.raises(ValueError, match="total_steps of at least 1"):
-        make_plan(0, warmup="50it", sparsify="0it", stabilise="10it")
+    for total in (0, 40.5):
+        with pytest.raises(ValueError, match=f"whole number of total_steps of at least 1 .* got {total}"):
+            make_plan(total, warmup="50it", sparsify="0it", stabilise="10it")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="steps_per_epoch of at least 1"):
+        make_plan(100, warmup="1ep", sparsify="50it", stabilise="10it", steps_per_epoch=0)
+    with pytest.raises(ValueError, match="take 101 steps, but the run has only 100"):
+        make_plan(100, warmup="0.5run", sparsify="50it", stabilise="1it")
+
+
+@given(st.integers(4, 300), st.integers(1, 98), st.data())
+def test_shares_that_make_up_the_run_fit_whatever_its_length(total: int, first: int, data: st.DataObject) -> None:
+    """Each share is rounded to whole steps, and together they may round up past the end."""
+    second = data.draw(st.integers(1, 99 - first))
+    shares = [first / 100, second / 100, (100 - first - second) / 100]
+    assume(shares[1] * total >= 1)
+    plan = make_plan(total, warmup=f"{shares[0]}run", sparsify=f"{shares[1]}run", stabilise=f"{shares[2]}run")
+    assert plan.total == total
+    for length, share in zip((plan.warmup, plan.sparsify, plan.stabilise), shares, strict=True):
+        assert abs(length - share * total) <= 1.5
 
 
 def test_leaving_early_lengthens_fine_tuning() -> None:

@@ -28,6 +28,12 @@ def release(owner: object) -> None:
 
 def owned_by(optimizers: Sequence[Optimizer], weights: Sequence[Weight]) -> list[tuple[Optimizer, list[int]]]:
     """Which weights each optimizer updates. Each weight must be updated by exactly one."""
+    for optimizer in optimizers:
+        if not isinstance(optimizer, Optimizer):
+            raise TypeError(
+                f"expected a torch.optim.Optimizer or a list of them, got a {type(optimizer).__name__}: "
+                "give the optimizer itself, of a wrapper the one inside"
+            )
     owners: list[list[int]] = [[] for _ in weights]
     for number, optimizer in enumerate(optimizers):
         held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}

@@ -85,11 +85,10 @@ def spellings(names: Sequence[str], model: nn.Module) -> tuple[str, ...]:
 
 def clean_name(name: str, model: nn.Module) -> str:
     """``name`` as a user knows it, without what wrappers around (parts of) ``model`` have put in."""
-    parts = name.split(".")
-    wrapped = isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel)
-    if wrapped and parts[0] == "module":
-        parts = parts[1:]
-    return ".".join(part for part in parts if part not in _WRAPPER_PARTS)
+    parts = [part for part in name.split(".") if part not in _WRAPPER_PARTS]
+    outermost = model._modules.get("_orig_mod", model)  # of a compiled model, what was compiled
+    wrapped = isinstance(outermost, nn.DataParallel | nn.parallel.DistributedDataParallel)
+    return ".".join(parts[1:] if wrapped and parts[:1] == ["module"] else parts)
 
 
 def _enclosing(name: str) -> Iterator[str]:

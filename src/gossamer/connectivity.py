@@ -72,6 +72,7 @@ class Connectivity:
 
     def set(self, *, learning_rate: float, budget: int, step: int) -> None:
         """What the next step of mask learning shall use."""
+        self._check_device()
         self.learning_rate.fill_(learning_rate)
         self.budget.fill_(budget)
         self.log.set_step(step)
@@ -186,6 +187,7 @@ class Connectivity:
 
     def show(self, indices: Sequence[int] | None = None) -> None:
         """Leave w = w̃ ⊙ m in the parameters; once frozen, zero what is masked in what they hold."""
+        self._check_device()
         store = self.store
         indices = range(len(self.weights)) if indices is None else indices
         tensors = [local(self._parameters[index]) for index in indices]
@@ -242,6 +244,14 @@ class Connectivity:
             protected = torch.zeros_like(store.mask)
             self._fill(store.views(protected), state["protected"])
             self._protected = protected.nonzero().flatten()
+
+    def _check_device(self) -> None:
+        now, before = local(self._parameters[0]).device, self.store.mask.device
+        if now != before:
+            raise RuntimeError(
+                f"the weights are on {now} now, but their masks on {before}: move the model before masks begin to "
+                "learn, or save the states of model, optimizer and Sparsifier, build all three anew there, and load"
+            )
 
     def _named(self, views: Sequence[Tensor]) -> dict[str, Tensor]:
         triples = zip(self.names, self._parameters, views, strict=True)

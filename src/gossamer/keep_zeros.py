@@ -43,4 +43,10 @@ def keep_zeros(
     a `with` block, or call its `remove()`, to let the weights go.
     """
     weights = select(model, include=include, exclude=exclude)
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    if not any(id(weight.parameter) in held for weight in weights):
+        raise ValueError(
+            f"expected the optimizer that trains {weights[0].name}, got one without any of the weights of the model: "
+            "give the optimizer whose step() updates them, or their zeros would be lost"
+        )
     return ZerosKept([(weight.parameter, local(weight.parameter) == 0) for weight in weights], optimizer)

@@ -144,7 +144,7 @@ def feature_scale(gradient: Tensor, axis: int = 0, groups: int = 1) -> Tensor:
 
 
 def sample_scale(total: Tensor, samples: int, connections: int) -> Tensor:
-    """The literal Eq. (grad_norm), `per_sample`, from Q_j = Σ_b Σ_k (g_bk w̃_k)² as moments.py sums it.
+    """The literal Eq. (grad_norm), `per_sample`, from Q_j = Σ_b Σ_k (g_bk w̃_k)² as the moments package sums it.
 
     A mean-reduced loss delivers g_b already divided by |B|, hence |B|²·Q / (|B|·|w_j|).
     """

@@ -4,10 +4,10 @@ from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from gossamer.learning import Moments
-from gossamer.moments import SampleMoments
+from gossamer.moments import SampleMoments, refuse_unknown
 from gossamer.select import Weight
 
 
@@ -17,8 +17,7 @@ class SampleScales:
     def __init__(
         self, weights: Sequence[Weight], dense: Mapping[str, Tensor], replicas: dist.ProcessGroup | None
     ) -> None:
-        uses = {weight.name: [(use.module, use.attribute) for use in weight.uses] for weight in weights}
-        self._watcher = SampleMoments(uses, dense.__getitem__)
+        self._watcher = SampleMoments(_uses(weights), dense.__getitem__)
         self._replicas = replicas
 
     def take(self, loss_scale: float | None) -> Moments:
@@ -43,3 +42,12 @@ class SampleScales:
 
     def close(self) -> None:
         self._watcher.close()
+
+
+def check_layers(weights: Sequence[Weight]) -> None:
+    """Raise a ValueError that names the weights of layers whose per-sample gradients are not known."""
+    refuse_unknown(_uses(weights), {})
+
+
+def _uses(weights: Sequence[Weight]) -> dict[str, list[tuple[nn.Module, str]]]:
+    return {weight.name: [(use.module, use.attribute) for use in weight.uses] for weight in weights}

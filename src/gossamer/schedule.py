@@ -8,6 +8,7 @@
 Durations carry units: '150ep' (epochs), '2000it' (steps of the optimizer), '0.3run' (share of the run).
 """
 
+import math
 import re
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -30,24 +31,28 @@ _DURATION = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*(ep|it|run)\s*")
 
 def steps_of(duration: str, *, total_steps: int, steps_per_epoch: int | None) -> int:
     """The number of optimizer steps in a duration such as '150ep', '2000it' or '0.3run'."""
-    match = _DURATION.fullmatch(duration)
+    return round(_exact_steps(duration, total_steps, steps_per_epoch))
+
+
+def _exact_steps(duration: str, total_steps: int, steps_per_epoch: int | None) -> float:
+    match = _DURATION.fullmatch(str(duration))  # a bare number is a likely mistake, and gets the same answer
     if match is None:
         raise ValueError(f"expected a duration with its unit, such as '150ep', '2000it' or '0.3run', got {duration!r}")
     number, unit = float(match[1]), match[2]
     if unit == "it":
         if number != int(number):
             raise ValueError(f"expected a whole number of steps, got {duration!r}")
-        return int(number)
+        return number
     if unit == "run":
         if number > 1:
             raise ValueError(f"expected a share of the run between 0 and 1, got {duration!r}")
-        return round(number * total_steps)
+        return number * total_steps
     if steps_per_epoch is None:
         raise ValueError(
             f"{duration!r} counts epochs, but the length of an epoch is not known: "
             "give steps_per_epoch=len(loader), or use 'it' or 'run'"
         )
-    return round(number * steps_per_epoch)
+    return number * steps_per_epoch
 
 
 @dataclass(frozen=True)
@@ -105,11 +110,16 @@ def make_plan(
     steps_per_epoch: int | None = None,
 ) -> Plan:
     """A plan from durations; fine-tuning is what is left of the run."""
-    if total_steps < 1:
-        raise ValueError(f"expected total_steps of at least 1 (len(loader) * epochs), got {total_steps}")
-    lengths = [
-        steps_of(d, total_steps=total_steps, steps_per_epoch=steps_per_epoch) for d in (warmup, sparsify, stabilise)
-    ]
+    if total_steps < 1 or total_steps % 1:
+        raise ValueError(
+            f"expected a whole number of total_steps of at least 1 (len(loader) * epochs), got {total_steps}"
+        )
+    if steps_per_epoch is not None and steps_per_epoch < 1:
+        raise ValueError(f"expected steps_per_epoch of at least 1 (len(loader)), got {steps_per_epoch}")
+    exact = [_exact_steps(duration, total_steps, steps_per_epoch) for duration in (warmup, sparsify, stabilise)]
+    lengths = [round(steps) for steps in exact]
+    if sum(lengths) > total_steps >= math.floor(sum(exact) + 0.001):
+        lengths[lengths.index(max(lengths))] -= 1  # they fit, and only their rounding does not
     left = total_steps - sum(lengths)
     if left < 0:
         raise ValueError(

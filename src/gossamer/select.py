@@ -286,8 +286,11 @@ def _nothing(candidates: list[_Candidate], chosen: list[_Candidate]) -> str:
     if chosen:
         frozen = some([candidate.weight.name for candidate in chosen])
         return f"all tensors that could be taken are frozen: {frozen}; set requires_grad=True on some"
+    known = [candidate.weight.name for candidate in candidates if candidate.known]
     unknown = [candidate.weight.name for candidate in candidates if not candidate.known]
     advice = f"; parameters of unknown module types can be included by name: {some(unknown)}" if unknown else ""
+    if known:
+        return f"nothing to sparsify: exclude= removes all that could be taken, {some(known)}{advice}"
     return (
         "nothing to sparsify: expected weights of linear, convolution, recurrent, embedding or attention "
         f"layers, found none that may be taken{advice}"

@@ -12,7 +12,7 @@ Everything that has to be done to gradients first (accumulation, all-reduce, un-
 
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any, NoReturn
 
 import torch
@@ -23,20 +23,22 @@ from torch.optim import Optimizer
 from gossamer import method
 from gossamer._claims import claim, owned_by, release
 from gossamer._hooks import capturing, uncompiled, unscaling
-from gossamer._selectors import Selectors
+from gossamer._resume import FORMAT, check_state
+from gossamer._selectors import Selectors, clean_name
 from gossamer.connectivity import Connectivity, floors
 from gossamer.flops import positions
 from gossamer.health import Health
+from gossamer.sample_scales import check_layers
 from gossamer.schedule import Phase, Plan, make_plan
 from gossamer.select import Weight, select
 from gossamer.settings import choose
 from gossamer.sharding import local, shard_axis, shard_group
+from gossamer.store import common_device
 from gossamer.target import make_target
 
 _FLOOR_EVERY = 100  # mask steps between two choices of the connections that the floor keeps
 _LEAVE_EVERY = 20  # mask steps between two looks at whether the sparsify phase can be left
 _TELL_EVERY = 64  # steps between two looks at the count of steps with non-finite gradients, on an accelerator
-_FORMAT = 1  # of the state dict
 
 
 class Sparsifier:
@@ -71,12 +73,16 @@ class Sparsifier:
         **settings: Any,
     ) -> None:
         self.settings = choose(preset, settings)
-        self.weights: tuple[Weight, ...] = select(model, include=include, exclude=exclude)
-        optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+        # Without what wrappers put into names, so that masks and states fit the model however it is wrapped.
+        self.weights: tuple[Weight, ...] = tuple(
+            replace(weight, name=clean_name(weight.name, model))
+            for weight in select(model, include=include, exclude=exclude)
+        )
+        optimizers = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
         self._owned = owned_by(optimizers, self.weights)
         self._group = shard_group([weight.parameter for weight in self.weights])
         self._replicas = model.process_group if isinstance(model, DistributedDataParallel) else None
-        self._check_scale()
+        self._check_weights()
         self.plan = make_plan(
             total_steps,
             warmup=self.settings.warmup,
@@ -99,6 +105,8 @@ class Sparsifier:
         )
         if leave_at is not None and decay is None:
             raise ValueError("leave_at= goes with decay=: a sparsity= or flops= budget is met at the end of its phase")
+        if leave_at is not None and not 0 < leave_at < 1:
+            raise ValueError(f"expected leave_at to be a sparsity between 0 and 1, such as 0.94, got {leave_at}")
         self._leave_at, self._loss_scale, self._steps_per_epoch = leave_at, loss_scale, steps_per_epoch
         self._total = sum(sizes)
         self._connectivity: Connectivity | None = None  # comes into being with the sparsify phase
@@ -145,8 +153,8 @@ class Sparsifier:
             raise RuntimeError("finish() was called: make a new Sparsifier to train on, or use keep_zeros()")
         if self._leave_at is not None:
             self._leave_if_reached(self._leave_at)
-        self._tell_of_skipped_steps()
         moment = self.plan.at(self.step)
+        self._tell_of_skipped_steps(at_last=not moment.phase.masks_train)
         if moment.phase.masks_train:
             connectivity = self._begin()
             if self.step == self.plan.warmup:
@@ -168,19 +176,23 @@ class Sparsifier:
     def finish(self) -> None:
         """Take the hooks off; the model is plain and exactly as sparse as was asked.
 
-        When the run ended before its plan, the masks are cut to the target at once, and a warning says so.
+        When the run ended before its plan, a warning says so, and the masks are cut to the target at once (with a
+        fixed `decay` they stay as they are).
         """
         if self.phase is Phase.FINISHED:
             return
         early = self.plan.at(self.step).phase is not Phase.FINETUNE
-        if early and self._target.decay is None:
+        if early:
+            budget = self._target.decay is None
             warnings.warn(
-                f"finish() after {self.step} of {self.plan.total} steps, in the {self.phase} phase: the masks are cut "
-                "to the target now, without training afterwards. Give the true total_steps to train at the target",
+                f"finish() after {self.step} of {self.plan.total} steps, in the {self.phase} phase: the masks "
+                + ("are cut to the target now, without training afterwards. " if budget else "stay as they are now. ")
+                + "Give the true total_steps to have all the phases in the run",
                 stacklevel=2,
             )
-            self._begin()
-        self._tell_of_skipped_steps()
+            if budget:
+                self._begin()
+        self._tell_of_skipped_steps(at_last=True)
         if self._connectivity is not None:
             self._connectivity.cut_to_target()
             with torch.no_grad():
@@ -196,7 +208,8 @@ class Sparsifier:
 
     def impose(self, other: nn.Module) -> None:
         """Put the zeros of the masks into another model with the same names, such as an average of the weights."""
-        parameters, masks = dict(other.named_parameters()), self.masks
+        parameters = {clean_name(name, other): parameter for name, parameter in other.named_parameters()}
+        masks = self.masks
         missing = [name for name in masks if name not in parameters]
         if missing:
             raise KeyError(
@@ -221,10 +234,14 @@ class Sparsifier:
             )
         return self._connectivity
 
-    def _check_scale(self) -> None:
+    def _check_weights(self) -> None:
+        """What would else come to light only when masks begin to learn, long into the run."""
+        common_device([weight.parameter for weight in self.weights])
         sharded = self._group is not None
         if sharded and self.settings.scale == "per_sample":
             raise ValueError('scale="per_sample" needs whole weights in every process: use DDP, or scale="global"')
+        if self.settings.scale == "per_sample":
+            check_layers(self.weights)
         pieces = [w.name for w in self.weights if w.groups > 1 and shard_axis(w.parameter) != w.feature_axis]
         if sharded and self.settings.scale == "batch" and pieces:
             raise ValueError(f'scale="batch" cannot see the features of {pieces[0]} in shards: use scale="global"')
@@ -240,14 +257,17 @@ class Sparsifier:
         if in_phase and (self.step - self.plan.warmup) % _LEAVE_EVERY == 0 and self.sparsity >= sparsity:
             self.plan = self.plan.leave_sparsify(self.step)
 
-    def _tell_of_skipped_steps(self) -> None:
-        """Say so when gradients were not finite. On an accelerator the news is some steps old: nobody waits for it."""
+    def _tell_of_skipped_steps(self, *, at_last: bool) -> None:
+        """Say so when gradients were not finite: at first, when the count has doubled, and at last.
+
+        On an accelerator the news is some steps old: nobody waits for it.
+        """
         if self._connectivity is None or self._connectivity.store.frozen:
             return
         if self.step % _TELL_EVERY and self._connectivity.store.device.type != "cpu":
             return
         skipped = self._connectivity.log.skipped_so_far()
-        if skipped > self._told_of_skipped:
+        if skipped >= max(1, self._told_of_skipped + 1 if at_last else 2 * self._told_of_skipped):
             self._told_of_skipped = skipped
             warnings.warn(
                 f"gradients that are not finite (infinite or NaN): masks did not learn in {skipped} steps so far",
@@ -333,7 +353,8 @@ class Sparsifier:
     def state_dict(self) -> dict[str, Any]:
         """All that is needed to go on from here, as plain values and tensors by the name of the weight."""
         state: dict[str, Any] = {
-            "format": _FORMAT,
+            "format": FORMAT,
+            "target": str(self._target),
             "step": self.step,
             "phase": str(self.phase),
             "plan": asdict(self.plan),
@@ -342,7 +363,9 @@ class Sparsifier:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a `state_dict()`; load the model's and the optimizer's state too."""
-        self._check_state(state)
+        if self.phase is Phase.FINISHED:
+            raise RuntimeError("finish() was called, so this Sparsifier has no hooks: make a new one to load the state")
+        check_state(state, self.weights, self.settings, self._target)
         self.step, self.phase, self.plan = state["step"], Phase(state["phase"]), Plan(**state["plan"])
         if self._connectivity is not None:
             self._connectivity.freeze()  # lets go of what watches the model
@@ -362,28 +385,3 @@ class Sparsifier:
             "a Sparsifier cannot be copied or pickled, as its hooks would stay behind: "
             "save its state_dict(), make a new one for the copied model and optimizer, and load it there"
         )
-
-    def _check_state(self, state: dict[str, Any]) -> None:
-        if self.phase is Phase.FINISHED:
-            raise RuntimeError("finish() was called, so this Sparsifier has no hooks: make a new one to load the state")
-        if state.get("format") != _FORMAT:
-            raise ValueError(
-                f"expected the state of a Sparsifier in format {_FORMAT}, got {state.get('format')!r}: "
-                "load it with the version of gossamer that wrote it"
-            )
-        if "mask" not in state:
-            if Phase(state["phase"]) not in (Phase.WARMUP, Phase.FINISHED):
-                raise ValueError(
-                    f"the state is of the {state['phase']} phase but has no masks: give back all of state_dict() "
-                    "(torch.distributed.checkpoint loads only entries that the state given to it has)"
-                )
-            return
-        names = {weight.name: weight.parameter.shape for weight in self.weights}
-        found = {name: tensor.shape for name, tensor in state["mask"].items()}
-        if names != found:
-            wrong = sorted(set(names.items()) ^ set(found.items()))
-            raise ValueError(
-                "the state is of another model or selection of tensors; they differ in "
-                + ", ".join(f"{name} {tuple(shape)}" for name, shape in wrong[:4])
-                + ": build the model and give include= and exclude= as before"
-            )

@@ -27,13 +27,7 @@ class Store:
 
     def __init__(self, parameters: Sequence[nn.Parameter], *, momentum: bool) -> None:
         tensors = [local(parameter) for parameter in parameters]
-        devices = {tensor.device for tensor in tensors}
-        if len(devices) != 1:
-            raise ValueError(
-                f"expected all the weights on one device, got {', '.join(sorted(map(str, devices)))}: "
-                "spread the model with fully_shard instead, or exclude what lies elsewhere"
-            )
-        self.device = devices.pop()
+        self.device = common_device(tensors)
         self.sizes = [tensor.numel() for tensor in tensors]
         self.offsets = list(accumulate(self.sizes, initial=0))[:-1]
         self.count = sum(self.sizes)
@@ -90,6 +84,17 @@ class Store:
                 for each, offered, share in zip(best, _offers_of_all(offers, group), shares, strict=True)
             ]
         return torch.cat([indices + offset for indices, offset in zip(chosen, self.offsets, strict=True)])
+
+
+def common_device(tensors: Sequence[Tensor]) -> torch.device:
+    """The device of all the tensors."""
+    devices = {tensor.device for tensor in tensors}
+    if len(devices) != 1:
+        raise ValueError(
+            f"expected all the weights on one device, got {', '.join(sorted(map(str, devices)))}: "
+            "spread the model with fully_shard instead, or exclude what lies elsewhere"
+        )
+    return devices.pop()
 
 
 def _dense_strides(tensor: Tensor) -> tuple[int, ...]:

@@ -19,6 +19,11 @@ class Target:
     final: int
     costs: tuple[int, ...] | None  # multiply-adds of one connection of each tensor, for a FLOPs budget
 
+    def __str__(self) -> str:
+        if self.decay is not None:
+            return f"decay={self.decay}"
+        return f"{self.final:,} of {self.total:,} {'connections' if self.costs is None else 'multiply-adds'}"
+
     def budget(self, ramp: float) -> int:
         return connections_left(ramp, self.total, self.final)
 

@@ -55,7 +55,7 @@ def tune_decay(
     too_dense: float | None = None
     decay = start
     while len(trials) < max_trials:
-        found = short_run(decay)
+        found = float(short_run(decay))  # a tensor of one number will do
         if not 0 <= found <= 1:
             raise ValueError(f"expected short_run to return a sparsity from 0 to 1, got {found} for a decay of {decay}")
         trials.append(Trial(decay, found))

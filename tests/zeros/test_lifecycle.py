@@ -2,9 +2,11 @@
 
 import copy
 import pickle
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.optim import SGD, AdamW
 from torch.optim.swa_utils import AveragedModel
 
@@ -12,7 +14,18 @@ from gossamer.keep_zeros import keep_zeros
 from gossamer.schedule import Phase
 from gossamer.sparsifier import Sparsifier
 from zeros.networks import BY_NAME, NETWORKS, Network
-from zeros.running import SPARSITY, TOTAL, assert_zeros, differences, everything, restore, start, through_file, zeros
+from zeros.running import (
+    SPARSITY,
+    TOTAL,
+    Run,
+    assert_zeros,
+    differences,
+    everything,
+    restore,
+    start,
+    through_file,
+    zeros,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")
 MLP = BY_NAME["mlp"]
@@ -87,6 +100,32 @@ def test_the_order_of_loading_does_not_matter() -> None:
     assert not differences(everything(resumed.train()), everything(run.train()))
 
 
+WRAPPERS = {
+    "bare": lambda model: model,
+    "compiled": lambda model: torch.compile(model, backend="eager"),
+    "parallel": nn.DataParallel,
+    "compiled-parallel": lambda model: torch.compile(nn.DataParallel(model), backend="eager"),
+}
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_states_and_masks_fit_however_the_model_is_wrapped(wrapper: str) -> None:
+    run = start(MLP).train(12)
+    state = through_file(everything(run))
+    model = MLP.fresh(3)
+    optimizer = SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-3)
+    wrapped = WRAPPERS[wrapper](model)
+    sparsifier = Sparsifier(wrapped, optimizer, sparsity=SPARSITY, total_steps=TOTAL)
+    resumed = restore(Run(MLP, model, optimizer, sparsifier, model), state)
+    assert not differences(everything(resumed.train()), everything(run.train()))
+    for other in (wrapped, model):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(1.0)
+        sparsifier.impose(other)
+        assert_zeros(model, sparsifier)
+
+
 @pytest.mark.parametrize("scale", ["global", "per_sample"])
 def test_loading_into_the_same_run_goes_back(scale: str) -> None:
     run = start(MLP, scale=scale).train(9)
@@ -131,12 +170,66 @@ def test_a_state_without_its_masks_is_refused() -> None:
         start(MLP).sparsifier.load_state_dict({**partial, "phase": "sparsify"})
 
 
+@pytest.mark.parametrize(
+    ("saved", "asked", "message"),
+    [
+        ({}, {"mask_momentum": 0.9}, r"without mask_momentum=, but this Sparsifier has mask_momentum=0\.9"),
+        ({"mask_momentum": 0.9}, {}, r"with mask_momentum=, but this Sparsifier has mask_momentum=0\.0"),
+        ({"floor": 0.0}, {}, r"without floor=, but this Sparsifier has floor=0\.001"),
+        ({"floor": 0.01}, {"floor": 0.0}, r"with floor=, but this Sparsifier has floor=0\.0"),
+    ],
+)
+def test_a_state_of_other_settings_is_refused(saved: dict[str, Any], asked: dict[str, Any], message: str) -> None:
+    state = start(MLP, **saved).train(9).sparsifier.state_dict()
+    other = start(MLP, **asked)
+    with pytest.raises(ValueError, match=message):
+        other.sparsifier.load_state_dict(state)
+    assert other.sparsifier.step == 0
+
+
+@pytest.mark.parametrize("sparsity", [0.5, 0.9])
+def test_another_target_counts_until_masks_are_frozen(sparsity: float) -> None:
+    run = start(MLP).train(9)
+    resumed = restore(start(MLP, sparsity=sparsity), through_file(everything(run))).train()
+    weights = sum(mask.numel() for mask in resumed.sparsifier.masks.values())
+    assert resumed.sparsifier.connections == round(weights * (1 - sparsity))
+    with pytest.raises(ValueError, match=r"frozen, learned for 128 of 640 connections, but .* asked for"):
+        start(MLP, sparsity=sparsity).sparsifier.load_state_dict(run.train().sparsifier.state_dict())
+
+
 def test_finishing_twice_is_finishing_once() -> None:
     run = start(MLP).train()
     run.sparsifier.finish()
     before = copy.deepcopy(run.model.state_dict())
     run.sparsifier.finish()
     assert not differences(run.model.state_dict(), before)
+
+
+@pytest.mark.parametrize(("steps", "phase"), [(3, "warm-up"), (12, "sparsify")])
+def test_finishing_early_with_a_fixed_decay_keeps_the_masks_and_says_so(steps: int, phase: str) -> None:
+    run = start(MLP, decay=0.3).train(steps)
+    before = zeros(run.model)
+    with pytest.warns(UserWarning, match=f"after {steps} of {TOTAL} steps, in the {phase} phase: .* stay as they are"):
+        run.sparsifier.finish()
+    assert not differences(zeros(run.model), before)
+
+
+def test_the_sparsify_phase_is_left_when_the_target_is_almost_reached() -> None:
+    lengths = {"warmup": "5it", "sparsify": "900it", "stabilise": "10it", "total_steps": 1000}
+    run = start(MLP, decay=2.0, leave_at=0.3, **lengths)
+    sparsities = []
+    while run.sparsifier.phase in (Phase.WARMUP, Phase.SPARSIFY):
+        sparsities.append(run.sparsifier.sparsity)
+        run.train(run.sparsifier.step + 1)
+    left = run.sparsifier.step - 1  # the first step that was none of the sparsify phase
+    first = next(step for step, sparsity in enumerate(sparsities) if sparsity >= 0.3)
+    assert first <= left < first + 20
+    assert run.sparsifier.plan.sparsify == left - 5
+    assert run.sparsifier.plan.total == 1000
+    with pytest.raises(ValueError, match="leave_at to be a sparsity between 0 and 1"):
+        start(MLP, decay=2.0, leave_at=30)
+    with pytest.raises(ValueError, match="leave_at= goes with decay="):
+        start(MLP, sparsity=0.9, leave_at=0.3)
 
 
 @pytest.mark.parametrize("steps", [12, 20])
@@ -209,6 +302,20 @@ def test_two_sparsifiers_on_different_weights_work_side_by_side() -> None:
     assert int(sum((model[index].weight == 0).sum() for index in (2, 4))) == 200
 
 
+@pytest.mark.parametrize("warmup", [0, 6])
+def test_what_cannot_be_learned_is_refused_at_once_and_leaves_nothing_behind(warmup: int) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, device="meta"))
+    optimizer = SGD(model.parameters(), lr=0.05)
+    request = {"sparsity": 0.5, "total_steps": TOTAL, "warmup": f"{warmup}it"}
+    with pytest.raises(ValueError, match="on one device, got cpu, meta"):
+        Sparsifier(model, optimizer, **request)
+    other = nn.Sequential(nn.Bilinear(4, 4, 4))
+    with pytest.raises(ValueError, match="held by Bilinear"):
+        Sparsifier(other, SGD(other.parameters(), lr=0.05), scale="per_sample", **request)
+    assert not optimizer._optimizer_step_pre_hooks
+    Sparsifier(model, optimizer, exclude="1", **request)
+
+
 def test_a_new_sparsifier_after_finish() -> None:
     run = start(MLP).train()
     run.sparsifier.finish()
@@ -244,6 +351,19 @@ def test_keep_zeros_lets_go() -> None:
     run.loss(0).backward()
     optimizer.step()
     assert differences(zeros(run.model), before)
+
+
+def test_keep_zeros_wants_the_optimizer_of_the_weights() -> None:
+    run = start(MLP).train()
+    run.sparsifier.finish()
+    with pytest.raises(ValueError, match=r"the optimizer that trains 0\.weight"):
+        keep_zeros(run.model, SGD(MLP.fresh().parameters(), lr=0.1))
+    before = zeros(run.model)
+    last = SGD(run.model[4].parameters(), lr=0.1)  # to train some of them is no mistake
+    with keep_zeros(run.model, last):
+        run.loss(0).backward()
+        last.step()
+    assert not differences(zeros(run.model), before)
 
 
 @pytest.mark.parametrize("warmup", [0, 6])

@@ -1,5 +1,6 @@
 """What training loops do around the step: accumulation, mixed precision, clipping, missing and bad gradients."""
 
+import re
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -117,6 +118,16 @@ def test_a_weight_without_gradient_in_a_step() -> None:
     assert sparsifier.connections == 290 - 232
 
 
+@pytest.mark.parametrize("steps", [6, 12, 20])
+def test_a_model_moved_to_another_device_says_what_to_do(steps: int) -> None:
+    run = start(MLP, lambda p: SGD(p, lr=0.05)).train(steps)
+    run.loss(steps).backward()
+    store = run.sparsifier._begin().store
+    store.mask = store.mask.to("meta")  # the same as seen from the model, which on a CPU has nowhere to go
+    with pytest.raises(RuntimeError, match=r"the weights are on cpu now, but their masks on meta: .* build all three"):
+        run.optimizer.step()
+
+
 def test_frozen_layers_are_left_alone() -> None:
     model = MLP.fresh()
     model[0].requires_grad_(False)
@@ -189,7 +200,8 @@ def test_bad_gradients_to_the_end_of_the_mask_phases_still_meet_the_target() -> 
         run.train(18)
         assert not differences(masks, run.sparsifier.masks)
         run.train(19)
-    assert "in 9 steps" in str(told[-1].message)
+    counts = [int(re.findall(r"in (\d+) steps", str(warning.message))[0]) for warning in told]
+    assert counts == [1, 2, 4, 8, 9]  # not in every step, but all of them in the end
     assert run.sparsifier.phase is Phase.FINETUNE
     assert run.sparsifier.connections == 128
     assert_zeros(run.model, run.sparsifier)

@@ -156,6 +156,14 @@ def test_a_weight_in_no_optimizer_or_in_two_is_refused() -> None:
     assert "4.weight is not in the optimizer" in message
 
 
+@pytest.mark.parametrize("several", [False, True])
+def test_something_else_than_an_optimizer_is_refused(several: bool) -> None:
+    model = MLP.fresh()
+    schedule: Any = optim.lr_scheduler.LinearLR(SGD(model.parameters(), lr=0.1))
+    with pytest.raises(TypeError, match=r"torch\.optim\.Optimizer or a list of them, got a LinearLR"):
+        Sparsifier(model, [schedule] if several else schedule, sparsity=0.5, total_steps=10)
+
+
 def test_a_parameter_group_added_in_mid_run() -> None:
     class WithExtra(nn.Module):
         def __init__(self) -> None:

@@ -1,5 +1,5 @@
 """Exact per-sample scales of the mask gradient, without storing per-sample gradients."""
 
-from gossamer.moments.watcher import SampleMoments
+from gossamer.moments.watcher import SampleMoments, refuse_unknown
 
-__all__ = ["SampleMoments"]
+__all__ = ["SampleMoments", "refuse_unknown"]

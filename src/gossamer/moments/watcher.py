@@ -128,7 +128,7 @@ class SampleMoments:
         if chunk_bytes < 1:
             raise ValueError(f"expected chunk_bytes of at least 1, got {chunk_bytes}")
         axes = dict(batch_axis or {})
-        _refuse_unknown(uses, axes)
+        refuse_unknown(uses, axes)
         self._dense = dense
         self._chunk_bytes = chunk_bytes
         self._weights: dict[str, _Watched] = {}
@@ -343,7 +343,7 @@ def _current_backward() -> int:
     return int(torch._C._current_graph_task_id())
 
 
-def _refuse_unknown(uses: Uses, axes: Mapping[nn.Module, int]) -> None:
+def refuse_unknown(uses: Uses, axes: Mapping[nn.Module, int]) -> None:
     """Report all weights whose per-sample gradients are not known exactly, before anything is hooked."""
     problems = []
     for name, places in uses.items():
