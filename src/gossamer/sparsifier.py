@@ -16,6 +16,7 @@ from dataclasses import asdict, replace
 from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -37,7 +38,7 @@ from gossamer.store import common_device
 from gossamer.target import make_target
 
 _FLOOR_EVERY = 100  # mask steps between two choices of the connections that the floor keeps
-_LEAVE_EVERY = 20  # mask steps between two looks at whether the sparsify phase can be left
+_LEAVE_EVERY = 20  # at most so many mask steps between two looks at whether the sparsify phase can be left
 _TELL_EVERY = 64  # steps between two looks at the count of steps with non-finite gradients, on an accelerator
 
 
@@ -242,6 +243,11 @@ class Sparsifier:
             raise ValueError('scale="per_sample" needs whole weights in every process: use DDP, or scale="global"')
         if self.settings.scale == "per_sample":
             check_layers(self.weights)
+            if self._replicas is None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+                raise ValueError(
+                    'scale="per_sample" sums over the samples of all processes: give the Sparsifier the model that is '
+                    'wrapped in DistributedDataParallel, or use scale="batch"'
+                )
         pieces = [w.name for w in self.weights if w.groups > 1 and shard_axis(w.parameter) != w.feature_axis]
         if sharded and self.settings.scale == "batch" and pieces:
             raise ValueError(f'scale="batch" cannot see the features of {pieces[0]} in shards: use scale="global"')
@@ -254,7 +260,8 @@ class Sparsifier:
     def _leave_if_reached(self, sparsity: float) -> None:
         """The paper's rule: leave the sparsify phase when the target is almost reached."""
         in_phase = self._connectivity is not None and self.plan.at(self.step).phase is Phase.SPARSIFY
-        if in_phase and (self.step - self.plan.warmup) % _LEAVE_EVERY == 0 and self.sparsity >= sparsity:
+        every = min(_LEAVE_EVERY, max(1, self.plan.sparsify // 10))
+        if in_phase and (self.step - self.plan.warmup) % every == 0 and self.sparsity >= sparsity:
             self.plan = self.plan.leave_sparsify(self.step)
 
     def _tell_of_skipped_steps(self, *, at_last: bool) -> None:
