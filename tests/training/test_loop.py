@@ -90,6 +90,7 @@ def test_the_result_says_what_was_done(images: ImageSet, tmp_path: Path) -> None
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "layers.json",
         "model.safetensors",
+        "model.sparse.safetensors",
         "result.json",
         "run.json",
     ]
