@@ -1,5 +1,6 @@
 """Gossamer makes neural networks sparse while they train."""
 
+from gossamer.compaction import compact
 from gossamer.keep_zeros import keep_zeros
 from gossamer.report import report
 from gossamer.select import select
@@ -9,4 +10,4 @@ from gossamer.verify import verify
 
 __version__ = "0.1.0"
 
-__all__ = ["Sparsifier", "keep_zeros", "report", "select", "tune_decay", "verify"]
+__all__ = ["Sparsifier", "compact", "keep_zeros", "report", "select", "tune_decay", "verify"]
