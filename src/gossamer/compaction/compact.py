@@ -36,7 +36,8 @@ def compact(model: nn.Module, example_input: object, *, tolerance: float = 1e-4)
     the largest output, as they do for a model whose output is random.
     """
     smaller = trace(copy.deepcopy(model).eval())
-    before, parameters_before = sizes(smaller), _parameters(smaller)
+    _tidy(smaller)
+    before, parameters_before = sizes(model), _parameters(model)
     folded, branches = 0, list[str]()
     while True:
         measure(smaller, example_input)
@@ -107,6 +108,12 @@ def _replace(graph_module: fx.GraphModule, analysis: Analysis, node: fx.Node, si
 def _tidy(graph_module: fx.GraphModule) -> None:
     graph_module.graph.eliminate_dead_code()
     graph_module.delete_all_unused_submodules()
+    called = tuple(f"{node.target}." for node in graph_module.graph.nodes if node.op == "call_module")
+    read = {node.target for node in graph_module.graph.nodes if node.op == "get_attr"}
+    for name, _ in [*graph_module.named_parameters(), *graph_module.named_buffers()]:
+        if name not in read and not name.startswith(called):
+            owner, _, last = name.rpartition(".")
+            delattr(graph_module.get_submodule(owner), last)
     graph_module.recompile()
 
 

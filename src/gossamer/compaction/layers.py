@@ -87,7 +87,7 @@ class Weighted:
         assert rows is not None
         if source is not None and columns is not None and not columns.all():
             gone = ~columns & source.is_constant & (source.constant != 0)
-            gone &= (_by_output(module).cpu() != 0).any(2).any(0)
+            gone &= (_by_output(module).cpu()[analysis.needed[node]] != 0).any(2).any(0)
             if gone.any():
                 _fold(module, source.constant, gone, analysis.representatives.get(node))
                 analysis.folded[analysis.name(node)] = int(gone.sum())
@@ -167,7 +167,8 @@ class Grouped:
     def rewrite(self, analysis: Analysis, node: fx.Node) -> None:
         module = cast(_ConvNd, analysis.module(node))
         rows, columns = analysis.kept(node), analysis.kept(node.args[0])
-        assert rows is not None and columns is not None
+        assert rows is not None
+        assert columns is not None
         if not rows.all():
             module.groups = int(rows.reshape(module.groups, -1)[:, 0].sum())
             module.in_channels = int(columns.sum())

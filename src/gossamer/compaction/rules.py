@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
 
 from torch import Tensor, fx, nn
@@ -11,6 +12,7 @@ from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from gossamer.compaction import pointwise, shapes
 from gossamer.compaction.analysis import Rule
 from gossamer.compaction.layers import Attribute, Embedded, Grouped, Normalised, Weighted
+from gossamer.compaction.recurrent import Item, Recurrent
 
 _MODULES: dict[type[nn.Module], Rule] = {
     **dict.fromkeys((nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d), Weighted()),
@@ -30,6 +32,7 @@ _CALLS: dict[object, Rule] = {
     **dict.fromkeys(shapes.CONCATENATIONS, shapes.Concatenation()),
     **dict.fromkeys(shapes.MOVES, shapes.Move()),
     functional.pad: shapes.Padding(),
+    operator.getitem: Item(),
 }
 
 
@@ -65,6 +68,8 @@ def rules_of(graph_module: fx.GraphModule) -> dict[fx.Node, Rule]:
 
 def _rule_of_module(module: nn.Module) -> Rule | None:
     """By exact type: a class derived from a layer may do something else."""
+    if type(module) in (nn.LSTM, nn.GRU, nn.RNN):
+        return Recurrent()
     if type(module) in _MODULES and isinstance(module, _ConvNd) and module.groups > 1:
         return None if isinstance(module, _ConvTransposeNd) else Grouped()
     return _MODULES.get(type(module))

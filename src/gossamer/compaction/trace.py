@@ -62,8 +62,3 @@ def bound(node: fx.Node, *names: str, **defaults: Any) -> dict[str, Any]:
     """The arguments of a call by name, where ``names`` is their order."""
     found = {**defaults, **dict(zip(names, node.args, strict=False)), **node.kwargs}
     return found if set(found) <= {*names, *defaults} and len(node.args) <= len(names) else {}
-
-
-def is_plain(module: nn.Module) -> bool:
-    """Whether all a module does is what its type says: no hooks."""
-    return not (module._forward_hooks or module._forward_pre_hooks)
