@@ -65,7 +65,7 @@ class CompactionReport:
         if not changed:
             lines.append("  nothing could be taken out")
         if self.folded:
-            lines.append(f"  {self.folded} constants moved into biases")
+            lines.append(f"  {self.folded} constant{'s' if self.folded > 1 else ''} folded into biases and weights")
         lines += [f"  {name}: one side was a constant; that branch is gone" for name in self.branches]
         lines += [f"  {each}" for each in self.stayed]
         return "\n".join(lines)
