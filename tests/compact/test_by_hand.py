@@ -109,6 +109,47 @@ def test_constants_stay_where_zeros_are_mixed_in(module: nn.Module) -> None:
     assert_same(found.model, model, torch.randn(5, 2, 6, 6), 1e-6)
 
 
+def test_constants_stay_beside_functional_padding() -> None:
+    class Padded(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = nn.Conv2d(2, 4, 1), nn.Conv2d(4, 3, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.two(F.pad(self.one(x), (1, 0, 1, 0)))
+
+    model = Padded().eval()
+    zero_(model.one.weight, slice(0, 2))
+    zero_(model.one.bias, 0)
+    found = compact(model, torch.randn(1, 2, 6, 6))
+    assert found.model.get_submodule("two").weight.shape == (3, 3, 2, 2)
+    assert_same(found.model, model, torch.randn(5, 2, 6, 6), 1e-6)
+
+
+def test_scales_of_zero() -> None:
+    """A normalisation or a parameter that multiplies with zero kills a feature that has live weights."""
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two, self.three = nn.Linear(3, 5), nn.Linear(5, 4), nn.Linear(4, 2)
+            self.norm, self.scale = nn.BatchNorm1d(5), nn.Parameter(torch.rand(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.three(self.two(self.norm(self.one(x))) * self.scale)
+
+    model = Scaled().eval()
+    zero_(model.norm.weight, 2)
+    zero_(model.scale, 1)
+    nn.init.normal_(model.norm.bias)
+    found = compact(model, torch.randn(2, 3))
+    assert shapes(found.model) == {
+        **{"one.weight": (4, 3), "one.bias": (4,), "norm.weight": (4,), "norm.bias": (4,), "scale": (3,)},
+        **{"two.weight": (3, 4), "two.bias": (3,), "three.weight": (2, 3), "three.bias": (2,)},
+    }
+    assert_same(found.model, model, torch.randn(6, 3), 1e-6)
+
+
 def test_unread_features_go_whatever_their_value() -> None:
     model = nn.Sequential(nn.Conv2d(2, 5, 3, padding=1), nn.BatchNorm2d(5), nn.ReLU(), nn.Conv2d(5, 4, 3, padding=1))
     model = nn.Sequential(*model, nn.Flatten(), nn.Linear(64, 3)).eval()
@@ -229,8 +270,33 @@ def test_hidden_units(kind: type[nn.RNNBase]) -> None:
     assert_same(found.model, model, torch.randn(5, 9, 4).double(), 1e-14)
 
 
-def test_a_state_that_is_given_out_keeps_its_units() -> None:
-    model = Recurrent(nn.LSTM, give_state=True).eval()
+def test_a_unit_that_a_live_one_feeds_is_not_zero() -> None:
+    """Unit 4 gets nothing, unit 5 only something from unit 4, unit 3 something from unit 0."""
+    model = Recurrent(nn.RNN).double().eval()
+    for each in (model.cells.weight_ih_l0, model.cells.weight_hh_l0, model.cells.bias_ih_l0, model.cells.bias_hh_l0):
+        zero_(each, slice(3, 6))
+    with torch.no_grad():
+        model.cells.weight_hh_l0[3, 0] = model.cells.weight_hh_l0[5, 4] = 1
+    found = compact(model, torch.randn(2, 7, 4).double())
+    assert shapes(found.model)["cells.weight_hh_l0"] == (4, 4)
+    assert_same(found.model, model, torch.randn(5, 9, 4).double(), 1e-14)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_constants_move_into_the_bias_of_recurrent_layers(kind: type[nn.RNNBase], bias: bool) -> None:
+    model = nn.Sequential(nn.Linear(3, 4), Recurrent(kind)).double()
+    model[1].cells = kind(4, 6, batch_first=True, bias=bias).double()
+    zero_(model[0].weight, 1)
+    found = compact(model, torch.randn(2, 7, 3).double())
+    assert shapes(found.model)["0.weight"] == ((3, 3) if bias else (4, 3))
+    assert found.report.folded == int(bias)
+    assert_same(found.model, model, torch.randn(5, 9, 3).double(), 1e-14)
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
+def test_a_state_that_is_given_out_keeps_its_units(kind: type[nn.RNNBase]) -> None:
+    model = Recurrent(kind, give_state=True).eval()
     zero_(model.head.weight, slice(None), 1)
     zero_(model.cells.weight_hh_l0, slice(None), 1)
     assert shapes(compact(model, torch.randn(2, 7, 4)).model) == shapes(model)
@@ -323,6 +389,26 @@ def test_inputs_by_name() -> None:
     assert shapes(found.model)["a.weight"] == (4, 4)
     x = torch.randn(3, 4)
     torch.testing.assert_close(found.model(x=x, scale=3.0), model(x=x, scale=3.0))
+
+
+def test_an_input_that_is_left_out() -> None:
+    class Optional(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 5), nn.Linear(5, 3)
+
+        def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+            return self.b(torch.relu(self.a(x if mask is None else x * mask)))
+
+    model = Optional()
+    zero_(model.b.weight, slice(None), 1)
+    found = compact(model, torch.randn(2, 4))
+    assert shapes(found.model)["a.weight"] == (4, 4)
+    assert_same(found.model, model, torch.randn(3, 4), 1e-6)
+    masked = compact(model, (torch.randn(2, 4), torch.ones(4)))
+    mask = torch.tensor([1.0, 0, 0, 1])
+    x = torch.randn(3, 4)
+    torch.testing.assert_close(masked.model(x, mask), model(x, mask))
 
 
 def test_what_cannot_be_traced_is_named() -> None:

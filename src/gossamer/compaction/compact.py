@@ -35,7 +35,7 @@ def compact(model: nn.Module, example_input: object, *, tolerance: float = 1e-4)
     trace it, and ``CompactionError`` if the outputs for the example differ by more than ``tolerance`` times
     the largest output, as they do for a model whose output is random.
     """
-    smaller = trace(copy.deepcopy(model).eval())
+    smaller = trace(copy.deepcopy(model).eval(), example_input)
     _tidy(smaller)
     before, parameters_before = sizes(model), _parameters(model)
     folded, branches = 0, list[str]()

@@ -8,7 +8,6 @@ the one with the most that matter decides.
 
 from __future__ import annotations
 
-import operator
 from dataclasses import dataclass
 from typing import cast
 

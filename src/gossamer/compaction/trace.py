@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -15,10 +16,10 @@ class UntraceableError(ValueError):
     """The forward pass of a model cannot be written as a graph, so nothing can be taken out of it."""
 
 
-def trace(model: nn.Module) -> fx.GraphModule:
-    """The graph of a model; it shares the model's layers."""
+def trace(model: nn.Module, example_input: object) -> fx.GraphModule:
+    """The graph of a model; it shares the model's layers. Inputs that the example leaves at None stay None."""
     try:
-        graph = fx.Tracer().trace(model)
+        graph = fx.Tracer().trace(model, _absent(model, example_input))
         return fx.GraphModule(model, graph, type(model).__name__)
     except Exception as error:
         raise UntraceableError(
@@ -26,6 +27,12 @@ def trace(model: nn.Module) -> fx.GraphModule:
             f"{' '.join(str(error).split())[:300]}. The model is left as it is. Usual causes are branches or loops "
             "that depend on the values of tensors; compact the traceable parts of the model one by one"
         ) from error
+
+
+def _absent(model: nn.Module, example_input: object) -> dict[str, None]:
+    positional, named = arguments(example_input)
+    parameters = list(inspect.signature(model.forward).parameters.values())[len(positional) :]
+    return {each.name: None for each in parameters if each.default is None and each.name not in named}
 
 
 def measure(graph_module: fx.GraphModule, example_input: object) -> None:
