@@ -294,6 +294,57 @@ def test_constants_move_into_the_bias_of_recurrent_layers(kind: type[nn.RNNBase]
     assert_same(found.model, model, torch.randn(5, 9, 3).double(), 1e-14)
 
 
+class LastState(nn.Module):
+    """A classifier of the last state: h of a GRU; h and c of an LSTM."""
+
+    def __init__(self, kind: type[nn.RNNBase], layers: int = 1) -> None:
+        super().__init__()
+        self.cells, self.head, self.other = kind(4, 6, layers), nn.Linear(6, 3), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        _, state = self.cells(x)
+        if isinstance(self.cells, nn.LSTM):
+            return self.head(state[0][-1]) + self.other(state[1][-1])
+        return self.head(state[-1]) + self.other(state[-1])
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
+def test_the_last_state_has_the_units_of_the_outputs(kind: type[nn.RNNBase], layers: int) -> None:
+    model = LastState(kind, layers).double().eval()
+    for name, weight in model.named_parameters():
+        if name.startswith("cells.weight_hh") or name == "cells.weight_ih_l1":
+            zero_(weight, slice(None), [1, 2])
+    zero_(model.head.weight, slice(None), [1, 2])
+    zero_(model.other.weight, slice(None), 2)
+    found = compact(model, torch.randn(7, 2, 4).double())
+    assert shapes(found.model)["head.weight"] == ((3, 5) if layers == 1 else (3, 6))
+    assert_same(found.model, model, torch.randn(9, 5, 4).double(), 1e-14)
+
+
+class Axes(nn.Module):
+    """Axes of size one before and behind the features, and other orders of axes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.mix, self.head = nn.Conv1d(3, 6, 1), nn.Linear(6, 5), nn.Linear(5, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.conv(x.squeeze(1)).unsqueeze(0).unsqueeze(-1)
+        x = torch.unsqueeze(x.squeeze(0).squeeze(dim=-1), 2).squeeze(2)
+        return self.head(self.mix(x.transpose(1, 2)).permute(1, 0, 2)[0])
+
+
+def test_axes_come_and_go() -> None:
+    model = integers_(Axes())
+    zero_(model.mix.weight, slice(None), [1, 4])
+    zero_(model.head.weight, slice(None), 3)
+    found = compact(model, whole(2, 1, 3, 7))
+    assert shapes(found.model)["conv.weight"] == (4, 3, 1)
+    assert shapes(found.model)["mix.weight"] == (4, 4)
+    assert_same(found.model, model, whole(3, 1, 3, 7))
+
+
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
 def test_a_state_that_is_given_out_keeps_its_units(kind: type[nn.RNNBase]) -> None:
     model = Recurrent(kind, give_state=True).eval()

@@ -1,9 +1,10 @@
-"""LSTM, GRU and plain recurrent layers that start from zeros and whose last state nobody uses.
+"""LSTM, GRU and plain recurrent layers that start from zeros.
 
 A hidden unit can go if no unit that matters reads it, be it in its own layer, in the next one or behind the
 module; that it reads itself does not count. It can also go if it is zero at all times: its candidate gate gets
 nothing and its state starts at zero. All layers and directions of one module have the same number of units, so
-the one with the most that matter decides.
+the one with the most that matter decides. The last state of a module with one layer and one direction has the
+units of its outputs; where that of another is used, all units stay.
 """
 
 from __future__ import annotations
@@ -118,16 +119,16 @@ class Recurrent:
 
 
 class Item:
-    """The first of the two things that a recurrent layer gives, or a choice of positions of a tensor."""
+    """The outputs or the last state of a recurrent layer, or a choice of positions of a tensor."""
 
     def forward(self, analysis: Analysis, node: fx.Node) -> Features | None:
         first, index = node.args
         source = analysis.of(first)
-        if source is None or not isinstance(first, fx.Node) or shape(node) is None:
+        if source is None or not isinstance(first, fx.Node):
             return None
         size = shape(first)
         if size is None:
-            return source if index == 0 else None
+            return source if _has_the_same_units(analysis, first, index) else None
         places = index if isinstance(index, tuple) else (index,)
         if not all(isinstance(each, int | slice) for each in places) or len(node.all_input_nodes) > 1:
             return None
@@ -142,6 +143,14 @@ class Item:
 
     def rewrite(self, analysis: Analysis, node: fx.Node) -> None:
         """It has nothing for single features."""
+
+
+def _has_the_same_units(analysis: Analysis, node: fx.Node, index: object) -> bool:
+    """Whether this part of what a recurrent layer gives has the units of its outputs, in their order."""
+    if node.op != "call_module":
+        return True  # the two states of one layer of an LSTM
+    module = cast(nn.RNNBase, analysis.module(node))
+    return index == 0 or (index == 1 and module.num_layers == 1 and not module.bidirectional)
 
 
 def _layers(module: nn.RNNBase) -> list[list[_Direction]]:

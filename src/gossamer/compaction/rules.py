@@ -31,6 +31,7 @@ _CALLS: dict[object, Rule] = {
     **dict.fromkeys(shapes.RESHAPES, shapes.Reshape()),
     **dict.fromkeys(shapes.CONCATENATIONS, shapes.Concatenation()),
     **dict.fromkeys(shapes.MOVES, shapes.Move()),
+    **dict.fromkeys(shapes.NEW_AXES, shapes.NewAxis()),
     functional.pad: shapes.Padding(),
     operator.getitem: Item(),
 }

@@ -28,6 +28,7 @@ POOL_FUNCTIONS: tuple[Callable[..., Any], ...] = (*_EXACT_POOLS, *_AVERAGES, *_M
 REDUCTIONS: tuple[Any, ...] = (torch.mean, "mean", torch.amax, "amax")
 RESHAPES: tuple[Any, ...] = (torch.flatten, "flatten", torch.reshape, "reshape", "view")
 CONCATENATIONS: tuple[Any, ...] = (torch.cat, torch.concat)
+NEW_AXES: tuple[Any, ...] = (torch.squeeze, "squeeze", torch.unsqueeze, "unsqueeze")
 MOVES: tuple[Any, ...] = (torch.permute, "permute", torch.transpose, "transpose")
 
 
@@ -165,6 +166,28 @@ class Move:
             order = list(range(len(size)))
             order[one], order[other] = other, one
         return Features(order.index(len(size) + source.dim) - len(size), source.ids, source.constant)
+
+    def backward(self, analysis: Analysis, node: fx.Node, needed: Tensor) -> None:
+        analysis.pass_on(node, needed)
+
+    def rewrite(self, analysis: Analysis, node: fx.Node) -> None:
+        """It has nothing for single features."""
+
+
+class NewAxis:
+    """An axis of size one that comes or goes."""
+
+    def forward(self, analysis: Analysis, node: fx.Node) -> Features | None:
+        dim = bound(node, "input", "dim", dim=None).get("dim")
+        source, before, after = analysis.of(node.args[0]), shape(cast(fx.Node, node.args[0])), shape(node)
+        if source is None or before is None or after is None or not isinstance(dim, int):
+            return None
+        place, axis = dim % max(len(before), len(after)), len(before) + source.dim
+        if len(after) > len(before):
+            return Features(source.dim - (place > axis), source.ids, source.constant)
+        if place == axis:
+            return None
+        return Features(source.dim + (len(after) < len(before) and place > axis), source.ids, source.constant)
 
     def backward(self, analysis: Analysis, node: fx.Node, needed: Tensor) -> None:
         analysis.pass_on(node, needed)
