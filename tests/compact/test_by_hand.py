@@ -425,6 +425,15 @@ def test_saved_and_loaded_it_is_an_ordinary_module() -> None:
     assert all(each.grad is not None for each in small.parameters())
 
 
+def test_half_precision() -> None:
+    model = nn.Sequential(nn.Linear(64, 90), nn.ReLU(), nn.Linear(90, 70), nn.ReLU(), nn.Linear(70, 3)).bfloat16()
+    zero_(model[0].weight, slice(0, 40))
+    found = compact(model, torch.randn(8, 64).bfloat16())
+    assert shapes(found.model)["0.weight"] == (50, 64)
+    assert {each.dtype for each in found.model.parameters()} == {torch.bfloat16}
+    assert_same(found.model, model, torch.randn(8, 64).bfloat16(), 0.05)
+
+
 def test_inputs_by_name() -> None:
     class Named(nn.Module):
         def __init__(self) -> None:

@@ -27,13 +27,13 @@ class CompactionError(RuntimeError):
     """The smaller model does not compute what the model computes."""
 
 
-def compact(model: nn.Module, example_input: object, *, tolerance: float = 1e-4) -> Compaction:
+def compact(model: nn.Module, example_input: object, *, tolerance: float | None = None) -> Compaction:
     """A smaller model with the same outputs, in evaluation mode, and a report of what went.
 
     ``example_input`` is a tensor, a tuple of inputs or a mapping of keyword inputs; the smaller model takes
     other batch sizes too. The model is left as it is. Raises ``UntraceableError`` where ``torch.fx`` cannot
     trace it, and ``CompactionError`` if the outputs for the example differ by more than ``tolerance`` times
-    the largest output, as they do for a model whose output is random.
+    the largest output, as they do for a model whose output is random. None means 1e-4, and more for half precision.
     """
     smaller = trace(copy.deepcopy(model).eval(), example_input)
     _tidy(smaller)
@@ -56,7 +56,8 @@ def compact(model: nn.Module, example_input: object, *, tolerance: float = 1e-4)
     def run(*inputs: Any, **named: Any) -> Any:
         return smaller(*inputs, **named)
 
-    verification = verify(model, run, example_input=example_input, tolerance=tolerance)
+    allowed = _rounding(model) if tolerance is None else tolerance
+    verification = verify(model, run, example_input=example_input, tolerance=allowed)
     if not verification:
         raise CompactionError(
             f"expected the smaller model of {type(model).__name__} to have the same outputs, got {verification}. "
@@ -115,6 +116,12 @@ def _tidy(graph_module: fx.GraphModule) -> None:
             owner, _, last = name.rpartition(".")
             delattr(graph_module.get_submodule(owner), last)
     graph_module.recompile()
+
+
+def _rounding(model: nn.Module) -> float:
+    """What sums in another order may change, generously."""
+    floats = [each.dtype for each in model.parameters() if each.is_floating_point()]
+    return max([1e-4, *(16 * torch.finfo(dtype).eps for dtype in floats)])
 
 
 def _parameters(module: nn.Module) -> int:
