@@ -89,7 +89,7 @@ def sizes(model: nn.Module) -> dict[str, tuple[str, tuple[int, ...], int]]:
         own = list(module.parameters(recurse=False))
         if own:
             main = max(own, key=lambda each: each.ndim)
-            found[name] = type(module).__name__, tuple(main.shape), sum(each.numel() for each in own)
+            found[name or "(model)"] = type(module).__name__, tuple(main.shape), sum(each.numel() for each in own)
     return found
 
 
