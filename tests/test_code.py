@@ -20,7 +20,7 @@ LAYERS = (
     {"settings", "budget_kernels", "budget", "select", "_forward"},
     {"flops", "target", "store", "moments", "models", "data", "_claims", "keep_zeros", "sparsefile"},
     {"learning", "health", "_resume", "report", "verify", "checkpoint", "deploy"},
-    {"sample_scales"},
+    {"sample_scales", "compaction"},
     {"connectivity"},
     {"sparsifier"},
     {"__init__"},

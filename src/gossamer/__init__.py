@@ -1,6 +1,7 @@
 """Gossamer makes neural networks sparse while they train."""
 
 from gossamer.checkpoint import load, save
+from gossamer.compaction import compact
 from gossamer.keep_zeros import keep_zeros
 from gossamer.report import report
 from gossamer.select import select
@@ -10,4 +11,4 @@ from gossamer.verify import verify
 
 __version__ = "0.1.0"
 
-__all__ = ["Sparsifier", "keep_zeros", "load", "report", "save", "select", "tune_decay", "verify"]
+__all__ = ["Sparsifier", "compact", "keep_zeros", "load", "report", "save", "select", "tune_decay", "verify"]

@@ -1,0 +1,119 @@
+"""What compaction took out, and why the rest of the dead features stayed."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from torch import nn
+
+from gossamer.compaction.analysis import Analysis
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One layer before and after: the shape of its weight and its number of parameters. A shape of None says
+    that the layer is gone."""
+
+    name: str
+    type: str
+    before: tuple[int, ...]
+    after: tuple[int, ...] | None
+    parameters_before: int
+    parameters_after: int
+
+
+@dataclass(frozen=True)
+class Stayed:
+    """``count`` features of a layer that carry nothing, or that nobody reads, and that had to stay."""
+
+    layer: str
+    count: int
+    why: str
+
+    def __str__(self) -> str:
+        return f"{self.layer}: {self.count} dead feature{'s' if self.count > 1 else ''} stayed: {self.why}"
+
+
+@dataclass(frozen=True)
+class CompactionReport:
+    """What ``gossamer.compact`` did; ``str`` is a table and a list of reasons."""
+
+    layers: tuple[Layer, ...]
+    """All layers with a weight, in order."""
+    stayed: tuple[Stayed, ...]
+    folded: int
+    """Constants that moved into a bias."""
+    branches: tuple[str, ...]
+    """Additions of which one side was a constant."""
+    parameters_before: int
+    parameters_after: int
+    difference: float
+    """Largest difference of the outputs for the example input, relative to the largest output."""
+
+    def __str__(self) -> str:
+        share = self.parameters_after / self.parameters_before if self.parameters_before else 1.0
+        lines = [
+            f"{self.parameters_before:,} parameters before, {self.parameters_after:,} after ({share:.1%}); "
+            f"largest relative difference of the outputs {self.difference:.1e}"
+        ]
+        changed = [layer for layer in self.layers if layer.after != layer.before]
+        width = max((len(layer.name) for layer in changed), default=0)
+        for layer in changed:
+            after = "gone" if layer.after is None else _shape(layer.after)
+            lines.append(f"  {layer.name:<{width}}  {layer.type:<12}  {_shape(layer.before):>16} → {after}")
+        if not changed:
+            lines.append("  nothing could be taken out")
+        if self.folded:
+            lines.append(f"  {self.folded} constant{'s' if self.folded > 1 else ''} folded into biases and weights")
+        lines += [f"  {name}: one side was a constant; that branch is gone" for name in self.branches]
+        lines += [f"  {each}" for each in self.stayed]
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True, eq=False)
+class Compaction:
+    """The smaller model, in evaluation mode, and what was done to it; ``str`` is the report."""
+
+    model: nn.Module
+    report: CompactionReport
+
+    def __str__(self) -> str:
+        return str(self.report)
+
+
+def sizes(model: nn.Module) -> dict[str, tuple[str, tuple[int, ...], int]]:
+    """Type, shape of the weight and number of parameters of all layers that have parameters of their own."""
+    found = {}
+    for name, module in model.named_modules():
+        own = list(module.parameters(recurse=False))
+        if own:
+            main = max(own, key=lambda each: each.ndim)
+            found[name or "(model)"] = type(module).__name__, tuple(main.shape), sum(each.numel() for each in own)
+    return found
+
+
+def compare(before: dict[str, tuple[str, tuple[int, ...], int]], after: nn.Module) -> tuple[Layer, ...]:
+    now = sizes(after)
+    return tuple(
+        Layer(name, kind, shape, now[name][1] if name in now else None, count, now[name][2] if name in now else 0)
+        for name, (kind, shape, count) in before.items()
+    )
+
+
+def what_stayed(analysis: Analysis) -> tuple[Stayed, ...]:
+    """The dead features of the layers that begin them, by reason."""
+    counts: Counter[tuple[str, str]] = Counter()
+    seen: set[int] = set()
+    for node, features in analysis.features.items():
+        dead = ~analysis.needed[node] | features.is_constant
+        for feature, is_dead in zip(features.ids.tolist(), dead.tolist(), strict=True):
+            reason = analysis.groups.reason(feature)
+            if feature not in seen and node.op == "call_module" and is_dead and reason is not None:
+                counts[analysis.name(node), str(reason)] += 1
+            seen.add(feature)
+    return tuple(Stayed(layer, count, why) for (layer, why), count in counts.items())
+
+
+def _shape(sizes: tuple[int, ...]) -> str:
+    return " × ".join(map(str, sizes))

@@ -1,0 +1,1 @@
+"""Compaction: networks whose features were killed, by hand and at random."""
