@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 # On a CPU chunks that stay in the cache are several times faster than large ones, whose memory is always new.
-CPU_CHUNK_BYTES = 2**20
+CPU_CHUNK_BYTES = 4 * 2**20
 
 
 @dataclass(frozen=True)
