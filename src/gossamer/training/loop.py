@@ -160,6 +160,7 @@ def train(run: Run, out: Path | str, *, observers: Sequence[Observer] = ()) -> d
             result.write_json(folder / result.LAYERS, counted.to_dict())
             result.write_json(folder / result.RESULT, finished)  # last: the run is complete when this is there
             checkpoints.clear()
+        place.wait()  # nobody leaves, and closes its connections, while another still writes
         return finished
 
 

@@ -53,6 +53,11 @@ class Place:
         dist.all_reduce(votes, op=dist.ReduceOp.MAX)
         return bool(votes.item() > 0)
 
+    def wait(self) -> None:
+        """Wait until all processes have come here."""
+        if self.world > 1:
+            dist.barrier()
+
     def mean(self, value: Tensor) -> Tensor:
         """The mean of a tensor over the processes."""
         if self.world == 1:
