@@ -95,8 +95,13 @@ def join(device: str) -> Place:
     if not dist.is_initialized():
         dist.init_process_group("nccl" if chosen.type == "cuda" else "gloo")
         # Kept for further runs of this process: torchrun's store does not take a second group of the same name.
-        atexit.register(dist.destroy_process_group)
+        atexit.register(_leave)
     return Place(chosen, dist.get_rank(), dist.get_world_size())
+
+
+def _leave() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _device(name: str) -> torch.device:
