@@ -62,6 +62,6 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     all_of_them(Path(sys.argv[1]), ("ddp", "fsdp2"))
     torch.distributed.destroy_process_group()
-    # Seen once in many runs: a process aborts in the interpreter's farewell, after all its work ("terminate called without
-    # an active exception"). What is tested here is the work.
+    # Seen once in many runs: a process aborts in the interpreter's farewell, after all its work ("terminate called
+    # without an active exception"). What is tested here is the work.
     os._exit(0)

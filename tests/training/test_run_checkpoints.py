@@ -112,3 +112,12 @@ def test_random_numbers_go_on_where_they_were(tmp_path: Path) -> None:
     assert loaded is not None
     set_random_states(loaded["random"])
     assert [draw(), draw()] == expected
+
+
+def test_a_digest_whose_checkpoint_was_never_finished_goes_too(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save({"step": 1}, 1)
+    (tmp_path / "checkpoint-000000002.sha256").write_text("killed before the checkpoint had its name")
+    assert checkpoints.load() is not None
+    checkpoints.clear()
+    assert list(tmp_path.iterdir()) == []

@@ -77,6 +77,8 @@ class Checkpoints:
         """Remove all checkpoints: the run is complete."""
         for path in self.paths():
             _remove(path)
+        for alone in self.folder.glob("checkpoint-*.sha256"):
+            alone.unlink(missing_ok=True)  # of a checkpoint whose writing was cut short
 
 
 def write_atomically(
