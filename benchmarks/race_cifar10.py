@@ -77,17 +77,6 @@ def race_and_record(
     return outcomes
 
 
-def best(outcomes: list[Outcome], method: str) -> dict[str, object]:
-    """The settings with the highest mean validation accuracy."""
-    groups: dict[str, list[Outcome]] = {}
-    for outcome in outcomes:
-        if outcome.member.method == method:
-            options = {key: value for key, value in dataclasses.asdict(outcome.member).items() if key != "seed"}
-            groups.setdefault(json.dumps(options), []).append(outcome)
-    score = {key: statistics.mean(o.validation_accuracy or 0.0 for o in group) for key, group in groups.items()}
-    return json.loads(max(score, key=lambda key: score[key]))  # type: ignore[no-any-return]
-
-
 def chosen_before(out: Path, method: str) -> dict[str, object]:
     """The best settings of a screening whose records are in `out`."""
     records = [json.loads(path.read_text()) for path in sorted(out.glob("screening-*.json"))]
@@ -121,9 +110,7 @@ def main() -> None:
     if "screening" in arguments.stage:
         candidates = list(CANDIDATES.values())[:: 5 if arguments.tiny else 1]
         outcomes = race_and_record(screening, members(candidates), split, "screening", **common)
-        present = {outcome.member.method for outcome in outcomes}
-        chosen |= {method: best(outcomes, method) for method in present}
-        say(f"chosen on validation: {chosen}")
+        chosen |= {method: chosen_before(arguments.out, method) for method in {each.member.method for each in outcomes}}
     if "final" in arguments.stage:
         if "screening" not in arguments.stage:
             chosen = {method: chosen_before(arguments.out, method) for method in chosen}

@@ -9,6 +9,7 @@ sparsify phase, where masks learn and the budget is solved in every step; fine-t
 
 import argparse
 import json
+import platform
 import statistics
 import time
 from collections.abc import Callable
@@ -21,6 +22,7 @@ from torch.nn import functional as F
 import gossamer
 from gossamer import models
 from gossamer.side_by_side.capture import Captured
+from gossamer.training.result import commit
 
 Step = Callable[[], None]
 
@@ -148,6 +150,12 @@ def extra_memory(build: Callable[[], nn.Module]) -> dict[str, float]:
     return {"weights": float(store.count * 4), "held": float(held), "ratio": held / (store.count * 4)}
 
 
+def hardware(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu")
@@ -172,7 +180,8 @@ def main() -> None:
     memory = extra_memory(lambda: models.create("resnet20"))
     print(f"extra memory: {memory['ratio']:.2f} × the bytes of the weights")
     if arguments.out:
-        arguments.out.write_text(json.dumps({"rows": rows, "memory": memory, "torch": torch.__version__}, indent=1))
+        about = {"torch": torch.__version__, "hardware": hardware(device), "commit": commit()}
+        arguments.out.write_text(json.dumps({"rows": rows, "memory": memory, **about}, indent=1))
 
 
 if __name__ == "__main__":
