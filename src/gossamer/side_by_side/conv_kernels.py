@@ -2,9 +2,9 @@
 """3 × 3 convolutions of many small networks at once, for CUDA GPUs.
 
 Images lie as (runs, batch, height, width, channels), filters as (runs, outputs, 3, 3, channels): all that belongs to
-one run lies together. A program takes some pixels of one run and multiplies: pixels × (3 · channels), a row of the window,
-by (3 · channels) × outputs, for each of the three rows. The libraries' grouped convolutions take the groups of the
-weight gradient one by one; this does all runs at once, and sums what batch norm needs on the way.
+one run lies together. A program takes some pixels of one run and multiplies: pixels × (3 · channels), a row of the
+window, by (3 · channels) × outputs, for each of the three rows. The libraries' grouped convolutions take the groups of
+the weight gradient one by one; this does all runs at once, and sums what batch norm needs on the way.
 
 Sums are in float32, whatever the images are.
 """
@@ -108,7 +108,8 @@ def _row_of_window(images, image, down, right, there, place, row: tl.constexpr, 
 
 @triton.jit
 def _gradient_of_filters(x, dy, parts, batch, run_stride, rounds: tl.constexpr,
-                         height: tl.constexpr, width: tl.constexpr, channels: tl.constexpr, outputs: tl.constexpr, stride: tl.constexpr, precision: tl.constexpr,
+                         height: tl.constexpr, width: tl.constexpr, channels: tl.constexpr, outputs: tl.constexpr,
+                         stride: tl.constexpr, precision: tl.constexpr,
                          p: tl.constexpr, k: tl.constexpr, o: tl.constexpr):  # fmt: skip
     out_height: tl.constexpr = (height + stride - 1) // stride
     out_width: tl.constexpr = (width + stride - 1) // stride
