@@ -20,12 +20,13 @@ _PROGRAMS = 1024  # about what keeps a large GPU busy
 
 
 @triton.jit
-def _convolve(x, w, y, sums, batch, run_stride, height: tl.constexpr, width: tl.constexpr, channels: tl.constexpr,
-              outputs: tl.constexpr, stride: tl.constexpr, has_sums: tl.constexpr, precision: tl.constexpr,
+def _convolve(x, w, y, sums, batch, run_stride, filter_stride,
+              height: tl.constexpr, width: tl.constexpr, channels: tl.constexpr, outputs: tl.constexpr, stride: tl.constexpr, has_sums: tl.constexpr, precision: tl.constexpr,
               p: tl.constexpr, k: tl.constexpr, o: tl.constexpr):  # fmt: skip
     out_height: tl.constexpr = (height + stride - 1) // stride
     out_width: tl.constexpr = (width + stride - 1) // stride
     row_length: tl.constexpr = 3 * channels
+    chunks: tl.constexpr = (row_length + k - 1) // k
     run = tl.program_id(2).to(tl.int64)
     pixels = batch * out_height * out_width
     pixel = tl.program_id(0) * p + tl.arange(0, p)
@@ -33,19 +34,23 @@ def _convolve(x, w, y, sums, batch, run_stride, height: tl.constexpr, width: tl.
     down = (pixel // out_width) % out_height * stride - 1
     right = pixel % out_width * stride - 1
     output = tl.program_id(1) * o + tl.arange(0, o)
-    images, filters = x + run * run_stride, w + run * (outputs * 3 * row_length)
+    images, filters = x + run * run_stride, w + run * filter_stride
     total = tl.zeros((p, o), dtype=tl.float32)
-    for row in tl.static_range(3):
+    for step in tl.range(0, 3 * chunks):
+        row, first = step // chunks, step % chunks * k
+        place = first + tl.arange(0, k)
         there = (pixel < pixels) & (down + row >= 0) & (down + row < height)
         start = ((image * height + down + row) * width + right) * channels
-        for first in tl.static_range(0, row_length, k):
-            place = first + tl.arange(0, k)
+        if channels % k == 0:  # all places are of one pixel
+            column = right + first // channels
+            inside = (there & (column >= 0) & (column < width))[:, None]
+        else:
             column = right[:, None] + (place // channels)[None, :]
             inside = there[:, None] & (column >= 0) & (column < width) & (place < row_length)[None, :]
-            window = tl.load(images + start[:, None] + place[None, :], mask=inside, other=0.0)
-            taps = tl.load(filters + output[None, :] * (3 * row_length) + row * row_length + place[:, None],
-                           mask=(place < row_length)[:, None] & (output < outputs)[None, :], other=0.0)  # fmt: skip
-            total = tl.dot(window, taps, total, input_precision=precision)
+        window = tl.load(images + start[:, None] + place[None, :], mask=inside, other=0.0)
+        taps = tl.load(filters + output[None, :] * (3 * row_length) + row * row_length + place[:, None],
+                       mask=(place < row_length)[:, None] & (output < outputs)[None, :], other=0.0)  # fmt: skip
+        total = tl.dot(window, taps, total, input_precision=precision)
     written = (pixel < pixels)[:, None] & (output < outputs)[None, :]
     rounded = total.to(y.dtype.element_ty)
     tl.store(y + run * pixels * outputs + pixel[:, None] * outputs + output[None, :], rounded, mask=written)
@@ -57,12 +62,13 @@ def _convolve(x, w, y, sums, batch, run_stride, height: tl.constexpr, width: tl.
 
 
 @triton.jit
-def _gradient_of_images(dy, w, dx, batch, height: tl.constexpr, width: tl.constexpr, channels: tl.constexpr,
-                        outputs: tl.constexpr, stride: tl.constexpr, precision: tl.constexpr,
+def _gradient_of_images(dy, w, dx, batch, filter_stride,
+                        height: tl.constexpr, width: tl.constexpr, channels: tl.constexpr, outputs: tl.constexpr, stride: tl.constexpr, precision: tl.constexpr,
                         p: tl.constexpr, k: tl.constexpr, o: tl.constexpr):  # fmt: skip
     out_height: tl.constexpr = (height + stride - 1) // stride
     out_width: tl.constexpr = (width + stride - 1) // stride
     row_length: tl.constexpr = 3 * outputs
+    chunks: tl.constexpr = (row_length + k - 1) // k
     run = tl.program_id(2).to(tl.int64)
     pixels = batch * height * width
     pixel = tl.program_id(0) * p + tl.arange(0, p)
@@ -71,26 +77,28 @@ def _gradient_of_images(dy, w, dx, batch, height: tl.constexpr, width: tl.conste
     right = pixel % width + 1
     channel = tl.program_id(1) * o + tl.arange(0, o)
     gradients = dy + run * batch * (out_height * out_width * outputs)
-    filters = w + run * (outputs * 9 * channels)
+    filters = w + run * filter_stride
     total = tl.zeros((p, o), dtype=tl.float32)
-    for row in tl.static_range(3):
+    for step in tl.range(0, 3 * chunks):
+        row, first = step // chunks, step % chunks * k
+        place = first + tl.arange(0, k)
+        tap, output = place // outputs, place % outputs
         y = (down - row) // stride
         there = (pixel < pixels) & (down >= row) & (y < out_height) & ((down - row) % stride == 0)
         start = (image * out_height + y) * out_width
-        for first in tl.static_range(0, row_length, k):
-            place = first + tl.arange(0, k)
-            tap, output = place // outputs, place % outputs
+        if outputs % k == 0:  # all places are of one pixel
+            distance = (right - first // outputs)[:, None]
+            inside = there[:, None]
+        else:
             distance = right[:, None] - tap[None, :]
-            column = distance // stride
-            inside = there[:, None] & (distance >= 0) & (column < out_width) & (distance % stride == 0)
-            inside = inside & (place < row_length)[None, :]
-            gradient = tl.load(
-                gradients + (start[:, None] + column) * outputs + output[None, :], mask=inside, other=0.0
-            )
-            taps = tl.load(filters + output[:, None] * (9 * channels)
-                           + (tap + row * 3)[:, None] * channels + channel[None, :],
-                           mask=(place < row_length)[:, None] & (channel < channels)[None, :], other=0.0)  # fmt: skip
-            total = tl.dot(gradient, taps, total, input_precision=precision)
+            inside = there[:, None] & (place < row_length)[None, :]
+        column = distance // stride
+        inside = inside & (distance >= 0) & (column < out_width) & (distance % stride == 0)
+        gradient = tl.load(gradients + (start[:, None] + column) * outputs + output[None, :], mask=inside, other=0.0)
+        taps = tl.load(filters + output[:, None] * (9 * channels) + (tap + row * 3)[:, None] * channels
+                       + channel[None, :],
+                       mask=(place < row_length)[:, None] & (channel < channels)[None, :], other=0.0)  # fmt: skip
+        total = tl.dot(gradient, taps, total, input_precision=precision)
     written = (pixel < pixels)[:, None] & (channel < channels)[None, :]
     where = dx + run * pixels * channels + pixel[:, None] * channels + channel[None, :]
     tl.store(where, total.to(dx.dtype.element_ty), mask=written)
@@ -195,8 +203,8 @@ def convolve(x: Tensor, w: Tensor, stride: int) -> tuple[Tensor, Tensor]:
     tile = forward_tile(channels, outputs)
     grid = (triton.cdiv(batch * out_height * out_width, tile.pixels), triton.cdiv(outputs, tile.outputs), runs)
     _convolve[grid](
-        x, w, y, sums, batch, _run_stride(x), height, width, channels, outputs, stride, True, _precision(x),
-        *tile[:3], num_warps=tile.warps, num_stages=tile.stages,
+        x, w, y, sums, batch, _run_stride(x), w.stride(0), height, width, channels, outputs, stride, True,
+        _precision(x), *tile[:3], num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return y, sums
 
@@ -210,7 +218,7 @@ def gradient_of_images(dy: Tensor, x: Tensor, w: Tensor, stride: int) -> Tensor:
     tile = forward_tile(outputs, channels)
     grid = (triton.cdiv(batch * height * width, tile.pixels), triton.cdiv(channels, tile.outputs), runs)
     _gradient_of_images[grid](
-        dy, w, dx, batch, height, width, channels, outputs, stride, _precision(x),
+        dy, w, dx, batch, w.stride(0), height, width, channels, outputs, stride, _precision(x),
         *tile[:3], num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return dx

@@ -164,7 +164,9 @@ def _convolve(images: Tensor, axis: int | None, weight: Tensor, weight_axis: int
     from gossamer.side_by_side.conv_kernels import Convolution  # needs Triton
 
     assert weight_axis is not None
-    filters = weight.movedim(weight_axis, 0).permute(0, 1, 3, 4, 2).contiguous()
+    filters = weight.movedim(weight_axis, 0).permute(0, 1, 3, 4, 2)
+    if not filters[0].is_contiguous():
+        filters = filters.contiguous()
     return Convolution.apply(_by_network(images, axis), filters, stride[0])  # type: ignore[no-untyped-call]
 
 
@@ -222,7 +224,7 @@ class _BatchNorm(_Stacked):
             result = _normalise(_by_network(images, in_dims[0]), None, shortcut, in_dims[1], vectors, momentum, eps)
             return result.permute(0, 1, 4, 2, 3), 0
         networks = info.batch_size
-        weight, bias, mean, variance = (vector.view(-1) for vector in vectors)
+        weight, bias, mean, variance = (vector.reshape(-1) for vector in vectors)
         images = _beside(images, in_dims[0], networks)
         result = F.batch_norm(images, mean, variance, weight, bias, training, momentum, eps)
         if shortcut is not None:
@@ -263,11 +265,11 @@ class _PoolAndPad(_Stacked):
     def vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Tensor, int]:
         images, new_channels = args
         networks = info.batch_size
-        if _on_gpu(images):
+        if _on_gpu(images) and images.shape[-1] % 2 == 0 == images.shape[-2] % 2:
+            from gossamer.side_by_side.pool_kernels import PoolAndPad  # needs Triton
+
             rows = _by_network(images, in_dims[0])
-            _, batch, height, width, channels = rows.shape
-            squares = rows.view(networks, batch, height // 2, 2, width // 2, 2, channels)
-            return F.pad(squares.mean((3, 5)), (0, new_channels)).permute(0, 1, 4, 2, 3), 0
+            return PoolAndPad.apply(rows, new_channels).permute(0, 1, 4, 2, 3), 0  # type: ignore[no-untyped-call]
         rows = _beside(images, in_dims[0], networks).permute(0, 2, 3, 1)
         batch, height, width, channels = rows.shape
         squares = rows.reshape(batch, height // 2, 2, width // 2, 2, networks, channels // networks)
