@@ -21,7 +21,8 @@ _PROGRAMS = 1024  # about what keeps a large GPU busy
 
 @triton.jit
 def _convolve(x, w, y, sums, batch, run_stride, filter_stride,
-              height: tl.constexpr, width: tl.constexpr, channels: tl.constexpr, outputs: tl.constexpr, stride: tl.constexpr, has_sums: tl.constexpr, precision: tl.constexpr,
+              height: tl.constexpr, width: tl.constexpr, channels: tl.constexpr, outputs: tl.constexpr,
+              stride: tl.constexpr, has_sums: tl.constexpr, precision: tl.constexpr,
               p: tl.constexpr, k: tl.constexpr, o: tl.constexpr):  # fmt: skip
     out_height: tl.constexpr = (height + stride - 1) // stride
     out_width: tl.constexpr = (width + stride - 1) // stride
@@ -63,7 +64,8 @@ def _convolve(x, w, y, sums, batch, run_stride, filter_stride,
 
 @triton.jit
 def _gradient_of_images(dy, w, dx, batch, filter_stride,
-                        height: tl.constexpr, width: tl.constexpr, channels: tl.constexpr, outputs: tl.constexpr, stride: tl.constexpr, precision: tl.constexpr,
+                        height: tl.constexpr, width: tl.constexpr, channels: tl.constexpr,
+                        outputs: tl.constexpr, stride: tl.constexpr, precision: tl.constexpr,
                         p: tl.constexpr, k: tl.constexpr, o: tl.constexpr):  # fmt: skip
     out_height: tl.constexpr = (height + stride - 1) // stride
     out_width: tl.constexpr = (width + stride - 1) // stride
