@@ -1,0 +1,401 @@
+"""How fast every network of the zoo trains on one GPU: alone in the best mode, and side by side with others.
+
+    python benchmarks/throughput.py --out results/throughput/h200.json
+    python benchmarks/throughput.py --tiny --out tiny.json --networks resnet20 lstm_lm     # a check on a CPU
+
+A mode is a precision (float32 or bf16), a memory layout, eager or compiled, launched kernel by kernel or captured as one
+CUDA graph. For each network a few sensible modes are tried with the sparse step, in the phase where masks learn and the
+budget is solved in every step; in the fastest one the dense and the sparse step are then timed in turns, and their
+difference is the share of the sparsifier. Batch size, optimizer and clipping are those of the network's recipe (batch 64
+and the defaults where it has none). Small images and text are random, but gathered and augmented as in training; a batch
+of ImageNet's size stays on the device, so decoding files is not counted.
+
+The file is written after every measurement. The same command goes on where it was stopped; what has failed is noted, and
+not tried again. Compiling takes longest and comes last, while `--minutes` last.
+"""
+
+import argparse
+import contextlib
+import gc
+import itertools
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import gossamer
+from gossamer import models
+from gossamer.data import Batches, ImageSet, Labelled, TextBatches
+from gossamer.recipes import RECIPES
+from gossamer.schedule import Phase
+from gossamer.side_by_side.capture import Captured
+from gossamer.training import Run
+from gossamer.training.optimise import make_optimizer
+from gossamer.training.result import commit
+
+EPOCH = {"mnist": 60_000, "cifar10": 50_000, "imagefolder": 1_281_167, "wikitext2": 2_088_628}  # images or words
+COMPILED_FIRST = ("resnet20", "resnet50", "vgg16_cifar", "wrn28_10", "efficientnet_b0", "vgg16", "densenet40")
+COMPILE_SECONDS = 45  # left of the time, or nothing is compiled any more
+ROUNDS = 5  # of dense and sparse steps in turns
+
+Record = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Mode:
+    """One way to compute a step."""
+
+    precision: str = "float32"
+    channels_last: bool = False
+    compile: bool = False
+    capture: bool = False
+
+    def __str__(self) -> str:
+        named = {"channels-last": self.channels_last, "compiled": self.compile, "graph": self.capture}
+        return ", ".join([self.precision, *(name for name, on in named.items() if on)])
+
+
+def modes_of(entry: models.ModelEntry, *, compiled: bool) -> list[Mode]:
+    """The modes that make sense for a network: layouts for images, compilation for all but cuDNN's LSTM."""
+    bf16 = Mode("bf16")
+    convolutions = not entry.tokens and len(entry.input_shape) == 3 and entry.name not in FLAT
+    if compiled:
+        best = replace(bf16, channels_last=convolutions, compile=True, capture=True)
+        return [] if entry.tokens else [best]
+    plain = [Mode(), replace(Mode(), capture=True), bf16, replace(bf16, capture=True)]
+    if not convolutions:
+        return plain
+    return [*plain, replace(bf16, channels_last=True), replace(bf16, channels_last=True, capture=True)]
+
+
+FLAT = ("fc_densenet_mnist", "lenet300", "indrnn")  # they take images as vectors
+
+
+# --- what is measured: a step of training ---
+
+
+@dataclass(frozen=True)
+class Case:
+    """A network with the batches and the optimizer of its recipe."""
+
+    entry: models.ModelEntry
+    run: Run
+    device: torch.device
+
+    @property
+    def samples(self) -> int:
+        """Images, or words, of one step."""
+        return self.run.batch_size * (self.run.bptt if self.entry.tokens else 1)
+
+    def build(self) -> nn.Module:
+        options = {key: value for key, value in self.run.model_options.items() if key != "pretrained"}
+        return models.create(self.entry.name, **options)
+
+
+def case_of(name: str, device: torch.device, *, tiny: bool) -> Case:
+    entry = models.entry(name)
+    recipes = (recipe.run for recipe in RECIPES if recipe.run.model == name and recipe.run.sparsity is not None)
+    run = next(recipes, Run(model=name, data=entry.data, method="scl", sparsity=0.95))
+    if tiny:
+        options = {"hidden": 16, "num_classes": 50} if entry.tokens else {}
+        run = replace(run, batch_size=4, bptt=5, model_options=options)
+    return Case(entry, run, device)
+
+
+def endless(source: Batches | TextBatches) -> Iterator[tuple[Tensor, Tensor]]:
+    while True:
+        yield from source
+
+
+def batches_of(case: Case, mode: Mode) -> Iterator[tuple[Tensor, Tensor]]:
+    """Random batches of the network's kind, without end."""
+    entry, run, device = case.entry, case.run, case.device
+    classes = int(str(run.model_options.get("num_classes", entry.num_classes)))
+    torch.manual_seed(0)
+    if entry.tokens:
+        stream = torch.randint(classes, (run.batch_size * (50 * run.bptt + 1),))
+        return endless(TextBatches(stream, run.batch_size, length=run.bptt, device=device))
+    if len(entry.input_shape) == 1:
+        return itertools.repeat(tuple(torch.randn(2, run.batch_size, *entry.input_shape, device=device)))  # type: ignore[arg-type]
+    if entry.data == "imagefolder":
+        images = torch.randn(run.batch_size, *entry.input_shape, device=device)
+        layout = torch.channels_last if mode.channels_last else torch.contiguous_format
+        labels = torch.randint(classes, (run.batch_size,), device=device)
+        return itertools.repeat((images.contiguous(memory_format=layout), labels))
+    count, channels = 100 * run.batch_size, entry.input_shape[0]
+    images = torch.randint(256, (count, *entry.input_shape), dtype=torch.uint8)
+    part = Labelled(images, torch.randint(classes, (count,))).to(device)
+    augmented = channels == 3
+    dataset = ImageSet("random", part, part, tuple(map(str, range(classes))), (0.5,) * channels, (0.25,) * channels,
+                       padding=4 if augmented else 0, flip=augmented)  # fmt: skip
+    return endless(Batches.training(dataset, run.batch_size, channels_last=mode.channels_last))
+
+
+class Trained:
+    """A network with everything that a step needs; calling it takes one step."""
+
+    def __init__(self, case: Case, mode: Mode, *, sparse: bool) -> None:
+        self._case, self._mode, run = case, mode, case.run
+        self._batches = batches_of(case, mode)
+        first = next(self._batches)
+        # The buffers that a captured step reads; every batch is copied into them.
+        self._inputs, self._targets = (torch.empty_like(part).copy_(part) for part in first)
+        model = case.build().to(case.device).train()
+        if mode.channels_last:
+            model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        self._model, self._optimizer = model, make_optimizer(run, model)
+        self._forward: Callable[..., Any] = torch.compile(model) if mode.compile else model
+        self._state: tuple[Tensor, ...] | None = None
+        if case.entry.tokens:
+            assert isinstance(model, models.lstm_lm.LSTMLanguageModel)
+            self._state = model.zero_state(run.batch_size)
+        self._sparsifier = None
+        if sparse:
+            phases = {"warmup": "0it", "sparsify": "900000it", "stabilise": "0it"}
+            self._sparsifier = gossamer.Sparsifier(
+                model, self._optimizer, sparsity=run.sparsity, total_steps=1_000_000, **phases
+            )
+        self._captured = Captured(self._step, case.device) if mode.capture else None
+
+    def __call__(self) -> None:
+        inputs, targets = next(self._batches)
+        self._inputs.copy_(inputs)
+        self._targets.copy_(targets)
+        if self._captured is None:
+            self._step()
+            return
+        if self._captured.replays and self._sparsifier is not None:
+            self._sparsifier.advance()
+        self._captured()
+
+    def _step(self) -> None:
+        with torch.autocast(self._case.device.type, torch.bfloat16, enabled=self._mode.precision == "bf16"):
+            output = self._forward(self._inputs) if self._state is None else self._predicted()
+        loss = functional.mse_loss if self._targets.is_floating_point() else functional.cross_entropy
+        loss(output.float(), self._targets.flatten() if self._state is not None else self._targets).backward()
+        if self._case.run.clip is not None:
+            nn.utils.clip_grad_norm_(self._model.parameters(), self._case.run.clip)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+
+    def _predicted(self) -> Tensor:
+        assert self._state is not None
+        logits, state = self._forward(self._inputs, self._state)
+        for kept, new in zip(self._state, state, strict=True):
+            kept.copy_(new.detach())
+        return logits.flatten(0, 1)  # type: ignore[no-any-return]
+
+
+# --- measuring ---
+
+
+def synchronise(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def seconds_a_step(step: Callable[[], None], seconds: float, device: torch.device) -> float:
+    """The mean over as many steps as fit, from an idle device to an idle device."""
+
+    def timed(count: int) -> float:
+        synchronise(device)
+        start = time.perf_counter()
+        for _ in range(count):
+            step()
+        synchronise(device)
+        return (time.perf_counter() - start) / count
+
+    pilot = timed(2)
+    return timed(max(2, min(5_000, int(seconds / pilot))))
+
+
+def warm_up(step: Callable[[], None], device: torch.device) -> float:
+    """Seconds until steps are what they will be: algorithms chosen, code compiled, graph captured."""
+    start = time.perf_counter()
+    for _ in range(6):
+        step()
+    synchronise(device)
+    return time.perf_counter() - start
+
+
+def try_mode(case: Case, mode: Mode, seconds: float) -> Record:
+    """The sparse step in one mode."""
+    if case.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    step = Trained(case, mode, sparse=True)
+    start_up = warm_up(step, case.device)
+    took = seconds_a_step(step, seconds, case.device)
+    return {"sparse_ms": 1e3 * took, "start_up_s": start_up, "peak_gib": peak_memory(case.device)}
+
+
+def peak_memory(device: torch.device) -> float | None:
+    return torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else None
+
+
+def alone(case: Case, mode: Mode, seconds: float) -> Record:
+    """The dense and the sparse step in turns."""
+    steps = {name: Trained(case, mode, sparse=name == "sparse") for name in ("dense", "sparse")}
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for step in steps.values():
+        warm_up(step, case.device)
+    for _ in range(ROUNDS):
+        for name, step in steps.items():
+            times[name].append(seconds_a_step(step, seconds / ROUNDS, case.device))
+    dense, sparse = (statistics.median(times[name]) for name in ("dense", "sparse"))
+    per_epoch = EPOCH.get(case.entry.data)
+    return {
+        "mode": str(mode),
+        "dense_ms": 1e3 * dense,
+        "sparse_ms": 1e3 * sparse,
+        "sparsifier_share": max(0.0, 1.0 - dense / sparse),
+        "per_second": case.samples / sparse,
+        "epoch_s": None if per_epoch is None else sparse * per_epoch / case.samples,
+    }
+
+
+def side_by_side(case: Case, runs: int) -> Record:
+    """Runs of one network trained together as one stacked network; bf16, one CUDA graph."""
+    from side_by_side import seconds_a_step as stacked  # the benchmark beside this one
+
+    steps = 60 if case.entry.connections < 5_000_000 else 15
+    dense, _ = stacked(case.entry.name, runs, steps, Phase.WARMUP, case.device)
+    torch.cuda.reset_peak_memory_stats()
+    sparse, peak = stacked(case.entry.name, runs, steps, Phase.SPARSIFY, case.device)
+    epoch = sparse * EPOCH["cifar10"] / 64 / runs
+    return {"runs": runs, "dense_ms": 1e3 * dense, "sparse_ms": 1e3 * sparse, "epoch_s": epoch, "peak_gib": peak}
+
+
+# --- the record ---
+
+
+class Book:
+    """What has been measured so far, written to its file after every entry."""
+
+    def __init__(self, path: Path, about: Record) -> None:
+        self._path = path
+        self.record: Record = json.loads(path.read_text()) if path.is_file() else {"networks": {}}
+        if self.record.get("hardware", about["hardware"]) != about["hardware"]:
+            raise SystemExit(
+                f"{path} is of {self.record['hardware']}, not of {about['hardware']}: choose another --out"
+            )
+        self.record = {**self.record, **about}
+
+    def of(self, case: Case) -> Record:
+        fresh = {"batch_size": case.run.batch_size, "unit": "words" if case.entry.tokens else "images", "tried": {}}
+        found: Record = self.record["networks"].setdefault(case.entry.name, fresh)
+        return found
+
+    def note(self, into: Record, key: str, label: str, measure: Callable[[], Record]) -> None:
+        """Measure, and write down the outcome or the error, unless that was done already."""
+        if key in into:
+            return
+        start = time.perf_counter()
+        try:
+            into[key] = measure()
+        except Exception as error:  # whatever it is, the other networks are measured too
+            lines = str(error).splitlines() or [""]
+            into[key] = {"error": f"{type(error).__name__}: {lines[0]}"}
+        gc.collect()
+        if torch.cuda.is_available():
+            with contextlib.suppress(RuntimeError):
+                torch.cuda.empty_cache()
+        torch.compiler.reset()
+        self.write()
+        print(f"{label}: {told(into[key])} ({time.perf_counter() - start:.1f} s)", flush=True)
+        if "CUDA error" in into[key].get("error", ""):
+            raise SystemExit("the GPU cannot be used any more by this process: run the same command again to go on")
+
+    def write(self) -> None:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = self._path.with_name(f".{self._path.name}.part")
+        temporary.write_text(json.dumps(self.record, indent=1) + "\n")
+        temporary.replace(self._path)
+
+
+def told(entry: Record) -> str:
+    if "error" in entry:
+        return str(entry["error"])
+    dense = f"dense {entry['dense_ms']:.3f} ms, " if "dense_ms" in entry else ""
+    return f"{dense}sparse {entry['sparse_ms']:.3f} ms"
+
+
+def best_mode(case: Case, tried: Record) -> Mode | None:
+    """The mode with the fastest sparse step."""
+    every = {str(mode): mode for flag in (False, True) for mode in modes_of(case.entry, compiled=flag)}
+    good = {name: entry["sparse_ms"] for name, entry in tried.items() if "error" not in entry}
+    return every[min(good, key=lambda name: good[name])] if good else None
+
+
+def measure_alone(book: Book, case: Case, modes: list[Mode], seconds: float) -> None:
+    found, name = book.of(case), case.entry.name
+    for mode in modes:
+        if mode.capture and case.device.type != "cuda":
+            continue
+        book.note(found["tried"], str(mode), f"{name}, {mode}", lambda mode=mode: try_mode(case, mode, seconds / 2))
+    best = best_mode(case, found["tried"])
+    if best is None:
+        return
+    if "alone" in found and found["alone"].get("mode", str(best)) != str(best):
+        del found["alone"]  # a faster mode has turned up since
+    book.note(found, "alone", f"{name}, alone", lambda: {**alone(case, best, seconds), "best": asdict(best)})
+    if "error" not in found["alone"]:
+        found["alone"]["peak_gib"] = found["tried"][str(best)]["peak_gib"]
+        book.write()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--networks", nargs="+", default=models.names(), choices=models.names(), metavar="NAME")
+    parser.add_argument("--seconds", type=float, default=1.5, help="of dense and sparse steps each, in the best mode")
+    parser.add_argument("--runs", type=int, default=8, help="side by side, of the CIFAR networks; 0 leaves them out")
+    parser.add_argument("--minutes", type=float, default=5.5, help="after which nothing new is begun")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--tiny", action="store_true", help="small batches on a CPU, to see that it works")
+    arguments = parser.parse_args()
+    device = torch.device("cpu" if arguments.tiny else arguments.device)
+    seconds = 0.05 if arguments.tiny else arguments.seconds
+    until = time.monotonic() + 60 * arguments.minutes
+    on_gpu = device.type == "cuda"
+    torch.backends.cudnn.benchmark = on_gpu
+    about = {
+        "command": f"python benchmarks/throughput.py {' '.join(sys.argv[1:])}",
+        "hardware": torch.cuda.get_device_name(device) if on_gpu else "CPU",
+        "torch": torch.__version__,
+        "commit": commit(),
+    }
+    book = Book(arguments.out, about)
+    cases = {name: case_of(name, device, tiny=arguments.tiny) for name in arguments.networks}
+    compiled = [name for name in COMPILED_FIRST if name in cases]
+    compiled += [name for name in cases if name not in compiled]
+
+    def in_time(needed: float = 0.0) -> bool:
+        return time.monotonic() + needed < until
+
+    for case in cases.values():
+        if in_time():
+            measure_alone(book, case, modes_of(case.entry, compiled=False), seconds)
+    for name, case in cases.items():
+        if on_gpu and arguments.runs and case.entry.data == "cifar10" and in_time():
+            book.note(
+                book.of(case), "side_by_side", f"{name}, side by side", lambda: side_by_side(case, arguments.runs)
+            )
+    for name in compiled if on_gpu else ():
+        if in_time(COMPILE_SECONDS):
+            measure_alone(book, cases[name], modes_of(cases[name].entry, compiled=True), seconds)
+    left = [name for name, case in cases.items() if "alone" not in book.of(case)]
+    book.write()
+    if left:
+        print(f"not measured: {', '.join(left)}; run the same command again to go on")
+
+
+if __name__ == "__main__":
+    main()
