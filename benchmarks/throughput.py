@@ -3,19 +3,20 @@
     python benchmarks/throughput.py --out results/throughput/h200.json
     python benchmarks/throughput.py --tiny --out tiny.json --networks resnet20 lstm_lm     # a check on a CPU
 
-A mode is a precision (float32 or bf16), a memory layout, eager or compiled, launched kernel by kernel or captured as one
-CUDA graph. For each network a few sensible modes are tried with the sparse step, in the phase where masks learn and the
-budget is solved in every step; in the fastest one the dense and the sparse step are then timed in turns, and their
-difference is the share of the sparsifier. Batch size, optimizer and clipping are those of the network's recipe (batch 64
-and the defaults where it has none). Small images and text are random, but gathered and augmented as in training; a batch
-of ImageNet's size stays on the device, so decoding files is not counted.
+A mode is a precision (float32 or bf16), a memory layout, eager or compiled, launched kernel by kernel or captured as
+one CUDA graph. For each network a few sensible modes are tried with the sparse step, in the phase where masks learn and
+the budget is solved in every step; in the fastest one the dense and the sparse step are then timed in turns, and their
+difference is the share of the sparsifier. Batch size, optimizer and clipping are those of the network's recipe (batch
+64 and the defaults where it has none). Small images and text are random, but gathered and augmented as in training; a
+batch of ImageNet's size stays on the device, so decoding files is not counted.
 
-The file is written after every measurement. The same command goes on where it was stopped; what has failed is noted, and
-not tried again. Compiling takes longest and comes last, while `--minutes` last.
+The file is written after every measurement. The same command goes on where it was stopped; what has failed is noted,
+and not tried again. Compiling takes longest and comes last, while `--minutes` last.
 """
 
 import argparse
 import contextlib
+import functools
 import gc
 import itertools
 import json
@@ -177,21 +178,24 @@ class Trained:
         self._captured()
 
     def _step(self) -> None:
+        state = None
         with torch.autocast(self._case.device.type, torch.bfloat16, enabled=self._mode.precision == "bf16"):
-            output = self._forward(self._inputs) if self._state is None else self._predicted()
-        loss = functional.mse_loss if self._targets.is_floating_point() else functional.cross_entropy
-        loss(output.float(), self._targets.flatten() if self._state is not None else self._targets).backward()
+            if self._state is None:
+                output = self._forward(self._inputs)
+            else:
+                output, state = self._forward(self._inputs, self._state)
+        if self._targets.is_floating_point():
+            loss = functional.mse_loss(output.float(), self._targets)
+        else:
+            loss = functional.cross_entropy(output.float().flatten(0, -2), self._targets.flatten())
+        loss.backward()
+        if state is not None and self._state is not None:
+            for kept, new in zip(self._state, state, strict=True):
+                kept.copy_(new.detach())  # only now: the backward pass has needed the old one
         if self._case.run.clip is not None:
             nn.utils.clip_grad_norm_(self._model.parameters(), self._case.run.clip)
         self._optimizer.step()
         self._optimizer.zero_grad()
-
-    def _predicted(self) -> Tensor:
-        assert self._state is not None
-        logits, state = self._forward(self._inputs, self._state)
-        for kept, new in zip(self._state, state, strict=True):
-            kept.copy_(new.detach())
-        return logits.flatten(0, 1)  # type: ignore[no-any-return]
 
 
 # --- measuring ---
@@ -385,9 +389,8 @@ def main() -> None:
             measure_alone(book, case, modes_of(case.entry, compiled=False), seconds)
     for name, case in cases.items():
         if on_gpu and arguments.runs and case.entry.data == "cifar10" and in_time():
-            book.note(
-                book.of(case), "side_by_side", f"{name}, side by side", lambda: side_by_side(case, arguments.runs)
-            )
+            stacked = functools.partial(side_by_side, case, arguments.runs)
+            book.note(book.of(case), "side_by_side", f"{name}, side by side", stacked)
     for name in compiled if on_gpu else ():
         if in_time(COMPILE_SECONDS):
             measure_alone(book, cases[name], modes_of(cases[name].entry, compiled=True), seconds)
