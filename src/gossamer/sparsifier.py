@@ -146,6 +146,11 @@ class Sparsifier:
             raise RuntimeError(f"masks have not begun to learn: step {self.step} of {self.plan.warmup} of the warm-up")
         return self._connectivity.health(self.step, self._steps_per_epoch)
 
+    @property
+    def latest_decay(self) -> float | None:
+        """λ1 of late, given or solved for; None before masks have learned."""
+        return None if self._connectivity is None else self._connectivity.log.latest_decay()
+
     # --- the steps ---
 
     def advance(self) -> Phase:
