@@ -11,35 +11,28 @@ difference is the share of the sparsifier. Batch size, optimizer and clipping ar
 batch of ImageNet's size stays on the device, so decoding files is not counted.
 
 The file is written after every measurement. The same command goes on where it was stopped; what has failed is noted,
-and not tried again. Compiling takes longest and comes last, while `--minutes` last.
+and not tried again. Compiling takes longest and is done while `--minutes` last, the two networks that matter most
+first.
 """
 
 import argparse
 import contextlib
 import functools
 import gc
-import itertools
 import json
 import statistics
-import sys
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional
+from throughput_steps import Case, Trained, case_of, modes_of
 
-import gossamer
 from gossamer import models
-from gossamer.data import Batches, ImageSet, Labelled, TextBatches
-from gossamer.recipes import RECIPES
 from gossamer.schedule import Phase
-from gossamer.side_by_side.capture import Captured
-from gossamer.training import Run
-from gossamer.training.optimise import make_optimizer
+from gossamer.training.modes import Mode
 from gossamer.training.result import commit
 
 EPOCH = {"mnist": 60_000, "cifar10": 50_000, "imagefolder": 1_281_167, "wikitext2": 2_088_628}  # images or words
@@ -47,155 +40,10 @@ COMPILED_FIRST = ("resnet20", "resnet50", "vgg16_cifar", "wrn28_10", "efficientn
 COMPILE_SECONDS = 45  # left of the time, or nothing is compiled any more
 ROUNDS = 5  # of dense and sparse steps in turns
 
+ENOUGH = 0.97  # of the fastest mode's speed, for a simpler one to be taken
+COMPILING_GAINS = 0.9  # of the time of the fastest eager mode is what a compiled one may take
+
 Record = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Mode:
-    """One way to compute a step."""
-
-    precision: str = "float32"
-    channels_last: bool = False
-    compile: bool = False
-    capture: bool = False
-
-    def __str__(self) -> str:
-        named = {"channels-last": self.channels_last, "compiled": self.compile, "graph": self.capture}
-        return ", ".join([self.precision, *(name for name, on in named.items() if on)])
-
-
-def modes_of(entry: models.ModelEntry, *, compiled: bool) -> list[Mode]:
-    """The modes that make sense for a network: layouts for images, compilation for all but cuDNN's LSTM."""
-    bf16 = Mode("bf16")
-    convolutions = not entry.tokens and len(entry.input_shape) == 3 and entry.name not in FLAT
-    if compiled:
-        best = replace(bf16, channels_last=convolutions, compile=True, capture=True)
-        return [] if entry.tokens else [best]
-    plain = [Mode(), replace(Mode(), capture=True), bf16, replace(bf16, capture=True)]
-    if not convolutions:
-        return plain
-    return [*plain, replace(bf16, channels_last=True), replace(bf16, channels_last=True, capture=True)]
-
-
-FLAT = ("fc_densenet_mnist", "lenet300", "indrnn")  # they take images as vectors
-
-
-# --- what is measured: a step of training ---
-
-
-@dataclass(frozen=True)
-class Case:
-    """A network with the batches and the optimizer of its recipe."""
-
-    entry: models.ModelEntry
-    run: Run
-    device: torch.device
-
-    @property
-    def samples(self) -> int:
-        """Images, or words, of one step."""
-        return self.run.batch_size * (self.run.bptt if self.entry.tokens else 1)
-
-    def build(self) -> nn.Module:
-        options = {key: value for key, value in self.run.model_options.items() if key != "pretrained"}
-        return models.create(self.entry.name, **options)
-
-
-def case_of(name: str, device: torch.device, *, tiny: bool) -> Case:
-    entry = models.entry(name)
-    recipes = (recipe.run for recipe in RECIPES if recipe.run.model == name and recipe.run.sparsity is not None)
-    run = next(recipes, Run(model=name, data=entry.data, method="scl", sparsity=0.95))
-    if tiny:
-        options = {"hidden": 16, "num_classes": 50} if entry.tokens else {}
-        run = replace(run, batch_size=4, bptt=5, model_options=options)
-    return Case(entry, run, device)
-
-
-def endless(source: Batches | TextBatches) -> Iterator[tuple[Tensor, Tensor]]:
-    while True:
-        yield from source
-
-
-def batches_of(case: Case, mode: Mode) -> Iterator[tuple[Tensor, Tensor]]:
-    """Random batches of the network's kind, without end."""
-    entry, run, device = case.entry, case.run, case.device
-    classes = int(str(run.model_options.get("num_classes", entry.num_classes)))
-    torch.manual_seed(0)
-    if entry.tokens:
-        stream = torch.randint(classes, (run.batch_size * (50 * run.bptt + 1),))
-        return endless(TextBatches(stream, run.batch_size, length=run.bptt, device=device))
-    if len(entry.input_shape) == 1:
-        return itertools.repeat(tuple(torch.randn(2, run.batch_size, *entry.input_shape, device=device)))  # type: ignore[arg-type]
-    if entry.data == "imagefolder":
-        images = torch.randn(run.batch_size, *entry.input_shape, device=device)
-        layout = torch.channels_last if mode.channels_last else torch.contiguous_format
-        labels = torch.randint(classes, (run.batch_size,), device=device)
-        return itertools.repeat((images.contiguous(memory_format=layout), labels))
-    count, channels = 100 * run.batch_size, entry.input_shape[0]
-    images = torch.randint(256, (count, *entry.input_shape), dtype=torch.uint8)
-    part = Labelled(images, torch.randint(classes, (count,))).to(device)
-    augmented = channels == 3
-    dataset = ImageSet("random", part, part, tuple(map(str, range(classes))), (0.5,) * channels, (0.25,) * channels,
-                       padding=4 if augmented else 0, flip=augmented)  # fmt: skip
-    return endless(Batches.training(dataset, run.batch_size, channels_last=mode.channels_last))
-
-
-class Trained:
-    """A network with everything that a step needs; calling it takes one step."""
-
-    def __init__(self, case: Case, mode: Mode, *, sparse: bool) -> None:
-        self._case, self._mode, run = case, mode, case.run
-        self._batches = batches_of(case, mode)
-        first = next(self._batches)
-        # The buffers that a captured step reads; every batch is copied into them.
-        self._inputs, self._targets = (torch.empty_like(part).copy_(part) for part in first)
-        model = case.build().to(case.device).train()
-        if mode.channels_last:
-            model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        self._model, self._optimizer = model, make_optimizer(run, model)
-        self._forward: Callable[..., Any] = torch.compile(model) if mode.compile else model
-        self._state: tuple[Tensor, ...] | None = None
-        if case.entry.tokens:
-            assert isinstance(model, models.lstm_lm.LSTMLanguageModel)
-            self._state = model.zero_state(run.batch_size)
-        self._sparsifier = None
-        if sparse:
-            phases = {"warmup": "0it", "sparsify": "900000it", "stabilise": "0it"}
-            self._sparsifier = gossamer.Sparsifier(
-                model, self._optimizer, sparsity=run.sparsity, total_steps=1_000_000, **phases
-            )
-        self._captured = Captured(self._step, case.device) if mode.capture else None
-
-    def __call__(self) -> None:
-        inputs, targets = next(self._batches)
-        self._inputs.copy_(inputs)
-        self._targets.copy_(targets)
-        if self._captured is None:
-            self._step()
-            return
-        if self._captured.replays and self._sparsifier is not None:
-            self._sparsifier.advance()
-        self._captured()
-
-    def _step(self) -> None:
-        state = None
-        with torch.autocast(self._case.device.type, torch.bfloat16, enabled=self._mode.precision == "bf16"):
-            if self._state is None:
-                output = self._forward(self._inputs)
-            else:
-                output, state = self._forward(self._inputs, self._state)
-        if self._targets.is_floating_point():
-            loss = functional.mse_loss(output.float(), self._targets)
-        else:
-            loss = functional.cross_entropy(output.float().flatten(0, -2), self._targets.flatten())
-        loss.backward()
-        if state is not None and self._state is not None:
-            for kept, new in zip(self._state, state, strict=True):
-                kept.copy_(new.detach())  # only now: the backward pass has needed the old one
-        if self._case.run.clip is not None:
-            nn.utils.clip_grad_norm_(self._model.parameters(), self._case.run.clip)
-        self._optimizer.step()
-        self._optimizer.zero_grad()
 
 
 # --- measuring ---
@@ -293,7 +141,8 @@ class Book:
         self.record = {**self.record, **about}
 
     def of(self, case: Case) -> Record:
-        fresh = {"batch_size": case.run.batch_size, "unit": "words" if case.entry.tokens else "images", "tried": {}}
+        unit = "words" if case.entry.tokens else "images" if len(case.entry.input_shape) == 3 else "vectors"
+        fresh = {"batch_size": case.run.batch_size, "unit": unit, "tried": {}}
         found: Record = self.record["networks"].setdefault(case.entry.name, fresh)
         return found
 
@@ -343,7 +192,7 @@ def measure_alone(book: Book, case: Case, modes: list[Mode], seconds: float) -> 
     for mode in modes:
         if mode.capture and case.device.type != "cuda":
             continue
-        book.note(found["tried"], str(mode), f"{name}, {mode}", lambda mode=mode: try_mode(case, mode, seconds / 2))
+        book.note(found["tried"], str(mode), f"{name}, {mode}", lambda mode=mode: try_mode(case, mode, 0.3 * seconds))
     best = best_mode(case, found["tried"])
     if best is None:
         return
@@ -355,14 +204,38 @@ def measure_alone(book: Book, case: Case, modes: list[Mode], seconds: float) -> 
         book.write()
 
 
+def write_modes(path: Path, record: Record, cases: dict[str, Case]) -> None:
+    """Put the simplest mode that is about as fast as the fastest into the table that `gossamer train` reads."""
+    table = json.loads(path.read_text())
+    measured = table.setdefault(record["hardware"], {})
+    for name, case in cases.items():
+        mode = simplest_fast_mode(case, record["networks"].get(name, {}).get("tried", {}))
+        if mode is not None:
+            measured[name] = asdict(mode)
+    path.write_text(json.dumps(table, indent=1, sort_keys=True) + "\n")
+
+
+def simplest_fast_mode(case: Case, tried: Record) -> Mode | None:
+    """Modes are tried from the plain one on; compiling, which takes long to begin, has to gain more than the others."""
+    took = {name: entry["sparse_ms"] for name, entry in tried.items() if "error" not in entry}
+    compiled = [str(mode) for mode in modes_of(case.entry, compiled=True)]
+    eager = {name: value for name, value in took.items() if name not in compiled}
+    named = {str(mode): mode for flag in (False, True) for mode in modes_of(case.entry, compiled=flag)}
+    for name in compiled:
+        if name in took and took[name] < COMPILING_GAINS * min(eager.values(), default=float("inf")):
+            return named[name]
+    return next((named[name] for name in named if name in eager and ENOUGH * eager[name] <= min(eager.values())), None)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--networks", nargs="+", default=models.names(), choices=models.names(), metavar="NAME")
-    parser.add_argument("--seconds", type=float, default=1.5, help="of dense and sparse steps each, in the best mode")
+    parser.add_argument("--seconds", type=float, default=1.0, help="of dense and sparse steps each, in the best mode")
     parser.add_argument("--runs", type=int, default=8, help="side by side, of the CIFAR networks; 0 leaves them out")
     parser.add_argument("--minutes", type=float, default=5.5, help="after which nothing new is begun")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--modes", type=Path, help="the table of modes to bring up to date, training/modes.json")
     parser.add_argument("--tiny", action="store_true", help="small batches on a CPU, to see that it works")
     arguments = parser.parse_args()
     device = torch.device("cpu" if arguments.tiny else arguments.device)
@@ -371,7 +244,7 @@ def main() -> None:
     on_gpu = device.type == "cuda"
     torch.backends.cudnn.benchmark = on_gpu
     about = {
-        "command": f"python benchmarks/throughput.py {' '.join(sys.argv[1:])}",
+        "command": "python benchmarks/throughput.py --out results/throughput/h200.json",
         "hardware": torch.cuda.get_device_name(device) if on_gpu else "CPU",
         "torch": torch.__version__,
         "commit": commit(),
@@ -384,20 +257,26 @@ def main() -> None:
     def in_time(needed: float = 0.0) -> bool:
         return time.monotonic() + needed < until
 
+    def compile_some(names: list[str]) -> None:
+        for name in names if on_gpu else ():
+            if in_time(COMPILE_SECONDS):
+                measure_alone(book, cases[name], modes_of(cases[name].entry, compiled=True), seconds)
+
     for case in cases.values():
         if in_time():
             measure_alone(book, case, modes_of(case.entry, compiled=False), seconds)
+    compile_some(compiled[:2])
     for name, case in cases.items():
         if on_gpu and arguments.runs and case.entry.data == "cifar10" and in_time():
             stacked = functools.partial(side_by_side, case, arguments.runs)
             book.note(book.of(case), "side_by_side", f"{name}, side by side", stacked)
-    for name in compiled if on_gpu else ():
-        if in_time(COMPILE_SECONDS):
-            measure_alone(book, cases[name], modes_of(cases[name].entry, compiled=True), seconds)
+    compile_some(compiled[2:])
+    if arguments.modes is not None:
+        write_modes(arguments.modes, book.record, cases)
     left = [name for name, case in cases.items() if "alone" not in book.of(case)]
     book.write()
     if left:
-        print(f"not measured: {', '.join(left)}; run the same command again to go on")
+        print(f"not measured: {', '.join(left)}; out of time (run the same command again), or failed (see the file)")
 
 
 if __name__ == "__main__":
