@@ -112,3 +112,10 @@ def test_there_is_nothing_to_tell_in_the_warm_up() -> None:
     sparsifier = gossamer.Sparsifier(model, torch.optim.SGD(model.parameters()), sparsity=0.5, total_steps=40)
     with pytest.raises(RuntimeError, match="masks have not begun to learn: step 0 of 10"):
         sparsifier.health()
+
+
+def test_the_latest_decay_alone_is_that_of_the_trace(run: Watched) -> None:
+    assert run.sparsifier.latest_decay == run.sparsifier.health().decay[-1]
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    assert gossamer.Sparsifier(model, optimizer, sparsity=0.5, total_steps=TOTAL).latest_decay is None

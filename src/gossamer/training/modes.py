@@ -66,6 +66,8 @@ def why_not_captured(run: Run, place: Place) -> str | None:
         return f"{place.world} processes have to meet in every step"
     if run.method not in _CAPTURED_METHODS:
         return f"only steps of {' and '.join(_CAPTURED_METHODS)} can be replayed, not of method={run.method}"
+    if run.data == "imagefolder":
+        return "the thread that prepares the images of a folder may call the GPU's driver while a step is captured"
     if run.leave_at is not None:
         return "with leave_at the host has to look at the sparsity to end a phase"
     if run.method == "scl" and run.mask_settings.scale == "per_sample":
