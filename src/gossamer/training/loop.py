@@ -58,7 +58,7 @@ def train(run: Run, out: Path | str, *, observers: Sequence[Observer] = ()) -> d
     shard_(model, run, place)
     torch.manual_seed(seed_for(run.seed, place.rank))  # of dropout, which each process draws for itself
 
-    optimizer = make_optimizer(run, model)
+    optimizer = make_optimizer(chosen, model)
     sparsifier = build_method(run, model, optimizer, total, per_epoch, task.example())
     forward = forward_of(model, chosen, place)
 

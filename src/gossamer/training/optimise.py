@@ -34,13 +34,14 @@ _LEAST_GAIN = 1e-4  # relative: less is no improvement
 def make_optimizer(run: Run, model: nn.Module) -> Optimizer:
     """On a GPU in one kernel (`fused`), which reads the learning rate from the device, as a captured step has to.
 
-    Sharded parameters have no such kernel for SGD, and keep to plain numbers.
+    Sharded parameters have no such kernel for SGD, and keep to plain numbers. `run` has to be resolved.
     """
     parameters = list(model.parameters())
     fused = all(each.is_cuda and not isinstance(each, DTensor) for each in parameters)
+    captured = fused and bool(run.capture)
     lr = torch.tensor(run.lr, device=parameters[0].device) if fused else run.lr
     if run.optimizer == "adamw":
-        return AdamW(parameters, lr=lr, weight_decay=run.weight_decay, fused=fused or None, capturable=fused)
+        return AdamW(parameters, lr=lr, weight_decay=run.weight_decay, fused=fused or None, capturable=captured)
     return SGD(
         parameters,
         lr=lr,

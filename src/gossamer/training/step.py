@@ -7,6 +7,7 @@ mask learning and fine-tuning, so each has a graph of its own. A batch of anothe
 without one. On a CPU there are no graphs, and a captured step simply runs.
 """
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -104,9 +105,15 @@ class Step:
             self._compute(batch)
             return
         captured = self._for_this_phase(batch)
-        if captured.replays and isinstance(self._sparsifier, Sparsifier):
-            self._sparsifier.advance()  # a step that runs for real advances by itself
-        captured()
+        if captured.replays:
+            if isinstance(self._sparsifier, Sparsifier):
+                self._sparsifier.advance()  # a step that runs for real advances by itself
+            captured()
+            return
+        with warnings.catch_warnings():
+            # Adam notices that the first steps are not captured, and asks whether that is meant.
+            warnings.filterwarnings("ignore", "This instance was constructed with capturable=True")
+            captured()
 
     def _compute(self, batch: Batch) -> None:
         loss = self._task.loss(self._forward, batch)
