@@ -30,6 +30,8 @@ def modes_of(entry: models.ModelEntry, *, compiled: bool) -> list[Mode]:
         best = replace(bf16, channels_last=convolutions, compile=True, capture=True)
         return [] if entry.tokens else [best]
     plain = [Mode(), replace(Mode(), capture=True), bf16, replace(bf16, capture=True)]
+    if entry.tokens:
+        return plain[:2]  # under autocast torch would compute its LSTM in float16, whose small gradients vanish
     if not convolutions:
         return plain
     return [*plain, replace(bf16, channels_last=True), replace(bf16, channels_last=True, capture=True)]

@@ -66,6 +66,13 @@ def test_what_cannot_be_captured_is_left_eager_or_refused(run: Run, place: Place
         modes.resolve(run.with_settings(["capture=true"]), place)
 
 
+def test_an_lstm_is_not_computed_in_float16_unasked() -> None:
+    words = Run(model="lstm_lm", data="wikitext2", precision="bf16")
+    assert modes.resolve(words, CPU).precision == "bf16"
+    with pytest.raises(ValueError, match=r"computes cuDNN's LSTM of lstm_lm in float16.*: set precision=float32"):
+        modes.resolve(words, GPU)
+
+
 def test_the_identity_of_a_run_does_not_depend_on_its_speed() -> None:
     changed = SPARSE.with_settings(["capture=true", "compile=true", "channels_last=true"])
     assert changed.run_id == SPARSE.run_id
@@ -79,6 +86,7 @@ def test_the_committed_table_is_of_known_networks_and_modes() -> None:
         for network, mode in measured.items():
             assert network in networks.names()
             assert Mode(**mode).precision in ("float32", "bf16")
+        assert measured.get("lstm_lm", {}).get("precision", "float32") == "float32"
 
 
 def test_a_mode_in_words() -> None:

@@ -77,6 +77,17 @@ def test_a_process_without_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> 
         place.join("cuda")
 
 
+def test_a_gpu_that_is_asked_for_becomes_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", taken.append)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    places = [place.join(name).device for name in ("cuda:3", "cuda", "auto")]
+    assert places == taken == [torch.device("cuda", 3), torch.device("cuda", 2), torch.device("cuda", 2)]
+
+
 def test_a_graph_where_there_can_be_none(images: ImageSet, tmp_path: Path) -> None:
     run = RUN.with_settings(["method=scl", "decay=0.1", "leave_at=0.5", "capture=true"])
     with pytest.raises(ValueError, match="capture=true was asked for, but with leave_at"):

@@ -14,10 +14,12 @@ from typing import Any
 
 import torch
 
+from gossamer.models import MODELS
 from gossamer.training.place import Place
 from gossamer.training.run import AUTO, Run
 
 _MEASURED = Path(__file__).with_name("modes.json")
+_RECURRENT = tuple(entry.name for entry in MODELS if entry.tokens)
 _CAPTURED_METHODS = ("dense", "scl")  # whose steps can be replayed without a word from Python
 
 
@@ -40,6 +42,11 @@ def resolve(run: Run, place: Place) -> Run:
     obstacle = why_not_captured(run, place)
     if run.capture and obstacle is not None:
         raise ValueError(f"capture=true was asked for, but {obstacle}: set capture=auto or capture=false")
+    if run.precision == "bf16" and place.device.type == "cuda" and run.model in _RECURRENT:
+        raise ValueError(
+            f"precision=bf16 was asked for, but under autocast torch computes cuDNN's LSTM of {run.model} in float16, "
+            "whose small gradients vanish: set precision=float32"
+        )
     best = measured(run.model, place.device)
     if obstacle is not None:
         best = replace(best, capture=False)

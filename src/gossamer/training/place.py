@@ -88,11 +88,12 @@ def join(device: str) -> Place:
     """The place of this process; where torchrun has started several, join them."""
     world = int(os.environ.get("WORLD_SIZE", "1"))
     chosen = _device(device)
+    if chosen.type == "cuda":
+        own = os.environ.get("LOCAL_RANK", "0") if world > 1 else chosen.index
+        chosen = _device(f"cuda:{torch.cuda.current_device() if own is None else own}")
+        torch.cuda.set_device(chosen)  # streams, graphs and kernels of Triton are those of the current device
     if world == 1:
         return Place(chosen)
-    if chosen.type == "cuda":
-        chosen = _device(f"cuda:{os.environ.get('LOCAL_RANK', '0')}")
-        torch.cuda.set_device(chosen)
     if not dist.is_initialized():
         if chosen.type == "cuda":
             dist.init_process_group("nccl", device_id=chosen)
