@@ -1,5 +1,7 @@
 """What `Sparsifier.health()` says, against masks and gradients that are watched from outside."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -114,8 +116,7 @@ def test_there_is_nothing_to_tell_in_the_warm_up() -> None:
         sparsifier.health()
 
 
-def test_the_latest_decay_alone_is_that_of_the_trace(run: Watched) -> None:
-    assert run.sparsifier.latest_decay == run.sparsifier.health().decay[-1]
-    model = nn.Linear(3, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    assert gossamer.Sparsifier(model, optimizer, sparsity=0.5, total_steps=TOTAL).latest_decay is None
+def test_health_without_layers_is_the_same_otherwise(run: Watched) -> None:
+    whole, short = run.sparsifier.health(), run.sparsifier.health(layers=False)
+    assert short.layers == ()
+    assert replace(whole, layers=()) == short

@@ -88,11 +88,6 @@ class HealthLog:
         self._skipped_on_host.copy_(self.skipped, non_blocking=True)
         return int(self._skipped_on_host) if self.skipped.device.type == "cpu" else seen
 
-    def latest_decay(self) -> float | None:
-        """λ1 at the newest point of the trace: one copy from the device, much less than `read`."""
-        filled = [decay for decay, connections, _ in self.trace.tolist() if connections]
-        return filled[-1] if filled else None
-
     def state(self) -> dict[str, Any]:
         return {"mask_steps": self.mask_steps, **{name: getattr(self, name).clone() for name in _LOGGED}}
 

@@ -174,7 +174,8 @@ def _plan_without_masks(run: Run, total: int, per_epoch: int) -> Plan | None:
 def _decay(sparsifier: SparseTraining | None) -> float | None:
     if not isinstance(sparsifier, Sparsifier) or not sparsifier.phase.masks_train:
         return None
-    return sparsifier.latest_decay
+    trace = sparsifier.health(layers=False).decay
+    return trace[-1] if trace else None
 
 
 class _Clock:
