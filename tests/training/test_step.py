@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from recorded import Recorded
 from safetensors.torch import load_file
 from torch import nn
 
 from gossamer import sparsifier as sparsifier_module
 from gossamer.data import ImageSet, TextSet
-from gossamer.training import LossNotFinite, Run, step, train
+from gossamer.training import LossNotFinite, Run, loop, step, train
 from gossamer.training.optimise import load_optimizer_state, make_optimizer, set_learning_rate
 from gossamer.training.place import Place
 from gossamer.training.step import Meter
@@ -114,6 +115,50 @@ def test_a_captured_run_that_died_goes_on_to_the_same_bits(
         train(run, tmp_path / "torn", observers=[Dies()])
     train(run, tmp_path / "torn")
     assert_same_model(tmp_path / "whole", tmp_path / "torn")
+
+
+@pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch) -> type[Recorded]:
+    """Steps are replayed operation by operation, and the optimizer is the one that GPUs get."""
+
+    def on_the_device(run: Run, model: nn.Module) -> torch.optim.Optimizer:
+        lr = torch.tensor(run.lr)
+        if run.optimizer == "adamw":
+            return torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=run.weight_decay, fused=True)
+        return torch.optim.SGD(
+            model.parameters(), lr=lr, momentum=run.momentum, weight_decay=run.weight_decay, fused=True
+        )
+
+    Recorded.replays_done = 0
+    monkeypatch.setattr(step, "Captured", Recorded)
+    monkeypatch.setattr(loop, "make_optimizer", on_the_device)
+    return Recorded
+
+
+@pytest.mark.parametrize("changes", [[], ["clip=0.5", "label_smoothing=0.1"], ["optimizer=adamw", "lr=0.01"]], ids=str)
+def test_a_replay_takes_nothing_from_python(
+    images: ImageSet, tmp_path: Path, recorded: type[Recorded], changes: list[str]
+) -> None:
+    """The learning rate falls in every step, and batches differ: both have to be found on the device."""
+    run = IMAGES.with_settings(changes)
+    eager = train(run, tmp_path / "eager")
+    assert recorded.replays_done == 0
+    captured = train(run.with_settings(["capture=true"]), tmp_path / "captured")
+    assert recorded.replays_done == 25 - 4  # three trials, and the recording
+    assert_same_model(tmp_path / "eager", tmp_path / "captured")
+    assert captured["accuracy"] == eager["accuracy"]
+
+
+def test_a_replay_of_a_language_model_takes_nothing_from_python(
+    text: TextSet, tmp_path: Path, recorded: type[Recorded]
+) -> None:
+    """Dropout is drawn anew, the hidden state goes on, and is zeroed where an epoch begins."""
+    run = WORDS.with_settings(["clip=0.25", "momentum=0.0", "schedule=plateau", "lr_factor=0.5"])
+    eager = train(run, tmp_path / "eager")
+    captured = train(run.with_settings(["capture=true"]), tmp_path / "captured")
+    assert recorded.replays_done == 3 * 14 - 4  # of 15 windows an epoch the last is short, and never replayed
+    assert_same_model(tmp_path / "eager", tmp_path / "captured")
+    assert captured["perplexity"] == eager["perplexity"]
 
 
 def test_the_meter_tells_the_mean_and_the_first_bad_step() -> None:
