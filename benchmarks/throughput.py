@@ -16,7 +16,6 @@ first.
 """
 
 import argparse
-import contextlib
 import functools
 import gc
 import json
@@ -104,7 +103,6 @@ def alone(case: Case, mode: Mode, seconds: float) -> Record:
     dense, sparse = (statistics.median(times[name]) for name in ("dense", "sparse"))
     per_epoch = EPOCH.get(case.entry.data)
     return {
-        "mode": str(mode),
         "dense_ms": 1e3 * dense,
         "sparse_ms": 1e3 * sparse,
         "sparsifier_share": max(0.0, 1.0 - dense / sparse),
@@ -157,14 +155,15 @@ class Book:
             lines = str(error).splitlines() or [""]
             into[key] = {"error": f"{type(error).__name__}: {lines[0]}"}
         gc.collect()
-        if torch.cuda.is_available():
-            with contextlib.suppress(RuntimeError):
-                torch.cuda.empty_cache()
         torch.compiler.reset()
         self.write()
         print(f"{label}: {told(into[key])} ({time.perf_counter() - start:.1f} s)", flush=True)
-        if "CUDA error" in into[key].get("error", ""):
-            raise SystemExit("the GPU cannot be used any more by this process: run the same command again to go on")
+        if torch.cuda.is_available():
+            try:
+                torch.cuda.synchronize()
+                torch.cuda.empty_cache()
+            except RuntimeError as error:  # some errors end all work of a process on its GPU
+                raise SystemExit(f"the GPU is lost to this process ({error}): run the same command again") from error
 
     def write(self) -> None:
         self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -196,12 +195,15 @@ def measure_alone(book: Book, case: Case, modes: list[Mode], seconds: float) -> 
     best = best_mode(case, found["tried"])
     if best is None:
         return
-    if "alone" in found and found["alone"].get("mode", str(best)) != str(best):
-        del found["alone"]  # a faster mode has turned up since
-    book.note(found, "alone", f"{name}, alone", lambda: {**alone(case, best, seconds), "best": asdict(best)})
-    if "error" not in found["alone"]:
-        found["alone"]["peak_gib"] = found["tried"][str(best)]["peak_gib"]
-        book.write()
+    if found.get("alone", {}).get("tried") == str(best):
+        return
+    fresh: Record = {}
+    book.note(fresh, "alone", f"{name}, alone", lambda: alone(case, best, seconds))
+    if "error" not in fresh["alone"]:
+        fresh["alone"] |= {"mode": str(best), "peak_gib": found["tried"][str(best)]["peak_gib"]}
+    kept = {} if "error" not in fresh["alone"] else found.get("alone", {})  # a slower mode that works is better
+    found["alone"] = {**fresh["alone"], **kept, "tried": str(best)}
+    book.write()
 
 
 def write_modes(path: Path, record: Record, cases: dict[str, Case]) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from gossamer import results
 from gossamer.training.modes import Mode
 
 ROOT = Path(__file__).parents[2]
@@ -91,3 +92,42 @@ def test_the_table_of_modes_gets_the_simplest_that_is_fast(
     written = json.loads(table.read_text())["Some GPU"]
     assert Mode(**written["resnet20"]) == expected
     assert written["resnet56"] == {"precision": "bf16"}
+
+
+def test_a_faster_mode_that_fails_leaves_the_slower_one(
+    benchmark: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    book = benchmark.Book(tmp_path / "out.json", {"hardware": "CPU"})
+    case = benchmark.case_of("lenet300", benchmark.torch.device("cpu"), tiny=True)
+    found = book.of(case)
+    found["tried"]["float32"] = {"sparse_ms": 2.0, "peak_gib": None}
+    monkeypatch.setattr(benchmark, "alone", lambda case, mode, seconds: {"dense_ms": 1.0, "sparse_ms": 2.0})
+    benchmark.measure_alone(book, case, [], 0.01)
+    assert found["alone"]["mode"] == "float32"
+
+    def fails(case: object, mode: object, seconds: float) -> None:
+        raise RuntimeError("out of memory")
+
+    found["tried"]["bf16"] = {"sparse_ms": 1.0, "peak_gib": None}
+    monkeypatch.setattr(benchmark, "alone", fails)
+    benchmark.measure_alone(book, case, [], 0.01)
+    assert (found["alone"]["mode"], found["alone"]["sparse_ms"]) == ("float32", 2.0)
+    assert found["alone"]["error"] == "RuntimeError: out of memory"
+    monkeypatch.setattr(benchmark, "alone", lambda case, mode, seconds: pytest.fail("measured again"))
+    benchmark.measure_alone(book, case, [], 0.01)
+
+
+def test_the_table_of_the_docs_is_there_once_it_was_measured(tmp_path: Path) -> None:
+    assert results.throughput(tmp_path) == ""
+    alone = {"mode": "bf16, graph", "epoch_s": 1.234, "per_second": 40_519.0, "sparsifier_share": 0.11, "peak_gib": 0.5}
+    networks = {
+        "resnet20": {"batch_size": 64, "unit": "images", "alone": alone, "side_by_side": {"runs": 8, "epoch_s": 0.3}},
+        "vgg16": {"batch_size": 128, "unit": "images", "alone": {"error": "no"}, "side_by_side": {"error": "no"}},
+    }
+    record = {"networks": networks, "hardware": "Some GPU", "command": "python it.py"}
+    (tmp_path / "throughput").mkdir()
+    (tmp_path / "throughput" / "h200.json").write_text(json.dumps(record))
+    page = results.throughput(tmp_path)
+    assert "| resnet20 | 64 | bf16, graph | 1.23 | 40,519 images | 11.0% | 0.50 | 0.300 |" in page
+    assert "| vgg16 | 128 | – | – | – images | – | – | – |" in page
+    assert "8 runs side by side |" in page
