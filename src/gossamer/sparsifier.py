@@ -140,11 +140,11 @@ class Sparsifier:
             return self._connectivity.masks()
         return {weight.name: torch.ones_like(weight.parameter, dtype=torch.bool) for weight in self.weights}
 
-    def health(self) -> Health:
-        """How mask learning has gone so far; see `Health`. With sharded weights all processes have to ask."""
+    def health(self, *, layers: bool = True) -> Health:
+        """How mask learning has gone so far; without its layers it is cheap. With sharded weights all have to ask."""
         if self._connectivity is None:
             raise RuntimeError(f"masks have not begun to learn: step {self.step} of {self.plan.warmup} of the warm-up")
-        return self._connectivity.health(self.step, self._steps_per_epoch)
+        return self._connectivity.health(self.step, self._steps_per_epoch, layers=layers)
 
     # --- the steps ---
 

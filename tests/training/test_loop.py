@@ -17,9 +17,20 @@ from gossamer.models import create
 from gossamer.training import Interrupted, LossNotFinite, Run, networks, train
 from gossamer.training.progress import JsonLines, Status, TensorBoard
 
-DENSE = Run(model="digits_cnn", model_options={"width": 4}, data="digits", epochs=4, batch_size=8, log_steps=3)
+DENSE = Run(
+    model="digits_cnn", model_options={"width": 4}, data="digits", epochs=4, batch_size=8, log_steps=3, device="cpu"
+)
 SPARSE = DENSE.with_settings(["method=scl", "sparsity=0.8"])
-WORDS = Run(model="lstm_lm", model_options={"hidden": 8}, data="wikitext2", epochs=2, batch_size=4, bptt=7, lr=1.0)
+WORDS = Run(
+    model="lstm_lm",
+    model_options={"hidden": 8},
+    data="wikitext2",
+    epochs=2,
+    batch_size=4,
+    bptt=7,
+    lr=1.0,
+    device="cpu",
+)
 
 
 class At:

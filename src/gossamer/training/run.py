@@ -23,11 +23,15 @@ FORMAT = 1  # of the dictionary and of the files that hold it
 
 OPTIMIZERS = ("sgd", "adamw")
 SCHEDULES = ("constant", "cosine", "steps", "phases", "phases_cosine", "plateau")
-PRECISIONS = ("float32", "bf16")
+AUTO = "auto"
+PRECISIONS = (AUTO, "float32", "bf16")
 SHARDINGS = ("ddp", "fsdp2")
 
 # Where a run is computed and how often it is written down: the same run, whatever these are.
-_NOT_IN_IDENTITY = frozenset({"device", "data_root", "workers", "checkpoint_minutes", "checkpoint_steps", "log_steps"})
+_NOT_IN_IDENTITY = frozenset(
+    {"device", "data_root", "workers", "checkpoint_minutes", "checkpoint_steps", "log_steps"}
+    | {"channels_last", "compile", "capture"}
+)
 
 
 def _no_options() -> Mapping[str, Scalar]:
@@ -79,14 +83,15 @@ class Run:
     lr_factor: float = 0.1  # of each drop; of the end of the mask phases for phases_cosine
 
     # The arithmetic.
-    precision: str = "float32"
-    channels_last: bool = False
-    compile: bool = False
+    precision: str = AUTO  # by measurement, as the switches that are None: see gossamer.training.modes
     sharding: str = "ddp"  # where there are several processes
     evaluate_every: int = 1  # epochs between two looks at the validation part
 
-    # Where, and what is written: not part of the identity.
+    # Where, how fast, and what is written: not part of the identity.
     device: str = "auto"
+    channels_last: bool | None = None
+    compile: bool | None = None
+    capture: bool | None = None  # the whole step as one CUDA graph
     data_root: str | None = None
     workers: int = 4  # processes that decode the images of a folder
     checkpoint_minutes: float = 5.0  # 0 switches off
