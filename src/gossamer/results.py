@@ -48,8 +48,8 @@ def _race_row(group: Sequence[Record], *, settings: bool) -> list[str]:
     row = [NAMES[first["method"]], f"{100 * first['asked_sparsity']:.0f} %"]
     if settings:
         used = first["settings"]
-        masks = f"{used['mask_lr']:g} / {used['global_power']:g} / {used['feature_power']:g}"
-        row += [masks if first["method"] == "scl" else "–", f"{used['weight_decay']:g}"]
+        masks = [f"{used[name]:g}" for name in ("mask_lr", "global_power", "feature_power") if name in used]
+        row += [" / ".join(masks) if first["method"] == "scl" else "–", f"{used['weight_decay']:g}"]
         held_out = [each["validation_accuracy"] for each in group if each["validation_accuracy"] is not None]
         row += [mean_and_spread(held_out) if held_out else "–"]
     row += [mean_and_spread([each["accuracy"] for each in group])]
@@ -59,8 +59,10 @@ def _race_row(group: Sequence[Record], *, settings: bool) -> list[str]:
 NAMES = {
     "dense": "dense",
     "scl": "gossamer (learned masks)",
-    "magnitude": "magnitude, re-chosen every step (DPF)",
+    "magnitude": "magnitude, re-chosen every step (DPF)",  # its name in older records
+    "dpf": "magnitude, re-chosen every step (DPF)",
     "gradual": "gradual magnitude, global (Zhu & Gupta)",
+    "gradual_per_layer": "gradual magnitude, per layer (Zhu & Gupta)",
     "one_shot": "one-shot magnitude + fine-tuning (Han)",
 }
 

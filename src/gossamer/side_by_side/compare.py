@@ -17,7 +17,9 @@ import torch
 
 from gossamer import data, models
 from gossamer.data.sets import ImageSet
-from gossamer.side_by_side.race import METHODS, Member, Outcome, Race, run_race
+from gossamer.methods import METHODS
+from gossamer.side_by_side.entries import Member, Outcome, Race
+from gossamer.side_by_side.race import run_race
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,7 +28,7 @@ class Comparison:
 
     net: str
     data: str
-    methods: tuple[str, ...] = METHODS
+    methods: tuple[str, ...] = tuple(METHODS)
     sparsity: tuple[float, ...] = (0.9, 0.95, 0.98)
     seeds: int = 3
     epochs: int = 50
@@ -104,7 +106,7 @@ def record(outcome: Outcome, race: Race, seconds: float, together: int) -> dict[
         "accuracy": outcome.accuracy,
         "validation_accuracy": outcome.validation_accuracy,
         "train_loss": outcome.train_loss,
-        "settings": dataclasses.asdict(member),
+        "settings": member.to_dict(),
         "race": dataclasses.asdict(race),
         "connections_by_tensor": outcome.connections_by_tensor,
         "versions": {"torch": torch.__version__, "python": sys.version.split()[0]},
@@ -131,7 +133,7 @@ def _name(comparison: Comparison, race: Race, member: Member) -> str:
         comparison.data,
         comparison.validation,
         dataclasses.asdict(race),
-        dataclasses.asdict(member),
+        member.to_dict(),
     )
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:12]
 
