@@ -5,10 +5,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from gossamer.methods.rule import Layout, Options, RemovedIsZero, Request, Timeline
+from gossamer.methods.rule import Layout, Options, Request, Rule, Timeline
 
 
-class Dense(RemovedIsZero[Options]):
+class Dense(Rule[Options]):
     name, title, options = "dense", "dense", Options
     reference = "–"
 
@@ -20,6 +20,15 @@ class Dense(RemovedIsZero[Options]):
     @property
     def mask(self) -> Tensor:
         return self._mask
+
+    def show_(self, weights: Tensor, out: Tensor) -> None:
+        out.copy_(weights)
+
+    def settle_(self, weights: Tensor) -> None:
+        return
+
+    def penalise_(self, gradient: Tensor, others: Tensor) -> None:
+        return
 
     def learn_(self, gradient: Tensor, weights: Tensor) -> None:
         return

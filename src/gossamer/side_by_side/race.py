@@ -83,7 +83,7 @@ class Running:
         self._early_plan = Plan(0, lengths[0] + lengths[1], lengths[2], lengths[3])
         self.learner = StackedLearner(stack, momentum=race.momentum)
         self.phase = Phase.WARMUP
-        self._captured: Captured | None = None
+        self.captured: Captured | None = None
         teams = [self._team(group, start, self._early_plan) for group, start in _starts(self._early, 0)]
         if self._trunks:
             teams.append(self._trunk_team(len(self._rows) - len(self._trunks)))
@@ -93,13 +93,13 @@ class Running:
         """Train all runs for one epoch."""
         first = number * self.feed.steps
         phase = self.plan.at(first).phase
-        if phase is not self.phase or self._captured is None:
+        if phase is not self.phase or self.captured is None:
             self.enter(phase)
-        assert self._captured is not None
+        assert self.captured is not None
         self.feed.begin_epoch(number)
         self._losses.zero_()
         for step in range(first, first + self.feed.steps):
-            self._captured()
+            self.captured()
             if not self.learner.frozen:
                 self.learner.refresh([step + 1 - team.timeline.plan.warmup for team in self.learner.teams])
         self.train_loss.copy_(self._losses / self.feed.steps)
@@ -110,8 +110,8 @@ class Running:
             self._branch()
         if phase is Phase.FINETUNE:
             self.learner.freeze()
-        if self._captured is None or phase is not Phase.STABILISE or not self.phase.masks_train:
-            self._captured = Captured(self._step(), self.learner.stack.device)
+        if self.captured is None or phase is not Phase.STABILISE or not self.phase.masks_train:
+            self.captured = Captured(self._step(), self.learner.stack.device)
         self.phase = phase
 
     def outcomes(self) -> list[Outcome]:
@@ -156,7 +156,7 @@ class Running:
         self._which = torch.tensor([self._seeds.index(member.seed) for member in self._rows], device=device)
         self._losses = torch.zeros(len(self._rows), device=device)
         self.train_loss = torch.zeros_like(self._losses)
-        self._captured = None
+        self.captured = None
 
     def _team(self, group: Sequence[int], start: int, plan: Plan) -> Team:
         members = [self._members[index] for index in group]
