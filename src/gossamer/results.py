@@ -64,6 +64,18 @@ NAMES = {
     "gradual": "gradual magnitude, global (Zhu & Gupta)",
     "gradual_per_layer": "gradual magnitude, per layer (Zhu & Gupta)",
     "one_shot": "one-shot magnitude + fine-tuning (Han)",
+    "narang": "rising thresholds (Narang)",
+    "surgery": "dynamic network surgery (Guo)",
+    "lottery": "one cut, learning rate rewound (Renda)",
+    "snip": "sensitivity at the start (SNIP)",
+    "rigl": "drop by magnitude, grow by gradient (RigL)",
+    "str": "soft thresholds, one a layer (STR)",
+    "l0": "hard-concrete gates (L0)",
+    "autoprune": "sign rule for masks (AutoPrune)",
+    "hyperflux": "Adam masks under controlled pressure (Hyperflux)",
+    "soft_filter": "soft filter pruning (He)",
+    "l1_filter": "filters by L1 norm, at once (Li)",
+    "slimming": "channels by batch-norm gain (network slimming)",
 }
 
 

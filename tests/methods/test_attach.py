@@ -26,8 +26,9 @@ class Training:
     def __init__(self, method: str) -> None:
         self.model = network()
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-3)
+        sparsity = 0.1 if METHODS[method].structured else 0.8
         self.attached = Attached(
-            self.model, self.optimizer, method, sparsity=0.8, total_steps=STEPS, steps_per_epoch=4, seed=3
+            self.model, self.optimizer, method, sparsity=sparsity, total_steps=STEPS, steps_per_epoch=4, seed=3
         )
 
     def steps(self, first: int, last: int) -> None:

@@ -13,9 +13,10 @@ from gossamer.data.batches import epoch_plan
 from gossamer.data.sets import ImageSet, Labelled
 from gossamer.methods import METHODS
 from gossamer.methods.attach import Attached
+from gossamer.methods.lottery import rewound
 from gossamer.methods.scl import SCLOptions
 from gossamer.models.resnet import BasicBlock, ResNet
-from gossamer.schedule import Phase, connections_left
+from gossamer.schedule import Phase, Plan, connections_left
 from gossamer.settings import Settings
 from gossamer.side_by_side import Member, Race, run_race
 from gossamer.side_by_side.race import Running
@@ -46,6 +47,10 @@ def network() -> nn.Module:
         nn.Flatten(),
         nn.Linear(6, 4),
     )
+
+
+def _rewound(plan: Plan, step: int) -> float:
+    return rewound(plan, step, shared=lambda at: RACE.rate(at / 8), peak=RACE.learning_rate)
 
 
 def alone(member: Member) -> tuple[nn.Module, float]:
@@ -82,6 +87,7 @@ def alone(member: Member) -> tuple[nn.Module, float]:
             phases=PHASES,
             settings=asdict(member.settings),
             seed=member.seed,
+            rate=_rewound if METHODS[member.method].rewinds else None,
         )
     scale, shift = (each.double() for each in scale_and_shift(images.mean, images.std))
     for epoch in range(RACE.epochs):
@@ -124,9 +130,12 @@ def _all_equal_their_runs_alone(members: list[Member]) -> None:
     for member, outcome in zip(members, outcomes, strict=True):
         net, accuracy = alone(member)
         weights = [net.get_parameter(name) for name in ("0.weight", "3.weight", "8.weight")]
-        assert outcome.connections_by_tensor == tuple(int((weight != 0).sum()) for weight in weights)
+        assert outcome.connections_by_tensor == tuple(int((weight != 0).sum()) for weight in weights), member
         assert outcome.accuracy == pytest.approx(accuracy)
         total = sum(weight.numel() for weight in weights)
+        if member.rule.structured:
+            assert abs(outcome.sparsity - member.sparsity) < 0.1
+            continue
         kept = total - int(total * (0.0 if member.method == "dense" else member.sparsity) + 0.5)
         assert outcome.sparsity == pytest.approx(1 - kept / total)
 

@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from gossamer._claims import claim, owned_by, release
 from gossamer._hooks import uncompiled, unscaling
 from gossamer._selectors import Selectors
+from gossamer.methods.filters import gains_of
 from gossamer.methods.registry import find, make_options
 from gossamer.methods.rule import Layout, Request, Rule, Timeline
 from gossamer.schedule import Phase, Plan, make_plan
@@ -67,10 +68,13 @@ class Attached:
         self._parameters = [weight.parameter for weight in self.weights]
         self._device = common_device(self._parameters)
         taken = {id(parameter) for parameter in self._parameters}
-        self._others = [each for each in model.parameters() if id(each) not in taken and each.requires_grad]
+        others = [(name, each) for name, each in model.named_parameters() if id(each) not in taken]
+        self._others = [parameter for _, parameter in others]
         owned_by([optimizer], self.weights)
-        shapes = [_features_first(weight.parameter, weight.feature_axis).shape for weight in self.weights]
-        self._layout = Layout(tuple(weight.name for weight in self.weights), tuple(tuple(shape) for shape in shapes))
+        shapes = [_in_order(weight.parameter, weight.feature_axis).shape for weight in self.weights]
+        names = tuple(weight.name for weight in self.weights)
+        gains = gains_of(model, names, [(name, parameter.numel()) for name, parameter in others])
+        self._layout = Layout(names, tuple(tuple(shape) for shape in shapes), gains)
         plan = make_plan(
             total_steps,
             warmup=phases.warmup,
@@ -153,8 +157,9 @@ class Attached:
                 done = self.step - self.plan.warmup
                 if self._rule.due(done):
                     self._forget(self._rule.refresh_(self._variables, done))
-                self._rule.show_(self._variables, self._shown)
-                self._put(self._shown)
+                self._show(self._rule)
+            elif self.plan.at(self.step).phase.masks_train:
+                self._begin()  # so that the next forward pass reads what the rule shows
 
     def _begin(self) -> tuple[Rule[Any], Timeline]:
         """The rule begins with what the parameters hold, if it has not begun yet."""
@@ -167,7 +172,13 @@ class Attached:
                 )
                 requests = [self._request]
                 self._rule = self._kind(self._layout, requests, self._timeline, self._variables, floor=self._floor)
+                self._rule.settle_(self._variables)  # what is not there from the start
+                self._show(self._rule)
         return self._rule, self._timeline
+
+    def _show(self, rule: Rule[Any]) -> None:
+        rule.show_(self._variables, self._shown)
+        self._put(self._shown)
 
     def _freeze(self) -> None:
         if self._removed is not None:
@@ -200,13 +211,13 @@ class Attached:
         for weight, part in zip(self.weights, self._layout.split(fresh), strict=True):
             for value in self._optimizer.state.get(weight.parameter, {}).values():
                 if isinstance(value, Tensor) and value.shape == weight.parameter.shape:
-                    _features_first(value, weight.feature_axis).masked_fill_(self._shaped(part, weight), 0.0)
+                    _in_order(value, weight.feature_axis).masked_fill_(self._shaped(part, weight), 0.0)
 
     # --- between the parameters and the row ---
 
     def _row(self, tensors: Sequence[Tensor]) -> Tensor:
         parts = [
-            _features_first(tensor.detach(), weight.feature_axis).flatten()
+            _in_order(tensor.detach(), weight.feature_axis).flatten()
             for tensor, weight in zip(tensors, self.weights, strict=True)
         ]
         return torch.cat(parts).to(torch.promote_types(parts[0].dtype, torch.float32))[None]
@@ -217,15 +228,15 @@ class Attached:
                 continue  # no gradient, no step: as optimizers do
             target = weight.parameter.grad if into_gradients else weight.parameter.detach()
             assert target is not None
-            _features_first(target, weight.feature_axis).copy_(self._shaped(part, weight))
+            _in_order(target, weight.feature_axis).copy_(self._shaped(part, weight))
 
     def _shaped(self, part: Tensor, weight: Weight) -> Tensor:
-        return part.reshape(_features_first(weight.parameter, weight.feature_axis).shape)
+        return part.reshape(_in_order(weight.parameter, weight.feature_axis).shape)
 
     def _keep_zeros(self) -> None:
         assert self._removed is not None
         for weight, part in zip(self.weights, self._layout.split(self._removed), strict=True):
-            held = _features_first(weight.parameter.detach(), weight.feature_axis)
+            held = _in_order(weight.parameter.detach(), weight.feature_axis)
             held.masked_fill_(self._shaped(part, weight), 0.0)
 
     # --- checkpoints ---
@@ -263,6 +274,7 @@ class Attached:
                 self._variables.copy_(state["variables"])
                 for name, tensor in rule.state().items():
                     tensor.copy_(state["rule"][name])
+                self._show(rule)
         if self.phase is Phase.FINISHED:
             self._let_go()
 
@@ -271,5 +283,7 @@ def _gradient(parameter: Tensor) -> Tensor:
     return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
 
 
-def _features_first(tensor: Tensor, axis: int) -> Tensor:
-    return tensor.movedim(axis, 0)
+def _in_order(tensor: Tensor, axis: int) -> Tensor:
+    """The axes in the order in which a race lays them out: output features first, input channels of images last."""
+    tensor = tensor.movedim(axis, 0)
+    return tensor.movedim(1, -1) if tensor.dim() == 4 else tensor

@@ -16,7 +16,8 @@ class GlobalBudget:
     """Keeps, in each row, the connections with the largest scores: as many as the budget of the step allows.
 
     `score` is lowered in place by the threshold, so that what stays is above zero (budget.py); the floor keeps the
-    strongest connections of each tensor whatever the threshold is.
+    strongest connections of each tensor whatever the threshold is. The `ramp` of the budget is "cubic", "at_once", or
+    "none" where only the final budget is ever met.
     """
 
     def __init__(
@@ -27,7 +28,7 @@ class GlobalBudget:
         score: Tensor,
         *,
         floor: float,
-        at_once: bool = False,
+        ramp: str = "cubic",
     ) -> None:
         self._layout, self._timeline, self._floors = layout, timeline, layout.floors(floor)
         self.score = score
@@ -39,18 +40,18 @@ class GlobalBudget:
                     f"sparsity={request.sparsity} leaves {left} connections, but the floor keeps {sum(self._floors)} "
                     "of them: ask for less, or lower floor= (0 lets whole tensors die)"
                 )
-        self._table = timeline.budgets(layout.count, keep, at_once=at_once)
+        self._table = None if ramp == "none" else timeline.budgets(layout.count, keep, at_once=ramp == "at_once")
         self._final = torch.tensor(keep, device=score.device)
         self._protected = self._strongest() if floor else None
 
     def meet_(self) -> Tensor:
         """Meet the budget of this step. Returns the thresholds."""
+        assert self._table is not None
         return self._meet(self._timeline.now(self._table)[:, 0])
 
     def cut_(self) -> Tensor:
-        """Meet the final budget, if that has not been done yet. Returns the masks."""
-        self._meet(self._final)
-        return self.mask
+        """Meet the final budget, if that has not been done yet. Returns the thresholds."""
+        return self._meet(self._final)
 
     def floor_is_due(self, step: int) -> bool:
         return self._protected is not None and step % _FLOOR_EVERY == 0

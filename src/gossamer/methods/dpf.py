@@ -38,7 +38,8 @@ class DPF(DenseGradient[Options]):
         self._budget.choose_floor_()
 
     def freeze_(self, weights: Tensor) -> Tensor:
-        return self._budget.cut_()
+        self._budget.cut_()
+        return self._budget.mask
 
     def state(self) -> dict[str, Tensor]:
         return self._budget.state()

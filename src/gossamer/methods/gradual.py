@@ -20,13 +20,13 @@ class _SmallestGo(RemovedIsZero[Options]):
     """Removes for good, by magnitude over the whole network, what the budget does not allow."""
 
     options = Options
-    at_once: ClassVar[bool]
+    ramp: ClassVar[str]
 
     def __init__(
         self, layout: Layout, requests: Sequence[Request[Options]], timeline: Timeline, weights: Tensor, *, floor: float
     ) -> None:
         score = magnitude(weights)
-        self._budget = GlobalBudget(layout, requests, timeline, score, floor=floor, at_once=self.at_once)
+        self._budget = GlobalBudget(layout, requests, timeline, score, floor=floor, ramp=self.ramp)
 
     @property
     def mask(self) -> Tensor:
@@ -45,17 +45,18 @@ class _SmallestGo(RemovedIsZero[Options]):
         self._budget.choose_floor_()
 
     def freeze_(self, weights: Tensor) -> Tensor:
-        return self._budget.cut_()
+        self._budget.cut_()
+        return self._budget.mask
 
     def state(self) -> dict[str, Tensor]:
         return self._budget.state()
 
 
 class Gradual(_SmallestGo):
-    name, title, at_once = "gradual", "gradual magnitude, global (Zhu & Gupta)", False
+    name, title, ramp = "gradual", "gradual magnitude, global (Zhu & Gupta)", "cubic"
     reference = "Zhu & Gupta 2017, To Prune, or Not to Prune"
 
 
 class OneShot(_SmallestGo):
-    name, title, at_once = "one_shot", "one-shot magnitude + fine-tuning (Han)", True
+    name, title, ramp = "one_shot", "one-shot magnitude + fine-tuning (Han)", "at_once"
     reference = "Han et al. 2015, Learning both Weights and Connections for Efficient Neural Networks"

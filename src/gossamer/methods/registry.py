@@ -6,14 +6,43 @@ from dataclasses import fields
 from types import MappingProxyType
 from typing import Any
 
+from gossamer.methods.autoprune import AutoPrune
 from gossamer.methods.dense import Dense
 from gossamer.methods.dpf import DPF
+from gossamer.methods.filters import L1Filter, Slimming, SoftFilter
 from gossamer.methods.gradual import Gradual, OneShot
 from gossamer.methods.gradual_per_layer import GradualPerLayer
+from gossamer.methods.hyperflux import Hyperflux
+from gossamer.methods.l0 import L0
+from gossamer.methods.lottery import Lottery
+from gossamer.methods.narang import Narang
+from gossamer.methods.rigl import RigL
 from gossamer.methods.rule import Options, Rule
 from gossamer.methods.scl import SCL
+from gossamer.methods.snip import SNIP
+from gossamer.methods.str_ import STR
+from gossamer.methods.surgery import Surgery
 
-_RULES: tuple[type[Rule[Any]], ...] = (Dense, SCL, DPF, Gradual, GradualPerLayer, OneShot)
+_RULES: tuple[type[Rule[Any]], ...] = (
+    Dense,
+    SCL,
+    DPF,
+    Gradual,
+    GradualPerLayer,
+    OneShot,
+    Narang,
+    Surgery,
+    Lottery,
+    SNIP,
+    RigL,
+    STR,
+    L0,
+    AutoPrune,
+    Hyperflux,
+    SoftFilter,
+    L1Filter,
+    Slimming,
+)
 
 METHODS: Mapping[str, type[Rule[Any]]] = MappingProxyType({rule.name: rule for rule in _RULES})
 ALIASES: Mapping[str, str] = MappingProxyType({"magnitude": "dpf"})

@@ -59,10 +59,14 @@ class Layout:
         """The part of each tensor: views."""
         return torch.split(matrix, self.sizes, dim=1)
 
+    def tensor_of_each(self, device: torch.device) -> Tensor:
+        """The number of the tensor of each connection."""
+        numbers = torch.arange(len(self.sizes))
+        return torch.repeat_interleave(numbers, torch.tensor(self.sizes), output_size=self.count).to(device)
+
     def by_tensor(self, values: Tensor) -> Tensor:
-        """One number a tensor, (rows, tensors), laid out along the connections."""
-        sizes = torch.tensor(self.sizes, device=values.device)
-        return torch.repeat_interleave(values, sizes, dim=1, output_size=self.count)
+        """One number a tensor, (rows, tensors), laid out along the connections. Not for a captured step."""
+        return values.index_select(1, self.tensor_of_each(values.device))
 
     def keep(self, sparsity: float) -> int:
         """How many connections a sparsity leaves."""

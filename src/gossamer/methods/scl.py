@@ -95,7 +95,9 @@ class SCL(DenseGradient[SCLOptions]):
         self._budget.choose_floor_()
 
     def freeze_(self, weights: Tensor) -> Tensor:
-        return self._budget.cut_() if self._decay is None else self._budget.mask
+        if self._decay is None:
+            self._budget.cut_()
+        return self._budget.mask
 
     def state(self) -> dict[str, Tensor]:
         return self._budget.state()

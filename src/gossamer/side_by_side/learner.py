@@ -52,6 +52,8 @@ class StackedLearner:
     def seat(self, teams: Sequence[Team]) -> None:
         """Give every row its rule."""
         self.teams = list(teams)
+        for team in teams:
+            team.rule.settle_(self.weights(team))  # what is not there from the start
         self._shown = self.stack.variables.clone()
         self._show()
 

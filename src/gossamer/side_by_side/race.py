@@ -15,6 +15,8 @@ from torch.nn import functional as F
 from gossamer.data.sets import ImageSet, Labelled
 from gossamer.methods import Layout, Request, Timeline
 from gossamer.methods.dense import Dense
+from gossamer.methods.filters import gains_of
+from gossamer.methods.lottery import rewound
 from gossamer.schedule import Phase, Plan
 from gossamer.side_by_side.capture import Captured
 from gossamer.side_by_side.entries import Member, Outcome, Race, by_kind
@@ -149,14 +151,21 @@ class Running:
     def _seat(self, teams: Sequence[Team]) -> None:
         device = self.learner.stack.device
         self.learner.seat(teams)
-        rates = torch.tensor([self.race.rate(step / self.feed.steps) for step in range(self.plan.total)])
-        columns = [rates for _ in self._rows]
+        shared = torch.tensor([self._shared_rate(step) for step in range(self.plan.total)])
+        again = [
+            rewound(self.plan, step, shared=self._shared_rate, peak=self.race.learning_rate)
+            for step in range(self.plan.total if any(member.rule.rewinds for member in self._rows) else 0)
+        ]
+        columns = [torch.tensor(again) if member.rule.rewinds else shared for member in self._rows]
         decay = torch.tensor([[member.weight_decay] for member in self._rows], device=device)
         self._tables = Tables(torch.stack(columns, dim=1).to(device), decay)
         self._which = torch.tensor([self._seeds.index(member.seed) for member in self._rows], device=device)
         self._losses = torch.zeros(len(self._rows), device=device)
         self.train_loss = torch.zeros_like(self._losses)
         self.captured = None
+
+    def _shared_rate(self, step: int) -> float:
+        return self.race.rate(step / self.feed.steps)
 
     def _team(self, group: Sequence[int], start: int, plan: Plan) -> Team:
         members = [self._members[index] for index in group]
@@ -202,8 +211,11 @@ class Running:
 
 
 def layout_of(stack: NetworkStack) -> Layout:
-    names = stack.names[: len(stack.connection_sizes)]
-    return Layout(tuple(names), tuple(tuple(stack.shapes[name]) for name in names))
+    """Which columns of the stack are which tensor."""
+    tensors = len(stack.connection_sizes)
+    names, others = stack.names[:tensors], zip(stack.names[tensors:], stack.sizes[tensors:], strict=True)
+    shapes = tuple(tuple(stack.shapes[name]) for name in names)
+    return Layout(tuple(names), shapes, gains_of(stack.template, names, list(others)))
 
 
 def evaluate(stack: NetworkStack, feed: Feed, part: Labelled) -> list[float]:

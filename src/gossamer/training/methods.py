@@ -9,8 +9,10 @@ from torch.optim import Optimizer
 
 from gossamer import methods
 from gossamer.methods.attach import Attached
+from gossamer.methods.lottery import rewound
 from gossamer.schedule import Phase, Plan
 from gossamer.sparsifier import Sparsifier
+from gossamer.training.optimise import learning_rate
 from gossamer.training.run import Run
 
 
@@ -66,6 +68,13 @@ def _peer(
 ) -> SparseTraining:
     if run.sparsity is None:
         raise ValueError(f"method={run.method}: expected sparsity=, as only method=scl knows flops= and decay=")
+
+    def shared(plan: Plan, step: int) -> float:
+        return learning_rate(run, plan, step, total_steps=total, steps_per_epoch=per_epoch)
+
+    def again(plan: Plan, step: int) -> float:
+        return rewound(plan, step, shared=lambda at: shared(plan, at), peak=run.lr)
+
     return Attached(
         model,
         optimizer,
@@ -78,6 +87,7 @@ def _peer(
         seed=run.seed,
         include=run.include or None,
         exclude=run.exclude or None,
+        rate=again if methods.find(run.method).rewinds else None,
     )
 
 
