@@ -77,6 +77,7 @@ NAMES = {
     "l1_filter": "filters by L1 norm, at once (Li)",
     "slimming": "channels by batch-norm gain (network slimming)",
 }
+STRUCTURED = {"soft_filter", "l1_filter", "slimming"}  # they remove whole filters, and have a block of their own
 
 
 def races(root: Path) -> str:
