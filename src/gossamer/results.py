@@ -43,6 +43,13 @@ def race_rows(records: Sequence[Record], *, settings: bool) -> list[list[str]]:
     return [_race_row(group, settings=settings) for group in ordered]
 
 
+def race_blocks(records: Sequence[Record]) -> list[tuple[str, list[list[str]]]]:
+    """The rows of single connections and, apart from them, those of whole filters, each with its title."""
+    single, whole = ([each for each in records if (each["method"] in STRUCTURED) is kind] for kind in (False, True))
+    blocks = (("single connections", single), ("whole filters", whole))
+    return [(title, race_rows(own, settings=False)) for title, own in blocks if own]
+
+
 def _race_row(group: Sequence[Record], *, settings: bool) -> list[str]:
     first = group[0]
     row = [NAMES[first["method"]], f"{100 * first['asked_sparsity']:.0f} %"]
@@ -81,25 +88,37 @@ STRUCTURED = {"soft_filter", "l1_filter", "slimming"}  # they remove whole filte
 
 
 def races(root: Path) -> str:
+    """Runs of different lengths, and of whole filters, have tables of their own."""
     records = read(root / "race-resnet20")
-    final = [record for record in records if record["tier"] == "final"]
-    screening = [record for record in records if record["tier"] == "screening"]
-    return "\n\n".join(
-        [
-            "## ResNet-20 on CIFAR-10",
-            f"Final runs: {final[0]['epochs']} epochs, batch 64, cosine learning rate from 0.1 to 0, on all 50,000 "
+    parts = ["## ResNet-20 on CIFAR-10"]
+    for epochs, final in _by_epochs(records, "final"):
+        parts += [
+            f"Final runs: {epochs} epochs, batch 64, cosine learning rate from 0.1 to 0, on all 50,000 "
             "training images; test accuracy in percent at the last epoch, mean ± standard deviation over seeds. "
             "Settings were chosen in the screening, on held-out images. One H200, all runs side by side "
             "(`python benchmarks/race_cifar10.py --stage screening final`).",
-            table(["method", "zeros", "test accuracy", "training loss", "seeds"], race_rows(final, settings=False)),
-            f"Screening: {screening[0]['epochs']} epochs on 45,000 images, 5,000 held out. "
-            "Masks: learning rate / power of the global scale / power of the per-feature scale.",
-            table(
-                ["method", "zeros", "masks", "weight decay", "validation", "test accuracy", "training loss", "seeds"],
-                race_rows(screening, settings=True),
-            ),
+            *_race_tables(["method", "zeros", "test accuracy", "training loss", "seeds"], final, settings=False),
         ]
-    )
+    for epochs, screening in _by_epochs(records, "screening"):
+        head = ["method", "zeros", "masks", "weight decay", "validation", "test accuracy", "training loss", "seeds"]
+        parts += [
+            f"Screening: {epochs} epochs on 45,000 images, 5,000 held out. "
+            "Masks: learning rate / power of the global scale / power of the per-feature scale.",
+            *_race_tables(head, screening, settings=True),
+        ]
+    return "\n\n".join(parts)
+
+
+def _by_epochs(records: Sequence[Record], tier: str) -> list[tuple[int, list[Record]]]:
+    own = [record for record in records if record["tier"] == tier]
+    lengths = sorted({record["epochs"] for record in own}, reverse=True)
+    return [(epochs, [record for record in own if record["epochs"] == epochs]) for epochs in lengths]
+
+
+def _race_tables(head: Sequence[str], records: Sequence[Record], *, settings: bool) -> list[str]:
+    single, whole = ([each for each in records if (each["method"] in STRUCTURED) is kind] for kind in (False, True))
+    tables = [table(head, race_rows(single, settings=settings))]
+    return [*tables, "Whole filters:", table(head, race_rows(whole, settings=settings))] if whole else tables
 
 
 def overhead_rows(root: Path) -> list[list[str]]:

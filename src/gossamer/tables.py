@@ -30,9 +30,9 @@ def of_results(results: Sequence[tuple[str, Mapping[str, Any]]]) -> Table:
     return table
 
 
-def of_race(rows: Sequence[Sequence[str]]) -> Table:
+def of_race(rows: Sequence[Sequence[str]], title: str) -> Table:
     """One row a method and sparsity: mean ± standard deviation over seeds."""
-    table = _table("method", "zeros", "test accuracy", "training loss", "seeds", left=1)
+    table = _table("method", "zeros", "test accuracy", "training loss", "seeds", left=1, title=title)
     for row in rows:
         table.add_row(*row)
     return table

@@ -32,7 +32,7 @@ def equal_share(layout: Layout, sparsity: float) -> list[int]:
     """How many filters of each tensor stay when every convolution loses the same share; for other tensors all rows."""
     filters = [index for index, shape in enumerate(layout.shapes) if len(shape) > 2]
     wanted = layout.count - layout.keep(sparsity)
-    _check_reach(layout, sparsity)
+    check_reach(layout, sparsity)
 
     def kept(share: float) -> list[int]:
         rows = [shape[0] for shape in layout.shapes]
@@ -76,7 +76,8 @@ def gains_of(model: nn.Module, names: Sequence[str], others: Sequence[tuple[str,
     return tuple(found.get(name) for name in names)
 
 
-def _check_reach(layout: Layout, sparsity: float) -> None:
+def check_reach(layout: Layout, sparsity: float) -> None:
+    """Raise an error where whole filters are too coarse for a sparsity."""
     most = sum(
         size - size // shape[0] for shape, size in zip(layout.shapes, layout.sizes, strict=True) if len(shape) > 2
     )
@@ -183,7 +184,7 @@ class Slimming(Rule[SlimmingOptions]):
         if alone:
             raise ValueError(f"slimming needs a batch norm behind every convolution, got none behind {alone[0]}")
         for request in requests:
-            _check_reach(layout, request.sparsity)
+            check_reach(layout, request.sparsity)
         self._layout, self._requests, self._filters = layout, requests, filters
         self._cut_at, self._timeline = timeline.plan.sparsify, timeline
         places = [layout.gains[index] for index in filters]

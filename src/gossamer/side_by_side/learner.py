@@ -101,6 +101,24 @@ class StackedLearner:
         self.stack.show_(self.stack.variables)
         self.step += 1
 
+    def tensors(self) -> dict[str, Tensor]:
+        """All that changes from step to step, to be saved or to be copied into; then `show`."""
+        found = {"variables": self.stack.variables, "velocity": self.velocity, "step": self.step}
+        found |= {f"buffer.{name}": buffer for name, buffer in self.stack.buffers.items()}
+        if self._removed is not None:
+            return {**found, "removed": self._removed}
+        for number, team in enumerate(self.teams):
+            found[f"team{number}.clock"] = team.timeline.clock
+            found |= {f"team{number}.{name}": tensor for name, tensor in team.rule.state().items()}
+        return found
+
+    def show(self) -> None:
+        """Let the forward pass read what the weight variables and rules say now."""
+        if self._removed is None:
+            self._show()
+        else:
+            self.stack.show_(self.stack.variables)
+
     @property
     def frozen(self) -> bool:
         return self._removed is not None

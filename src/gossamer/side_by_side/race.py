@@ -6,6 +6,8 @@ dense trunk of their seed where masks begin to learn.
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ from gossamer.methods.filters import gains_of
 from gossamer.methods.lottery import rewound
 from gossamer.schedule import Phase, Plan
 from gossamer.side_by_side.capture import Captured
+from gossamer.side_by_side.checkpoint import random_state, read, set_random_state, write
 from gossamer.side_by_side.entries import Member, Outcome, Race, by_kind
 from gossamer.side_by_side.feed import Feed
 from gossamer.side_by_side.learner import StackedLearner, Tables, Team
@@ -34,12 +37,24 @@ def run_race(
     device: torch.device,
     dtype: torch.dtype = torch.bfloat16,
     progress: Callable[[str], None] = lambda line: None,
+    checkpoint: Path | None = None,
+    checkpoint_minutes: float = 5.0,
 ) -> list[Outcome]:
-    """Train all members side by side: the warm-up once for each seed, then every member from its seed's trunk."""
+    """Train all members side by side: the warm-up once for each seed, then every member from its seed's trunk.
+
+    With a `checkpoint` the race is written there now and then, after an epoch, and goes on from there if it is cut
+    short; who calls removes it once the outcomes are safe.
+    """
     run = Running(race, members, data, make_network, device=device, dtype=dtype)
-    started = time.perf_counter()
-    for epoch in range(race.epochs):
+    first = 0 if checkpoint is None else run.go_on_from(checkpoint)
+    if first:
+        progress(f"goes on after epoch {first} of {race.epochs}")
+    started = written = time.perf_counter()
+    for epoch in range(first, race.epochs):
         run.epoch(epoch)
+        if checkpoint is not None and time.perf_counter() - written >= 60 * checkpoint_minutes:
+            run.save(checkpoint, epoch + 1)
+            written = time.perf_counter()
         if epoch % max(1, race.epochs // 20) == 0 or epoch == race.epochs - 1:
             took = time.perf_counter() - started
             loss = [round(value, 3) for value in run.train_loss.tolist()]
@@ -105,6 +120,33 @@ class Running:
             if not self.learner.frozen:
                 self.learner.refresh([step + 1 - team.timeline.plan.warmup for team in self.learner.teams])
         self.train_loss.copy_(self._losses / self.feed.steps)
+
+    def save(self, path: Path, epochs: int) -> None:
+        """Write all that is needed to go on after so many epochs."""
+        tensors = {**self.learner.tensors(), "train_loss": self.train_loss}
+        about = {"epochs": epochs, **self._identity()}
+        write(path, {**tensors, **random_state(self.learner.stack.device)}, about)
+
+    def go_on_from(self, path: Path) -> int:
+        """Be where the race was when it was written; returns the epochs that are done, 0 where nothing was written."""
+        found = read(path)
+        if found is None:
+            return 0
+        tensors, about = found
+        if {name: about.get(name) for name in self._identity()} != self._identity():
+            raise ValueError(f"the checkpoint in {path} is of another race: delete it, or choose another file")
+        phase = self.plan.at(about["epochs"] * self.feed.steps - 1).phase
+        if phase is not Phase.WARMUP:
+            self.enter(Phase.SPARSIFY)
+        self.enter(phase)
+        for name, tensor in {**self.learner.tensors(), "train_loss": self.train_loss}.items():
+            tensor.copy_(tensors[name])
+        self.learner.show()
+        set_random_state(tensors, self.learner.stack.device)
+        return int(about["epochs"])
+
+    def _identity(self) -> dict[str, Any]:
+        return {"race": asdict(self.race), "members": [member.to_dict() for member in self._members]}
 
     def enter(self, phase: Phase) -> None:
         """Go to a phase from the one before it."""
