@@ -204,13 +204,13 @@ def map_fitting(root: Path) -> str:
 
 def summary(root: Path) -> str:
     """The few lines for the README."""
-    final = [record for record in read(root / "race-resnet20") if record["tier"] == "final"]
+    epochs, final = _by_epochs(read(root / "race-resnet20"), "final")[0]  # the longest
     rows = [[row[0], row[1], row[2], row[4]] for row in race_rows(final, settings=False)]
     ratios = [row for row in overhead_rows(root) if row[2] == "global"]
     costs = ", ".join(f"{ratio} ({case}, {place})" for case, place, _, ratio in ratios)
     return "\n\n".join(
         [
-            f"ResNet-20 on CIFAR-10, {final[0]['epochs']} epochs, last epoch, one H200 ([all runs](docs/results.md)):",
+            f"ResNet-20 on CIFAR-10, {epochs} epochs, last epoch, one H200 ([all runs](docs/results.md)):",
             table(["method", "zeros", "test accuracy", "seeds"], rows),
             f"A sparse step costs, over a dense one: {costs}.",
         ]
