@@ -18,10 +18,12 @@ import tyro
 from rich.console import Console
 
 from gossamer import tables
+from gossamer.methods import METHODS
 from gossamer.recipes import Recipe, find
 from gossamer.reproduce.map_fitting import reproduce
-from gossamer.results import map_fitting_rows, race_rows
-from gossamer.side_by_side.compare import Comparison, compare
+from gossamer.results import map_fitting_rows, race_blocks
+from gossamer.side_by_side import plot
+from gossamer.side_by_side.compare import TIERS, Comparison, compare
 from gossamer.training import Interrupted, train
 from gossamer.training.progress import JsonLines, LiveLine, Observer, TensorBoard
 from gossamer.training.result import MODEL, SPARSE_MODEL, commit, read_layers, read_result_file
@@ -63,12 +65,18 @@ class Compare:
     net: str = "resnet20"
     """Network out of `gossamer list`, for images."""
     data: str = "cifar10"
-    methods: tuple[str, ...] = ("dense", "scl", "magnitude")
+    methods: tuple[str, ...] = ("dense", "scl", "dpf")
+    """Names out of `gossamer list`, or all."""
     sparsity: tuple[float, ...] = (0.9, 0.95, 0.98)
     seeds: int = 3
-    epochs: int = 50
-    validation: int = 5000
-    """Training images held out; 0 trains on all of them."""
+    tier: Literal["screening", "final"] = "screening"
+    """screening: 50 epochs, 5,000 training images held out. final: 350 epochs, on all of them."""
+    epochs: int | None = None
+    """Other than the tier's."""
+    validation: int | None = None
+    """Training images held out, other than the tier's; 0 trains on all of them."""
+    plot: Path | None = None
+    """Also draw accuracy against sparsity, into this file (.svg, .png or .pdf); needs matplotlib."""
     together: int = 32
     """Runs trained at the same time."""
     device: str = "cuda"
@@ -203,19 +211,27 @@ def _quickstart(out: Path, console: Console) -> None:
 def _compare(command: Compare, console: Console) -> None:
     if command.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("expected a CUDA GPU for --device cuda, got none: use --device cpu (slow) or another machine")
+    tier = TIERS[command.tier]
     comparison = Comparison(
         command.net,
         command.data,
-        command.methods,
+        tuple(METHODS) if command.methods == ("all",) else command.methods,
         command.sparsity,
         command.seeds,
-        command.epochs,
-        command.validation,
+        tier.epochs if command.epochs is None else command.epochs,
+        tier.validation if command.validation is None else command.validation,
         commit() or "unknown",
+        command.tier,
     )
+    if command.plot is not None:
+        plot.check()
     device = torch.device(command.device)
     records = compare(comparison, command.out, device=device, together=command.together, progress=console.print)
-    console.print(tables.of_race(race_rows(records, settings=False)))
+    for title, rows in race_blocks(records):
+        console.print(tables.of_race(rows, title))
+    if command.plot is not None:
+        plot.accuracy_against_sparsity(records, command.plot)
+        console.print(f"The plot is in {command.plot}")
 
 
 def _leads() -> bool:

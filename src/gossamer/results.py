@@ -43,13 +43,20 @@ def race_rows(records: Sequence[Record], *, settings: bool) -> list[list[str]]:
     return [_race_row(group, settings=settings) for group in ordered]
 
 
+def race_blocks(records: Sequence[Record]) -> list[tuple[str, list[list[str]]]]:
+    """The rows of single connections and, apart from them, those of whole filters, each with its title."""
+    single, whole = ([each for each in records if (each["method"] in STRUCTURED) is kind] for kind in (False, True))
+    blocks = (("single connections", single), ("whole filters", whole))
+    return [(title, race_rows(own, settings=False)) for title, own in blocks if own]
+
+
 def _race_row(group: Sequence[Record], *, settings: bool) -> list[str]:
     first = group[0]
     row = [NAMES[first["method"]], f"{100 * first['asked_sparsity']:.0f} %"]
     if settings:
         used = first["settings"]
-        masks = f"{used['mask_lr']:g} / {used['global_power']:g} / {used['feature_power']:g}"
-        row += [masks if first["method"] == "scl" else "–", f"{used['weight_decay']:g}"]
+        masks = [f"{used[name]:g}" for name in ("mask_lr", "global_power", "feature_power") if name in used]
+        row += [" / ".join(masks) if first["method"] == "scl" else "–", f"{used['weight_decay']:g}"]
         held_out = [each["validation_accuracy"] for each in group if each["validation_accuracy"] is not None]
         row += [mean_and_spread(held_out) if held_out else "–"]
     row += [mean_and_spread([each["accuracy"] for each in group])]
@@ -59,32 +66,59 @@ def _race_row(group: Sequence[Record], *, settings: bool) -> list[str]:
 NAMES = {
     "dense": "dense",
     "scl": "gossamer (learned masks)",
-    "magnitude": "magnitude, re-chosen every step (DPF)",
+    "magnitude": "magnitude, re-chosen every step (DPF)",  # its name in older records
+    "dpf": "magnitude, re-chosen every step (DPF)",
     "gradual": "gradual magnitude, global (Zhu & Gupta)",
+    "gradual_per_layer": "gradual magnitude, per layer (Zhu & Gupta)",
     "one_shot": "one-shot magnitude + fine-tuning (Han)",
+    "narang": "rising thresholds (Narang)",
+    "surgery": "dynamic network surgery (Guo)",
+    "lottery": "one cut, learning rate rewound (Renda)",
+    "snip": "sensitivity at the start (SNIP)",
+    "rigl": "drop by magnitude, grow by gradient (RigL)",
+    "str": "soft thresholds, one a layer (STR)",
+    "l0": "hard-concrete gates (L0)",
+    "autoprune": "sign rule for masks (AutoPrune)",
+    "hyperflux": "Adam masks under controlled pressure (Hyperflux)",
+    "soft_filter": "soft filter pruning (He)",
+    "l1_filter": "filters by L1 norm, at once (Li)",
+    "slimming": "channels by batch-norm gain (network slimming)",
 }
+STRUCTURED = {"soft_filter", "l1_filter", "slimming"}  # they remove whole filters, and have a block of their own
 
 
 def races(root: Path) -> str:
+    """Runs of different lengths, and of whole filters, have tables of their own."""
     records = read(root / "race-resnet20")
-    final = [record for record in records if record["tier"] == "final"]
-    screening = [record for record in records if record["tier"] == "screening"]
-    return "\n\n".join(
-        [
-            "## ResNet-20 on CIFAR-10",
-            f"Final runs: {final[0]['epochs']} epochs, batch 64, cosine learning rate from 0.1 to 0, on all 50,000 "
+    parts = ["## ResNet-20 on CIFAR-10"]
+    for epochs, final in _by_epochs(records, "final"):
+        parts += [
+            f"Final runs: {epochs} epochs, batch 64, cosine learning rate from 0.1 to 0, on all 50,000 "
             "training images; test accuracy in percent at the last epoch, mean ± standard deviation over seeds. "
             "Settings were chosen in the screening, on held-out images. One H200, all runs side by side "
             "(`python benchmarks/race_cifar10.py --stage screening final`).",
-            table(["method", "zeros", "test accuracy", "training loss", "seeds"], race_rows(final, settings=False)),
-            f"Screening: {screening[0]['epochs']} epochs on 45,000 images, 5,000 held out. "
-            "Masks: learning rate / power of the global scale / power of the per-feature scale.",
-            table(
-                ["method", "zeros", "masks", "weight decay", "validation", "test accuracy", "training loss", "seeds"],
-                race_rows(screening, settings=True),
-            ),
+            *_race_tables(["method", "zeros", "test accuracy", "training loss", "seeds"], final, settings=False),
         ]
-    )
+    for epochs, screening in _by_epochs(records, "screening"):
+        head = ["method", "zeros", "masks", "weight decay", "validation", "test accuracy", "training loss", "seeds"]
+        parts += [
+            f"Screening: {epochs} epochs on 45,000 images, 5,000 held out. "
+            "Masks: learning rate / power of the global scale / power of the per-feature scale.",
+            *_race_tables(head, screening, settings=True),
+        ]
+    return "\n\n".join(parts)
+
+
+def _by_epochs(records: Sequence[Record], tier: str) -> list[tuple[int, list[Record]]]:
+    own = [record for record in records if record["tier"] == tier]
+    lengths = sorted({record["epochs"] for record in own}, reverse=True)
+    return [(epochs, [record for record in own if record["epochs"] == epochs]) for epochs in lengths]
+
+
+def _race_tables(head: Sequence[str], records: Sequence[Record], *, settings: bool) -> list[str]:
+    single, whole = ([each for each in records if (each["method"] in STRUCTURED) is kind] for kind in (False, True))
+    tables = [table(head, race_rows(single, settings=settings))]
+    return [*tables, "Whole filters:", table(head, race_rows(whole, settings=settings))] if whole else tables
 
 
 def overhead_rows(root: Path) -> list[list[str]]:
@@ -217,13 +251,13 @@ def map_fitting(root: Path) -> str:
 
 def summary(root: Path) -> str:
     """The few lines for the README."""
-    final = [record for record in read(root / "race-resnet20") if record["tier"] == "final"]
+    epochs, final = _by_epochs(read(root / "race-resnet20"), "final")[0]  # the longest
     rows = [[row[0], row[1], row[2], row[4]] for row in race_rows(final, settings=False)]
     ratios = [row for row in overhead_rows(root) if row[2] == "global"]
     costs = ", ".join(f"{ratio} ({case}, {place})" for case, place, _, ratio in ratios)
     return "\n\n".join(
         [
-            f"ResNet-20 on CIFAR-10, {final[0]['epochs']} epochs, last epoch, one H200 ([all runs](docs/results.md)):",
+            f"ResNet-20 on CIFAR-10, {epochs} epochs, last epoch, one H200 ([all runs](docs/results.md)):",
             table(["method", "zeros", "test accuracy", "seeds"], rows),
             f"A sparse step costs, over a dense one: {costs}.",
         ]
