@@ -182,8 +182,7 @@ def test_a_stack_of_residual_networks_computes_what_each_computes() -> None:
     stack = NetworkStack(networks, device=CPU, dtype=torch.float64)
     images = torch.randn(3, 4, 3, 32, 32, dtype=torch.float64)
     labels = torch.randint(0, 10, (3, 4))
-    F.cross_entropy(stack(images).flatten(0, 1), labels.flatten(), reduction="sum").backward()
-    gradients = stack.take_gradients()
+    gradients = stack.gradients(F.cross_entropy(stack(images).flatten(0, 1), labels.flatten(), reduction="sum"))
     for row, net in enumerate(networks):
         output = net.train()(images[row])
         F.cross_entropy(output, labels[row], reduction="sum").backward()

@@ -181,7 +181,7 @@ def filter_tile(channels: int, outputs: int) -> Tile:
 
 
 def _block(size: int) -> int:
-    return max(16, min(64, triton.next_power_of_2(size)))
+    return max(16, min(64, int(triton.next_power_of_2(size))))
 
 
 class Convolution(torch.autograd.Function):

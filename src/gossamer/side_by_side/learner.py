@@ -60,8 +60,8 @@ class StackedLearner:
     def weights(self, team: Team) -> Tensor:
         return self.stack.variables[team.rows, : self.stack.connections]
 
-    def mask_step(self, tables: Tables) -> None:
-        gradient, count = self.stack.take_gradients(), self.stack.connections
+    def mask_step(self, gradient: Tensor, tables: Tables) -> None:
+        count = self.stack.connections
         rate = self._rate(tables)
         for team in self.teams:
             team.timeline.rate.copy_(rate[team.rows])
@@ -95,8 +95,8 @@ class StackedLearner:
         self._keep_zeros()
         self.stack.show_(self.stack.variables)
 
-    def frozen_step(self, tables: Tables) -> None:
-        self._descend(self.stack.take_gradients(), self._rate(tables), tables)
+    def frozen_step(self, gradient: Tensor, tables: Tables) -> None:
+        self._descend(gradient, self._rate(tables), tables)
         self._keep_zeros()
         self.stack.show_(self.stack.variables)
         self.step += 1

@@ -195,4 +195,4 @@ def sizes(x: Tensor) -> tuple[int, int, int, int, int]:
 
 def _rounds(runs: int, pixels: int, p: int) -> int:
     """Blocks that one program sums before it adds to the total: a power of two, as each number is compiled for."""
-    return max(1, min(16, triton.next_power_of_2(runs * pixels // (p * _PROGRAMS) + 1) // 2))
+    return max(1, min(16, int(triton.next_power_of_2(runs * pixels // (p * _PROGRAMS) + 1)) // 2))

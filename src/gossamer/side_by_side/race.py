@@ -242,12 +242,10 @@ class Running:
             logits = stack(images).float()
             loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none", label_smoothing=smoothing)
             loss = loss.view(labels.shape).mean(1)
-            for leaf in stack.leaves.values():
-                leaf.grad = None
-            loss.sum().backward()  # type: ignore[no-untyped-call]
+            gradients = stack.gradients(loss.sum())
             with torch.no_grad():
                 losses.add_(loss.detach())
-                update(tables)
+                update(gradients, tables)
 
         return step
 

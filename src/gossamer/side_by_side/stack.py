@@ -15,7 +15,7 @@ class NetworkStack:
     """The parameters of all networks, as one matrix with a row for each network, and a forward pass over all of them.
 
     The columns of `variables` are the connections (the weights that can be made sparse), then all other parameters. The
-    forward pass reads copies of them, `leaves`, which may be of lower precision; autograd leaves gradients there.
+    forward pass reads copies of them, `leaves`, which may be of lower precision.
     """
 
     def __init__(self, networks: Sequence[nn.Module], *, device: torch.device, dtype: torch.dtype) -> None:
@@ -59,9 +59,12 @@ class NetworkStack:
         self.buffers = {name: buffer.index_select(0, index) for name, buffer in self.buffers.items()}
         self._make_leaves()
 
-    def take_gradients(self) -> Tensor:
+    def gradients(self, loss: Tensor) -> Tensor:
         """The gradients of all parameters as a matrix like `variables`."""
-        columns = [_storage_order(self._gradient(name)).reshape(len(self), -1) for name in self.names]
+        # Not by backward(), which would rearrange each gradient in memory before it leaves it in a leaf.
+        leaves = [self.leaves[name] for name in self.names]
+        found = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
+        columns = [_storage_order(gradient).reshape(len(self), -1) for gradient in found]
         connections = columns[: len(self.connection_sizes)]
         parts = [torch.cat(part, dim=1).to(self.precise) for part in (connections, columns[len(connections) :]) if part]
         return torch.cat(parts, dim=1)
@@ -109,10 +112,6 @@ class NetworkStack:
 
     def _buffer(self, buffer: Tensor) -> Tensor:
         return buffer.to(self.device, self.precise if buffer.is_floating_point() else buffer.dtype)
-
-    def _gradient(self, name: str) -> Tensor:
-        gradient = self.leaves[name].grad
-        return torch.zeros_like(self.leaves[name]) if gradient is None else gradient
 
 
 def _storage_order(stacked: Tensor) -> Tensor:
