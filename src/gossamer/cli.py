@@ -79,6 +79,8 @@ class Compare:
     """Also draw accuracy against sparsity, into this file (.svg, .png or .pdf); needs matplotlib."""
     together: int = 32
     """Runs trained at the same time."""
+    save_models: bool = False
+    """Leave each network beside its record, as a file for `gossamer.load`."""
     device: str = "cuda"
     debug: bool = False
     """Show the traceback of an error."""
@@ -226,7 +228,14 @@ def _compare(command: Compare, console: Console) -> None:
     if command.plot is not None:
         plot.check()
     device = torch.device(command.device)
-    records = compare(comparison, command.out, device=device, together=command.together, progress=console.print)
+    records = compare(
+        comparison,
+        command.out,
+        device=device,
+        together=command.together,
+        save_models=command.save_models,
+        progress=console.print,
+    )
     for title, rows in race_blocks(records):
         console.print(tables.of_race(rows, title))
     if command.plot is not None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import gossamer
 from gossamer import cli, models
 from gossamer.methods import METHODS
 from gossamer.results import race_blocks
@@ -65,6 +66,20 @@ def test_one_record_a_run_and_none_twice(tmp_path: Path, monkeypatch: pytest.Mon
     again = compare(SMALL, tmp_path, device=CPU)
     assert [member.method for member in trained] == ["scl"]
     assert again[1]["accuracy"] == records[1]["accuracy"]
+
+
+@pytest.mark.usefixtures("tiny")
+def test_networks_are_left_beside_their_records(tmp_path: Path) -> None:
+    (record,) = compare(replace(SMALL, methods=("scl",)), tmp_path, device=CPU, save_models=True)
+    (path,) = tmp_path.glob("*.safetensors")
+    assert path.with_suffix(".json").exists()
+    network = models.create("lenet300")
+    gossamer.load(path, model=network)
+    assert gossamer.report(network).sparsity == pytest.approx(record["sparsity"])
+    images = module.data.load("mnist").test
+    normal = (images.images.float() / 255 - 0.5) / 0.25
+    accuracy = 100 * (network.eval()(normal).argmax(1) == images.labels).float().mean()
+    assert float(accuracy) == pytest.approx(record["accuracy"])
 
 
 @pytest.mark.usefixtures("tiny")

@@ -15,8 +15,10 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+from torch import nn
 
 from gossamer import data, models
+from gossamer.checkpoint import save
 from gossamer.data.sets import ImageSet
 from gossamer.methods import METHODS, Layout
 from gossamer.methods.filters import check_reach
@@ -74,15 +76,24 @@ def compare(
     device: torch.device,
     together: int = 32,
     checkpoint_minutes: float = 5.0,
+    save_models: bool = False,
     progress: Callable[[str], None] = lambda line: None,
 ) -> list[dict[str, Any]]:
-    """Train what has no record in `out` yet, `together` runs at a time, and return all the records."""
+    """Train what has no record in `out` yet, `together` runs at a time, and return all the records.
+
+    With `save_models` each network is left beside its record, as a file for `gossamer.load`.
+    """
     race, paths = comparison.race(), {}
     for member in _possible(comparison, progress):
         paths[member] = out / f"{comparison.net}-{member.method}-{_name(comparison, race, [member])}.json"
     missing = [member for member, path in paths.items() if not path.exists()]
     images = _images(comparison) if missing else None
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+
+    def keep(member: Member, network: nn.Module) -> None:
+        out.mkdir(parents=True, exist_ok=True)
+        save(network, paths[member].with_suffix(".safetensors"))
+
     for first in range(0, len(missing), together):
         assert images is not None
         runs = missing[first : first + together]
@@ -100,6 +111,7 @@ def compare(
             progress=progress,
             checkpoint=checkpoint,
             checkpoint_minutes=checkpoint_minutes,
+            keep=keep if save_models else None,
         )
         seconds = time.perf_counter() - start
         out.mkdir(parents=True, exist_ok=True)

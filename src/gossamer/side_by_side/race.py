@@ -5,7 +5,7 @@ dense trunk of their seed where masks begin to learn.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -39,11 +39,12 @@ def run_race(
     progress: Callable[[str], None] = lambda line: None,
     checkpoint: Path | None = None,
     checkpoint_minutes: float = 5.0,
+    keep: Callable[[Member, nn.Module], None] | None = None,
 ) -> list[Outcome]:
     """Train all members side by side: the warm-up once for each seed, then every member from its seed's trunk.
 
     With a `checkpoint` the race is written there now and then, after an epoch, and goes on from there if it is cut
-    short; who calls removes it once the outcomes are safe.
+    short; who calls removes it once the outcomes are safe. `keep` is handed every finished network.
     """
     run = Running(race, members, data, make_network, device=device, dtype=dtype)
     first = 0 if checkpoint is None else run.go_on_from(checkpoint)
@@ -59,7 +60,11 @@ def run_race(
             took = time.perf_counter() - started
             loss = [round(value, 3) for value in run.train_loss.tolist()]
             progress(f"epoch {epoch + 1}/{race.epochs} {run.phase} {took:.1f}s loss {loss}")
-    return run.outcomes()
+    outcomes = run.outcomes()
+    if keep is not None:
+        for member, network in run.networks():
+            keep(member, network)
+    return outcomes
 
 
 class Running:
@@ -179,6 +184,12 @@ class Running:
             for row, index in enumerate(self._order)
         }
         return [found[index] for index in range(len(self._members))]
+
+    def networks(self) -> Iterator[tuple[Member, nn.Module]]:
+        """Every member with its network as it is now, a plain one."""
+        stack = self.learner.stack
+        for row, member in enumerate(self._rows):
+            yield member, stack.network(row, stack.variables).cpu().eval()
 
     def _branch(self) -> None:
         """Every member that is not sparse from the start becomes a copy of its seed's trunk."""
