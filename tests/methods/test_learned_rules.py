@@ -8,7 +8,7 @@ import torch
 
 from gossamer.methods.l0 import chance_of_open, final_gate, sample_gate
 from gossamer.methods.noise import uniform
-from gossamer.methods.str_ import soft_threshold
+from gossamer.methods.soft_threshold import soft_threshold
 from gossamer.schedule import Plan
 from methods.toy import PLAN, begin, gradient_like, left, shown, step, top
 

@@ -125,6 +125,12 @@ def test_every_method_is_the_same_alone_with_any_optimizer() -> None:
     _all_equal_their_runs_alone([Member(seed=5, method=name, sparsity=0.7) for name in METHODS])
 
 
+def test_a_race_without_a_trunk_and_one_with_seeds_of_both_kinds() -> None:
+    _all_equal_their_runs_alone([Member(seed, name, 0.6) for name in ("rigl", "snip") for seed in (2, 1)])
+    mixed = [("l0", 3), ("rigl", 1), ("dense", 1), ("l0", 1), ("rigl", 4)]
+    _all_equal_their_runs_alone([Member(seed, name, 0.6) for name, seed in mixed])
+
+
 def _all_equal_their_runs_alone(members: list[Member]) -> None:
     outcomes = run_race(RACE, members, data(), network, device=CPU, dtype=torch.float64)
     for member, outcome in zip(members, outcomes, strict=True):

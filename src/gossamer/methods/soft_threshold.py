@@ -5,9 +5,9 @@ Rule: the layer uses S(w, s) = sign(w)·relu(|w| - σ(s)), one number s a tensor
 far below zero and an L2 term, tuned by hand for each target, pulls it up.
 Reference: Kusupati et al. 2020, Soft Threshold Weight Reparameterization for Learnable Sparsity.
 Ours: instead of by the L2 term all s are pushed up together by as much as the budget of the step asks for, which can be
-solved for: |w| > σ(s) is logit|w| - s > 0, so the push is an order statistic. s has a hundredth of the learning rate of
-the weights: from a warmed-up network, where thresholds are not tiny, the published equal rate lets layers die out. After
-the last mask step the thresholded weights are what is fine-tuned.
+solved for: |w| > σ(s) is logit|w| - s > 0, so the push is an order statistic. s has a hundredth of the learning rate
+of the weights: from a warmed-up network, where thresholds are not tiny, the published equal rate lets layers die out.
+After the last mask step the thresholded weights are what is fine-tuned.
 """
 
 from collections.abc import Sequence
