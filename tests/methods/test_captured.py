@@ -45,6 +45,8 @@ def test_a_step_can_be_captured(name: str) -> None:
     rule, weights, timeline = begin(
         name, sparsity, sparsity, layout=LAYOUT, plan=Plan(0, 20, 5, 5), floor=0.05, **settings
     )
+    assert not weights.is_contiguous()
+    assert all(tensor.is_contiguous() for tensor in (*rule.state().values(), rule.mask))  # as kernels need them
     places = {key: tensor.data_ptr() for key, tensor in {**rule.state(), "masks": rule.mask}.items()}
     others = torch.ones(2, 6, dtype=torch.float64)
     for number in range(25):

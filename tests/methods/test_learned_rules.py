@@ -8,7 +8,7 @@ import torch
 
 from gossamer.methods.l0 import chance_of_open, final_gate, sample_gate
 from gossamer.methods.noise import uniform
-from gossamer.methods.str_ import soft_threshold
+from gossamer.methods.soft_threshold import soft_threshold
 from gossamer.schedule import Plan
 from methods.toy import PLAN, begin, gradient_like, left, shown, step, top
 
@@ -72,7 +72,7 @@ def test_autoprune_forgets_the_size_of_the_weight(two_pass: bool) -> None:
 
 
 def test_str_follows_its_true_gradients_and_meets_the_budget() -> None:
-    rule, weights, timeline = begin("str", 0.6, momentum=0.0, start=-3.0)
+    rule, weights, timeline = begin("str", 0.6, momentum=0.0, start=-3.0, rate=0.5)
     rule.learn_(torch.zeros_like(weights), weights)  # the first push
     for number in range(1, 6):
         s = rule.state()["s"].clone().requires_grad_()
@@ -89,7 +89,7 @@ def test_str_follows_its_true_gradients_and_meets_the_budget() -> None:
         assert w.grad is not None
         assert s.grad is not None
         torch.testing.assert_close(gradient, w.grad)
-        pushed = rule.state()["s"] - (s.detach() - 0.1 * s.grad)
+        pushed = rule.state()["s"] - (s.detach() - 0.5 * 0.1 * s.grad)
         torch.testing.assert_close(pushed[:, 0], pushed[:, 1])  # all thresholds rise together
         above = weights.abs() > torch.repeat_interleave(rule.state()["s"].sigmoid(), torch.tensor([24, 16]), dim=1)
         keep = left((number + 1) / 10, 40, 16)

@@ -27,7 +27,8 @@ def begin(
 ) -> tuple[Rule[Any], Tensor, Timeline]:
     """The rule, the weight variables of its rows and its timeline."""
     generator = torch.Generator().manual_seed(seed)
-    weights = torch.randn(len(sparsities), layout.count, generator=generator, dtype=torch.float64) * 0.3
+    drawn = torch.randn(len(sparsities), layout.count, generator=generator, dtype=torch.float64) * 0.3
+    weights = torch.nn.functional.pad(drawn, (0, 5))[:, : layout.count]  # in a race other parameters lie beside them
     timeline = Timeline(plan, rows=len(sparsities), device=weights.device, dtype=weights.dtype, epoch=2)
     timeline.rate.fill_(RATE)
     rule = find(name)

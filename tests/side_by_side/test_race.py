@@ -18,7 +18,7 @@ from gossamer.methods.scl import SCLOptions
 from gossamer.models.resnet import BasicBlock, ResNet
 from gossamer.schedule import Phase, Plan, connections_left
 from gossamer.settings import Settings
-from gossamer.side_by_side import Member, Race, run_race
+from gossamer.side_by_side import Member, Outcome, Race, run_race
 from gossamer.side_by_side.race import Running
 from gossamer.side_by_side.stack import NetworkStack
 
@@ -61,19 +61,23 @@ def alone(member: Member) -> tuple[nn.Module, float]:
     optimizer = torch.optim.SGD(net.parameters(), lr=1.0, momentum=0.9, weight_decay=member.weight_decay)
     steps = len(images.train) // RACE.batch_size
     sparsifier = None
-    if isinstance(member.settings, SCLOptions):
+    options = member.settings
+    if isinstance(options, SCLOptions):
         sparsifier = gossamer.Sparsifier(
             net,
             optimizer,
-            sparsity=member.sparsity,
+            sparsity=member.sparsity if options.decay is None else None,
+            decay=options.decay,
             total_steps=RACE.epochs * steps,
             steps_per_epoch=steps,
             warmup=PHASES.warmup,
             sparsify=PHASES.sparsify,
             stabilise=PHASES.stabilise,
-            mask_lr=member.settings.mask_lr,
-            scale="global",
-            power=member.settings.global_power,
+            mask_lr=options.mask_lr,
+            scale="batch" if options.feature_power else "global",
+            power=options.feature_power or options.global_power,
+            estimator=options.estimator,
+            anneal=options.anneal,
             floor=RACE.floor,
         )
     elif member.method != "dense":
@@ -120,12 +124,30 @@ def test_members_equal_their_runs_alone() -> None:
     _all_equal_their_runs_alone(members)
 
 
+def test_the_papers_settings_equal_the_sparsifier_too() -> None:
+    """A fixed λ1, the scale of each feature, other estimators, a rate that falls in a step. (With a constant start the
+    floor chooses among equals, and a race has its connections in another order.)"""
+    members = [
+        Member.of(seed=1, decay=0.4, mask_lr=0.02, anneal="step"),
+        Member.of(seed=2, decay=0.2, mask_lr=0.1, feature_power=1.0, global_power=0.0, estimator="softplus"),
+        Member.of(seed=2, sparsity=0.6, mask_lr=0.03, feature_power=0.5, global_power=0.0, anneal="constant"),
+    ]
+    fixed = _all_equal_their_runs_alone(members)[:2]
+    assert all(0.05 < outcome.sparsity < 0.95 for outcome in fixed)
+
+
 def test_every_method_is_the_same_alone_with_any_optimizer() -> None:
     """The rules on the rows of a race, and on a model with torch's SGD."""
     _all_equal_their_runs_alone([Member(seed=5, method=name, sparsity=0.7) for name in METHODS])
 
 
-def _all_equal_their_runs_alone(members: list[Member]) -> None:
+def test_a_race_without_a_trunk_and_one_with_seeds_of_both_kinds() -> None:
+    _all_equal_their_runs_alone([Member(seed, name, 0.6) for name in ("rigl", "snip") for seed in (2, 1)])
+    mixed = [("l0", 3), ("rigl", 1), ("dense", 1), ("l0", 1), ("rigl", 4)]
+    _all_equal_their_runs_alone([Member(seed, name, 0.6) for name, seed in mixed])
+
+
+def _all_equal_their_runs_alone(members: list[Member]) -> list[Outcome]:
     outcomes = run_race(RACE, members, data(), network, device=CPU, dtype=torch.float64)
     for member, outcome in zip(members, outcomes, strict=True):
         net, accuracy = alone(member)
@@ -133,11 +155,14 @@ def _all_equal_their_runs_alone(members: list[Member]) -> None:
         assert outcome.connections_by_tensor == tuple(int((weight != 0).sum()) for weight in weights), member
         assert outcome.accuracy == pytest.approx(accuracy)
         total = sum(weight.numel() for weight in weights)
+        if isinstance(member.settings, SCLOptions) and member.settings.decay is not None:
+            continue
         if member.rule.structured:
             assert abs(outcome.sparsity - member.sparsity) < 0.1
             continue
         kept = total - int(total * (0.0 if member.method == "dense" else member.sparsity) + 0.5)
         assert outcome.sparsity == pytest.approx(1 - kept / total)
+    return outcomes
 
 
 def test_magnitude_keeps_the_largest_weights() -> None:

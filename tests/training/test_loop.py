@@ -121,7 +121,8 @@ def test_accuracy_is_that_of_the_written_model(images: ImageSet, tmp_path: Path)
     ("run", "step"),
     [(DENSE, 9)]
     + [(SPARSE, step) for step in (3, 4, 6, 9, 12, 15)]  # in every phase and at the end of an epoch
-    + [(SPARSE.with_settings(["optimizer=adamw", "lr=0.01"]), 8)],
+    + [(SPARSE.with_settings(["optimizer=adamw", "lr=0.01"]), 8)]
+    + [(SPARSE.with_settings([f"method={name}"]), 9) for name in ("rigl", "lottery", "l0", "str", "narang")],
 )
 def test_a_run_that_died_goes_on_to_the_same_bits(images: ImageSet, tmp_path: Path, run: Run, step: int) -> None:
     run = run.with_settings(["checkpoint_steps=2", "validation=8"])  # 4 epochs of 4 steps

@@ -30,7 +30,7 @@ BETA, GAMMA, ZETA = 2.0 / 3.0, -0.1, 1.1
 
 @dataclass(frozen=True)
 class L0Options(Options):
-    gate_lr: float = 0.05
+    gate_lr: float = 0.1
     open: float = 0.9  # σ(log α) at the start
 
 

@@ -20,7 +20,7 @@ from gossamer.methods.rigl import RigL
 from gossamer.methods.rule import Options, Rule
 from gossamer.methods.scl import SCL
 from gossamer.methods.snip import SNIP
-from gossamer.methods.str_ import STR
+from gossamer.methods.soft_threshold import STR
 from gossamer.methods.surgery import Surgery
 
 _RULES: tuple[type[Rule[Any]], ...] = (

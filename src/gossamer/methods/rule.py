@@ -20,7 +20,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import ClassVar, Generic, TypeVar
 
 import torch
@@ -101,28 +101,37 @@ class Timeline:
 
     def budgets(self, total: int, keep: Sequence[int], *, at_once: bool = False) -> Tensor:
         """Connections that are left after each step: along the cubic, or all of the removal in the first step."""
-        ramps = [1.0 if at_once else self._at(step).ramp for step in range(self.length)]
-        table = [[connections_left(ramp, total, each) for each in dict.fromkeys(keep)] for ramp in ramps]
-        which = [list(dict.fromkeys(keep)).index(each) for each in keep]
-        return torch.tensor(table)[:, which].to(self.device)
+        columns = [_budgets(self.plan, total, each, at_once) for each in keep]
+        return torch.stack(columns, dim=1).to(self.device)
 
     def annealed(self, values: Sequence[float], kinds: Sequence[str] = ()) -> Tensor:
         """Numbers that go to zero on a cosine over the mask phases, or by another kind of gossamer.settings.ANNEALS."""
-        moments = [self._at(step) for step in range(self.length)]
-        shapes = {
-            "cosine": [method.cosine(moment.settling) for moment in moments],
-            "step": [0.1 if moment.phase is Phase.STABILISE else 1.0 for moment in moments],
-            "constant": [1.0] * len(moments),
-        }
-        columns = [torch.tensor(shapes[kind]) for kind in (kinds or ["cosine"] * len(values))]
+        columns = [_anneal(self.plan, kind) for kind in (kinds or ["cosine"] * len(values))]
         return (torch.stack(columns, dim=1) * torch.tensor(values)).to(self.device, self.dtype)
 
     def often(self, steps: int) -> int:
         """So many steps, or fewer where the phase in which connections go would else see less than ten of them."""
         return max(1, min(steps, self.plan.sparsify // 10))
 
-    def _at(self, step: int) -> Moment:
-        return self.plan.at(self.plan.warmup + step)
+
+# The runs of a race share their plan, and its steps are many.
+@lru_cache(maxsize=4)
+def _moments(plan: Plan) -> list[Moment]:
+    return [plan.at(plan.warmup + step) for step in range(plan.sparsify + plan.stabilise)]
+
+
+@lru_cache(maxsize=64)
+def _budgets(plan: Plan, total: int, keep: int, at_once: bool) -> Tensor:
+    moments = _moments(plan)
+    return torch.tensor([connections_left(1.0 if at_once else moment.ramp, total, keep) for moment in moments])
+
+
+@lru_cache(maxsize=16)
+def _anneal(plan: Plan, kind: str) -> Tensor:
+    moments = _moments(plan)
+    if kind == "step":
+        return torch.tensor([0.1 if moment.phase is Phase.STABILISE else 1.0 for moment in moments])
+    return torch.tensor([method.cosine(moment.settling) if kind == "cosine" else 1.0 for moment in moments])
 
 
 class Rule(ABC, Generic[S]):

@@ -66,8 +66,10 @@ def _scl(
 def _peer(
     run: Run, model: nn.Module, optimizer: Optimizer, total: int, per_epoch: int, example: Tensor
 ) -> SparseTraining:
-    if run.sparsity is None:
-        raise ValueError(f"method={run.method}: expected sparsity=, as only method=scl knows flops= and decay=")
+    if run.sparsity is None or run.leave_at is not None:
+        raise ValueError(
+            f"method={run.method}: expected sparsity= alone; only method=scl knows flops=, decay=, leave_at="
+        )
 
     def shared(plan: Plan, step: int) -> float:
         return learning_rate(run, plan, step, total_steps=total, steps_per_epoch=per_epoch)

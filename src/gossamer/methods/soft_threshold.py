@@ -5,8 +5,9 @@ Rule: the layer uses S(w, s) = sign(w)·relu(|w| - σ(s)), one number s a tensor
 far below zero and an L2 term, tuned by hand for each target, pulls it up.
 Reference: Kusupati et al. 2020, Soft Threshold Weight Reparameterization for Learnable Sparsity.
 Ours: instead of by the L2 term all s are pushed up together by as much as the budget of the step asks for, which can be
-solved for: |w| > σ(s) is logit|w| - s > 0, so the push is an order statistic. s has the learning rate of the weights
-and momentum 0.9. After the last mask step the thresholded weights are what is fine-tuned.
+solved for: |w| > σ(s) is logit|w| - s > 0, so the push is an order statistic. s has a hundredth of the learning rate
+of the weights: from a warmed-up network, where thresholds are not tiny, the published equal rate lets layers die out.
+After the last mask step the thresholded weights are what is fine-tuned.
 """
 
 from collections.abc import Sequence
@@ -23,6 +24,7 @@ from gossamer.methods.rule import Layout, Options, Request, Rule, Timeline, colu
 class STROptions(Options):
     start: float = -10.0  # of s: a threshold of 5e-5
     momentum: float = 0.9  # of s
+    rate: float = 0.01  # of s, times the learning rate of the weights
 
 
 def soft_threshold(weights: Tensor, threshold: Tensor) -> Tensor:
@@ -44,6 +46,7 @@ class STR(Rule[STROptions]):
     ) -> None:
         self._layout, self._timeline = layout, timeline
         self._momentum = column([request.settings.momentum for request in requests], weights)
+        self._rate = column([request.settings.rate for request in requests], weights)
         self._tensor = layout.tensor_of_each(weights.device)
         start = column([request.settings.start for request in requests], weights)
         self._s = start.repeat(1, len(layout.sizes))
@@ -63,7 +66,7 @@ class STR(Rule[STROptions]):
         along = [part.sum(1) for part in self._layout.split(gradient * weights.sign())]
         sigma = self._s.sigmoid()
         self._velocity.mul_(self._momentum).sub_(torch.stack(along, dim=1) * sigma * (1.0 - sigma))
-        self._s.sub_(self._velocity * self._timeline.rate)
+        self._s.sub_(self._velocity * self._timeline.rate * self._rate)
         self._budget.score.copy_(self._above(weights))
         self._s.add_(self._budget.meet_()[:, None])
 
