@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from gossamer import Sparsifier
+from gossamer import Sparsifier, cli
 from gossamer.data import Batches
 from gossamer.data.sets import ImageSet, Labelled
 from gossamer.models.fc_densenet import FullyConnectedDenseNet
@@ -176,7 +176,9 @@ def test_the_entries_are_the_tables_of_the_paper() -> None:
         mnist.entries(seeds=1, epochs=2)
 
 
-def test_records_tables_and_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_records_tables_and_picture(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(mnist, "_images", lambda: images(side=28, count=192))
     lines: list[str] = []
     records = mnist.reproduce(tmp_path, seeds=1, epochs=3, device=CPU, progress=lines.append)
@@ -206,6 +208,12 @@ def test_records_tables_and_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert len(stored) == len(records)
     monkeypatch.setattr(mnist, "train_together", lambda *a, **k: pytest.fail("trained again"))
     assert mnist.reproduce(tmp_path, seeds=1, epochs=3, device=CPU) == records
+    arguments = ["reproduce", "mnist", "--seeds", "1", "--epochs", "3", "--device", "cpu", "--out", str(tmp_path)]
+    with pytest.raises(SystemExit, match="0"):
+        cli.main(arguments)
+    shown = capsys.readouterr().out
+    assert "98.47" in shown
+    assert "softplus" in shown
 
 
 def test_pixels_are_counted_by_hand() -> None:

@@ -23,8 +23,9 @@ from gossamer.recipes import find
 from gossamer.recipes.mnist import DECAY_TABLE
 from gossamer.reproduce.picture import draw_input_connections
 from gossamer.reproduce.stacked_training import Trained, train_together
+from gossamer.training.checkpoint import write_atomically
 from gossamer.training.place import Place
-from gossamer.training.result import commit, hardware, versions, write_json
+from gossamer.training.result import commit, hardware, versions
 from gossamer.training.run import Run
 from gossamer.training.values import Scalar
 
@@ -110,7 +111,7 @@ def reproduce(
         seconds = time.perf_counter() - started
         out.mkdir(parents=True, exist_ok=True)
         for entry, each in zip(portion, trained, strict=True):
-            write_json(_path(out, entry), record(entry, each, device, seconds, len(portion)))
+            _write(_path(out, entry), record(entry, each, device, seconds, len(portion)))
     records = [json.loads(_path(out, entry).read_text()) for entry in wanted]
     try:
         draw_input_connections(records, out / PICTURE)
@@ -185,3 +186,9 @@ def _portions(missing: Sequence[Entry], *, by_seed: bool) -> list[list[Entry]]:
 
 def _path(out: Path, entry: Entry) -> Path:
     return out / f"{entry.part}-{entry.run.run_id}.json"
+
+
+def _write(path: Path, content: dict[str, Any]) -> None:
+    """On one line: the counts of 784 pixels would be as many lines."""
+    text = json.dumps(content, allow_nan=False) + "\n"
+    write_atomically(path, lambda file: file.write(text.encode()))

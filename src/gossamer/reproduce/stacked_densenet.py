@@ -74,7 +74,7 @@ class DenseNetStack:
 
     def _parts(self, matrix: Tensor) -> list[Tensor]:
         parts = torch.split(matrix, self._sizes, dim=1)
-        return [part.unflatten(1, shape) for part, shape in zip(parts, self.shapes, strict=True)]
+        return [part.view(len(part), *shape) for part, shape in zip(parts, self.shapes, strict=True)]
 
     def _normalise(
         self, x: Tensor, name: str, layer: FullyConnectedLayer, values: dict[str, Tensor], *, training: bool

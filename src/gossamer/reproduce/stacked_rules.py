@@ -133,7 +133,7 @@ class Block:
         elif settings.scale == "batch":
             parts = torch.split(direction, self._stack.connection_sizes, dim=1)
             for part, shape in zip(parts, self._stack.connection_shapes, strict=True):
-                features = part.unflatten(1, shape)
+                features = part.view(len(part), *shape)
                 scale = features.square().mean(2, keepdim=True).sqrt()
                 features.div_(method.divisor(scale, settings.power))
 
