@@ -403,6 +403,27 @@ def test_an_activation_in_place_that_others_see() -> None:
     assert_same(compact(model, torch.randn(2, 4)).model, model, torch.randn(6, 4), 1e-6)
 
 
+def test_an_addition_in_place_that_others_see() -> None:
+    """The branch is constant; what it is added to in place of the branch's result is used again."""
+
+    class Onto(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.branch, self.head = nn.Linear(4, 5), nn.Linear(5, 5), nn.Linear(5, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.first(x)
+            y = self.branch(x)
+            y += x
+            return self.head(y) + self.head.weight.sum() * x[:, :3]
+
+    model = Onto().eval()
+    zero_(model.branch.weight)
+    found = compact(model, torch.randn(2, 4))
+    assert len(found.report.branches) == 1
+    assert_same(found.model, model, torch.randn(6, 4), 1e-6)
+
+
 def test_a_dead_layer_keeps_one_unit() -> None:
     model = nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 3))
     zero_(model[0].weight)

@@ -16,7 +16,8 @@ import torch
 from torch import fx, nn
 
 from gossamer.compaction.analysis import Analysis
-from gossamer.compaction.pointwise import ADDITIONS
+from gossamer.compaction.expand import expand_attention
+from gossamer.compaction.pointwise import ADDITIONS, changes_what_others_see
 from gossamer.compaction.rules import rules_of
 from gossamer.compaction.summary import Compaction, CompactionReport, compare, sizes, what_stayed
 from gossamer.compaction.trace import measure, shape, trace
@@ -38,7 +39,9 @@ def compact(model: nn.Module, example_input: object, *, tolerance: float | None 
     smaller = trace(copy.deepcopy(model).eval(), example_input)
     _tidy(smaller)
     before, parameters_before = sizes(model), _parameters(model)
-    folded, branches = 0, list[str]()
+    measure(smaller, example_input)
+    folded, branches = expand_attention(smaller), list[str]()
+    _tidy(smaller)
     while True:
         measure(smaller, example_input)
         analysis = Analysis(smaller, rules_of(smaller))
@@ -79,7 +82,12 @@ def _cut_constant_branches(graph_module: fx.GraphModule, analysis: Analysis) -> 
     """Replace the sides of additions that are constants as a whole; gives the names of those additions."""
     found = []
     for node in list(graph_module.graph.nodes):
-        if node.target not in ADDITIONS or node not in analysis.features:
+        if (
+            node.target not in ADDITIONS
+            or len(node.args) != 2
+            or node.kwargs
+            or changes_what_others_see(analysis, node)
+        ):
             continue
         for side, other in (node.args, node.args[::-1]):
             features = analysis.of(side)
@@ -103,7 +111,8 @@ def _replace(graph_module: fx.GraphModule, analysis: Analysis, node: fx.Node, si
     name = f"constant_{re.sub(r'[^0-9a-zA-Z]', '_', node.name)}"
     graph_module.register_buffer(name, values)
     with graph_module.graph.inserting_before(node):
-        node.args = (other, graph_module.graph.get_attr(name))
+        # Never in place: what now comes first may be seen by others.
+        node.op, node.target, node.args = "call_function", torch.add, (other, graph_module.graph.get_attr(name))
 
 
 def _tidy(graph_module: fx.GraphModule) -> None:

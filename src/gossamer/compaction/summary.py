@@ -89,12 +89,18 @@ def sizes(model: nn.Module) -> dict[str, tuple[str, tuple[int, ...], int]]:
         own = list(module.parameters(recurse=False))
         if own:
             main = max(own, key=lambda each: each.ndim)
-            found[name or "(model)"] = type(module).__name__, tuple(main.shape), sum(each.numel() for each in own)
+            kind = type(module).__name__.replace("NonDynamicallyQuantizable", "")  # the linear layer in an attention
+            found[name or "(model)"] = kind, tuple(main.shape), sum(each.numel() for each in own)
     return found
 
 
 def compare(before: dict[str, tuple[str, tuple[int, ...], int]], after: nn.Module) -> tuple[Layer, ...]:
     now = sizes(after)
+    for name in [name.removesuffix(".q_proj") for name in now if name.endswith(".q_proj")]:
+        # An attention that was written out: as if its three projections were still one tensor.
+        parts = [now[f"{name}.{part}"] for part in ("q_proj", "k_proj", "v_proj")]
+        shape = (sum(part[1][0] for part in parts), *parts[0][1][1:])
+        now.setdefault(name, ("", shape, sum(part[2] for part in parts)))
     return tuple(
         Layer(name, kind, shape, now[name][1] if name in now else None, count, now[name][2] if name in now else 0)
         for name, (kind, shape, count) in before.items()
