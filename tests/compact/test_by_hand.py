@@ -361,6 +361,41 @@ def test_embedding_columns() -> None:
     assert_same(found.model, model, torch.arange(9), 1e-6)
 
 
+@pytest.mark.parametrize("padding", [None, 0, 4])
+def test_rows_of_zeros_of_an_embedding_become_one(padding: int | None) -> None:
+    model = integers_(nn.Sequential(nn.Embedding(30, 6, padding_idx=padding), nn.Linear(6, 3)))
+    dead = [4, 5, 8, *range(12, 29)]
+    zero_(model[0].weight, dead)
+    found = compact(model, torch.tensor([[1, 2]]))
+    embedding = found.model.get_submodule("0")
+    assert embedding.weight.shape == (30 - len(dead) + 1, 6)
+    assert embedding.num_embeddings == 11
+    assert embedding.padding_idx == {None: None, 0: 0, 4: 4}[padding]
+    assert found.report.rows == len(dead) - 1
+    assert "19 rows of zeros of embeddings are one with another" in str(found)
+    assert_same(found.model, model, torch.arange(30).view(5, 6))
+    again = compact(found.model, torch.tensor([[1, 2]]))
+    assert again.report.rows == 0
+    assert shapes(again.model) == shapes(found.model)
+
+
+def test_rows_that_are_zero_where_columns_are_left() -> None:
+    """Columns that nobody reads go first; then a row may have nothing left."""
+    model = nn.Sequential(nn.Embedding(9, 5), nn.Linear(5, 3)).double()
+    zero_(model[1].weight, slice(None), [0, 3])
+    zero_(model[0].weight, slice(2, 8), [1, 2, 4])
+    found = compact(model, torch.tensor([[1, 2]]))
+    assert shapes(found.model)["0.weight"] == (4, 3)
+    assert_same(found.model, model, torch.arange(9), 1e-14)
+
+
+def test_few_rows_of_zeros_stay() -> None:
+    """The table of whole numbers would be larger than what it saves."""
+    model = nn.Sequential(nn.Embedding(9, 2), nn.Linear(2, 3))
+    zero_(model[0].weight, [0, 3, 5])
+    assert compact(model, torch.tensor([[1, 2]])).model.get_submodule("0").weight.shape == (9, 2)
+
+
 def test_a_layer_that_is_used_twice_stays() -> None:
     class Twice(nn.Module):
         def __init__(self) -> None:

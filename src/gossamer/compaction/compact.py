@@ -18,6 +18,7 @@ from torch import fx, nn
 from gossamer.compaction.analysis import Analysis
 from gossamer.compaction.expand import expand_attention
 from gossamer.compaction.pointwise import ADDITIONS, changes_what_others_see
+from gossamer.compaction.rows import merge_zero_rows
 from gossamer.compaction.rules import rules_of
 from gossamer.compaction.summary import Compaction, CompactionReport, compare, sizes, what_stayed
 from gossamer.compaction.trace import measure, shape, trace
@@ -56,6 +57,8 @@ def compact(model: nn.Module, example_input: object, *, tolerance: float | None 
         folded += sum(analysis.folded.values())
         _tidy(smaller)
 
+    rows = merge_zero_rows(smaller, rules_of(smaller))
+
     def run(*inputs: Any, **named: Any) -> Any:
         return smaller(*inputs, **named)
 
@@ -71,6 +74,7 @@ def compact(model: nn.Module, example_input: object, *, tolerance: float | None 
         stayed=what_stayed(analysis),
         folded=folded,
         branches=tuple(branches),
+        rows=rows,
         parameters_before=parameters_before,
         parameters_after=_parameters(smaller),
         difference=verification.max_relative,

@@ -46,6 +46,8 @@ class CompactionReport:
     """Constants that moved into a bias."""
     branches: tuple[str, ...]
     """Additions of which one side was a constant."""
+    rows: int
+    """Rows of zeros of embeddings that became one with another."""
     parameters_before: int
     parameters_after: int
     difference: float
@@ -66,6 +68,8 @@ class CompactionReport:
             lines.append("  nothing could be taken out")
         if self.folded:
             lines.append(f"  {self.folded} constant{'s' if self.folded > 1 else ''} folded into biases and weights")
+        if self.rows:
+            lines.append(f"  {self.rows} rows of zeros of embeddings are one with another")
         lines += [f"  {name}: one side was a constant; that branch is gone" for name in self.branches]
         lines += [f"  {each}" for each in self.stayed]
         return "\n".join(lines)
