@@ -33,11 +33,12 @@ def compact(model: nn.Module, example_input: object, *, tolerance: float | None 
     """A smaller model with the same outputs, in evaluation mode, and a report of what went.
 
     ``example_input`` is a tensor, a tuple of inputs or a mapping of keyword inputs; the smaller model takes
-    other batch sizes too. The model is left as it is. Raises ``UntraceableError`` where ``torch.fx`` cannot
-    trace it, and ``CompactionError`` if the outputs for the example differ by more than ``tolerance`` times
-    the largest output, as they do for a model whose output is random. None means 1e-4, and more for half precision.
+    other batch sizes too. The model is left as it is. Raises ``UntraceableError`` where neither ``torch.fx`` nor
+    ``torch.export`` can trace it, and ``CompactionError`` if the outputs for the example differ by more than
+    ``tolerance`` times the largest output, as they do for a model whose output is random. None means 1e-4, and more
+    for half precision.
     """
-    smaller = trace(copy.deepcopy(model).eval(), example_input)
+    smaller, tool = trace(copy.deepcopy(model).eval(), example_input)
     _tidy(smaller)
     before, parameters_before = sizes(model), _parameters(model)
     measure(smaller, example_input)
@@ -75,6 +76,7 @@ def compact(model: nn.Module, example_input: object, *, tolerance: float | None 
         folded=folded,
         branches=tuple(branches),
         rows=rows,
+        traced_by=tool,
         parameters_before=parameters_before,
         parameters_after=_parameters(smaller),
         difference=verification.max_relative,

@@ -1,4 +1,4 @@
-"""The model as a graph of calls to its own layers, by ``torch.fx``, with the shape of every tensor."""
+"""The model as a graph of calls to its own layers, with the shape of every tensor."""
 
 from __future__ import annotations
 
@@ -12,25 +12,35 @@ from torch import Tensor, fx, nn
 from torch.fx.passes.shape_prop import ShapeProp
 
 from gossamer._forward import arguments
+from gossamer.compaction.exported import trace_by_export
 
 
 class UntraceableError(ValueError):
     """The forward pass of a model cannot be written as a graph, so nothing can be taken out of it."""
 
 
-def trace(model: nn.Module, example_input: object) -> fx.GraphModule:
-    """The graph of a model; it shares the model's layers. Inputs that the example leaves at None stay None."""
+def trace(model: nn.Module, example_input: object) -> tuple[fx.GraphModule, str]:
+    """The graph of a model, which shares the model's tensors, and the tool that made it: torch.fx, or torch.export
+    where that cannot follow the model's code. Inputs that the example leaves at None stay None."""
     try:
         # The fused kernel for inference would look at the values of its input.
         with _no_fast_path():
             graph = _Tracer().trace(model, _absent(model, example_input))
-        return fx.GraphModule(model, graph, type(model).__name__)
+        return fx.GraphModule(model, graph, type(model).__name__), "torch.fx"
+    except Exception as error:
+        first = error
+    try:
+        return trace_by_export(model, example_input), "torch.export"
     except Exception as error:
         raise UntraceableError(
-            f"expected a forward pass that torch.fx can trace, but in {type(model).__name__} it says: "
-            f"{' '.join(str(error).split())[:300]}. The model is left as it is. Usual causes are branches or loops "
-            "that depend on the values of tensors; compact the traceable parts of the model one by one"
+            f"expected a forward pass that can be traced, but in {type(model).__name__} torch.fx says: "
+            f"{_short(first)}; and torch.export: {_short(error)}. The model is left as it is. Usual causes are "
+            "branches or loops that depend on the values of tensors; compact the traceable parts one by one"
         ) from error
+
+
+def _short(error: Exception) -> str:
+    return " ".join(str(error).split())[:200]
 
 
 class _Tracer(fx.Tracer):

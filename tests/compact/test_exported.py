@@ -1,0 +1,159 @@
+"""Models that torch.fx cannot follow: traced by torch.export, they come back as ordinary modules of smaller layers."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from compact.networks import Concatenated, Residual, convolutions, mobile, prepare, sparsify_
+from compact.test_attention import HEADS, SIZE, WIDTH, head
+from compact.test_by_hand import assert_same, shapes, zero_
+from gossamer import compact
+from gossamer.compaction.exported import trace_by_export
+
+
+class AsksForShapes(nn.Module):
+    """A loop over the length of the input and a branch on its shape: fx follows neither."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(20, 6)
+        self.first, self.second, self.head = nn.Linear(6, 9), nn.Linear(9, 9), nn.Linear(9, 3)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        if tokens.dim() != 2:
+            raise ValueError("expected a batch")
+        x = F.relu(self.first(self.embedding(tokens)))
+        x = F.dropout(self.second(x), 0.1, self.training).mean(1)
+        return self.head(F.gelu(x))
+
+
+def test_layers_come_back_smaller_under_their_names() -> None:
+    model = AsksForShapes().double().eval()
+    zero_(model.second.weight, slice(None), [1, 4])
+    zero_(model.head.weight, slice(None), 2)
+    zero_(model.embedding.weight, slice(5, 17))
+    found = compact(model, torch.randint(0, 20, (1, 7)))
+    assert found.report.traced_by == "torch.export"
+    assert "traced by torch.export" in str(found)
+    assert shapes(found.model) == {
+        "embedding.weight": (9, 6),
+        **{"first.weight": (7, 6), "first.bias": (7,), "second.weight": (8, 7), "second.bias": (8,)},
+        **{"head.weight": (3, 8), "head.bias": (3,)},
+    }
+    assert type(found.model.get_submodule("first")) is nn.Linear
+    assert_same(found.model, model, torch.randint(0, 20, (5, 11)), 1e-14)
+    found.model.train()
+    found.model(torch.randint(0, 20, (5, 11))).sum().backward()
+    assert all(each.grad is not None for each in found.model.parameters())
+    again = compact(found.model, torch.randint(0, 20, (2, 7)))
+    assert shapes(again.model) == shapes(found.model)
+
+
+@pytest.mark.parametrize("network", [convolutions, mobile, Residual, Concatenated])
+def test_what_fx_takes_out_goes_here_too(network: type[nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same network by both ways: the same sizes, and the outputs of the model."""
+    generator = torch.Generator().manual_seed(5)
+    model = prepare(network(), generator).double()
+    sparsify_(model, 0.5, generator, features=0.4)
+    x = torch.randn(2, 3, 8, 8).double()
+    by_fx = compact(model, x)
+
+    def cannot(*given: object) -> None:
+        raise RuntimeError("as if torch.fx could not")
+
+    monkeypatch.setattr("gossamer.compaction.trace._Tracer.trace", cannot)
+    found = compact(model, x)
+    assert (by_fx.report.traced_by, found.report.traced_by) == ("torch.fx", "torch.export")
+    assert shapes(found.model) == shapes(by_fx.model)
+    assert_same(found.model, model, torch.randn(5, 3, 8, 8).double(), 1e-12)
+
+
+class Attention(nn.Module):
+    """As the models of the transformers package have it, with a branch on a shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key, self.value = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.norm, self.out = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        if x.dim() == 2:
+            x = x.unsqueeze(0)
+        shape = (*x.shape[:-1], -1, SIZE)
+        q, k, v = (layer(x).view(shape).transpose(1, 2) for layer in (self.query, self.key, self.value))
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2).reshape(*x.shape[:-1], -1)
+        x = self.norm(x + self.out(y.contiguous()))
+        return x, x.mean(1)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_heads(masked: bool) -> None:
+    model = Attention().double().eval()
+    zero_(model.out.weight, slice(None), head(1))
+    x = torch.randn(2, 7, WIDTH).double()
+    inputs = (x, torch.ones(7, 7, dtype=torch.bool).tril()) if masked else (x,)
+    found = compact(model, inputs)
+    assert found.report.traced_by == "torch.export"
+    assert shapes(found.model)["value.weight"] == ((HEADS - 1) * SIZE, WIDTH)
+    assert shapes(found.model)["out.weight"] == (WIDTH, (HEADS - 1) * SIZE)
+    other = torch.randn(4, 5, WIDTH).double()
+    again = (other, torch.ones(5, 5, dtype=torch.bool).tril()) if masked else (other,)
+    with torch.no_grad():
+        torch.testing.assert_close(found.model(*again), model(*again))
+
+
+def test_tied_and_unnamed_tensors_stay() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding, self.mix = nn.Embedding(9, 5), nn.Linear(5, 5)
+            self.matrix = nn.Parameter(torch.randn(5, 5))
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            if tokens.dim() != 2:
+                raise ValueError("expected a batch")
+            x = F.linear(self.mix(self.embedding(tokens)), self.matrix)
+            return F.linear(x, self.embedding.weight)
+
+    model = Tied().eval()
+    zero_(model.mix.weight, slice(None), 1)
+    zero_(model.matrix, slice(None), 2)
+    found = compact(model, torch.randint(0, 9, (2, 3)))
+    assert shapes(found.model)["embedding.weight"] == (9, 5)
+    assert shapes(found.model)["matrix"] == (5, 5)
+    assert_same(found.model, model, torch.randint(0, 9, (4, 6)), 1e-6)
+
+
+def test_results_in_a_dictionary_stay_in_one() -> None:
+    class Named(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 5), nn.Linear(5, 3)
+
+        def forward(self, x: Tensor, scale: float = 1.0) -> dict[str, Tensor]:
+            if x.dim() != 2:
+                raise ValueError("expected a batch")
+            hidden = torch.relu(self.a(x))
+            return {"logits": self.b(hidden) * scale, "size": hidden.sum(1)}
+
+    model = Named().eval()
+    zero_(model.a.weight, 1)
+    zero_(model.a.bias, 1)
+    found = compact(model, {"x": torch.randn(2, 4)})
+    x = torch.randn(6, 4)
+    with torch.no_grad():
+        torch.testing.assert_close(found.model(x=x), model(x=x))
+
+
+def test_the_graph_computes_what_the_model_computes() -> None:
+    model = prepare(Residual(), torch.Generator().manual_seed(1))
+    graph = trace_by_export(copy.deepcopy(model), torch.randn(1, 3, 8, 8))
+    assert {type(each) for each in graph.modules()} >= {nn.Conv2d, nn.BatchNorm2d, nn.Linear}
+    x = torch.randn(3, 3, 8, 8)
+    with torch.no_grad():
+        torch.testing.assert_close(graph(x), model(x), rtol=0, atol=0)
