@@ -345,6 +345,29 @@ def test_axes_come_and_go() -> None:
     assert_same(found.model, model, whole(3, 1, 3, 7))
 
 
+class TwoPieces(nn.Module):
+    """The same channels of two layers, one behind the other along the positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two, self.head = nn.Conv1d(3, 6, 1), nn.Conv1d(3, 6, 2), nn.Linear(6, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.cat((self.one(x), self.two(x)), 2).transpose(1, 2))
+
+
+def test_positions_one_behind_the_other() -> None:
+    model = integers_(TwoPieces())
+    zero_(model.head.weight, slice(None), 1)
+    for layer, dead in ((model.one, [2, 3]), (model.two, [3, 4])):
+        zero_(layer.weight, dead)
+        zero_(layer.bias, dead)
+    found = compact(model, whole(2, 3, 7))
+    assert shapes(found.model)["one.weight"] == (4, 3, 1), "one of which nobody reads, one that is zero in both"
+    assert shapes(found.model)["two.weight"] == (4, 3, 2)
+    assert_same(found.model, model, whole(5, 3, 9))
+
+
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
 def test_a_state_that_is_given_out_keeps_its_units(kind: type[nn.RNNBase]) -> None:
     model = Recurrent(kind, give_state=True).eval()

@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from foreign_models import FOREIGN
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -74,7 +75,7 @@ def test_what_fx_takes_out_goes_here_too(network: type[nn.Module], monkeypatch: 
 
 
 class Attention(nn.Module):
-    """As the models of the transformers package have it, with a branch on a shape."""
+    """As the models of the transformers package have it, with a branch on a shape and turned positions."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -86,9 +87,15 @@ class Attention(nn.Module):
             x = x.unsqueeze(0)
         shape = (*x.shape[:-1], -1, SIZE)
         q, k, v = (layer(x).view(shape).transpose(1, 2) for layer in (self.query, self.key, self.value))
+        angle = torch.arange(x.shape[1], dtype=x.dtype)[:, None] * torch.ones(1, SIZE, dtype=x.dtype)
+        q, k = (side * angle.cos() + self.turned(side) * angle.sin() for side in (q, k))
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2).reshape(*x.shape[:-1], -1)
         x = self.norm(x + self.out(y.contiguous()))
         return x, x.mean(1)
+
+    @staticmethod
+    def turned(x: Tensor) -> Tensor:
+        return torch.cat((-x[..., 1:], x[..., :1]), dim=-1)
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -125,6 +132,7 @@ def test_tied_and_unnamed_tensors_stay() -> None:
     zero_(model.matrix, slice(None), 2)
     found = compact(model, torch.randint(0, 9, (2, 3)))
     assert shapes(found.model)["embedding.weight"] == (9, 5)
+    assert "gone" not in str(found)
     assert shapes(found.model)["matrix"] == (5, 5)
     assert_same(found.model, model, torch.randint(0, 9, (4, 6)), 1e-6)
 
@@ -148,6 +156,28 @@ def test_results_in_a_dictionary_stay_in_one() -> None:
     x = torch.randn(6, 4)
     with torch.no_grad():
         torch.testing.assert_close(found.model(x=x), model(x=x))
+
+
+@pytest.mark.parametrize("name", ["bert", "vit", "llama"])
+def test_models_that_nobody_here_wrote(name: str) -> None:
+    """All of what one attention head and three inner neurons write is zero."""
+    pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    (foreign,) = [each for each in FOREIGN if each.name == name]
+    model = foreign.build().eval()
+    for where, parameter in model.named_parameters():
+        if where.endswith(("attention.output.dense.weight", "o_proj.weight")):
+            zero_(parameter, slice(None), slice(0, parameter.shape[1] // 2))
+        elif where.endswith((".output.dense.weight", "fc2.weight", "down_proj.weight")):
+            zero_(parameter, slice(None), slice(0, 3))
+    found = compact(model, foreign.inputs())
+    changed = [layer.name for layer in found.report.layers if layer.after not in (None, layer.before)]
+    assert any(each.endswith(("query", "q_proj")) for each in changed)
+    assert any(each.endswith(("intermediate.dense", "fc1", "up_proj")) for each in changed)
+    inputs = foreign.inputs()
+    with torch.no_grad():
+        ours, theirs = found.model(**inputs)[0], model(**inputs)[0]
+    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
 
 
 def test_the_graph_computes_what_the_model_computes() -> None:

@@ -20,7 +20,7 @@ from gossamer.compaction.expand import expand_attention
 from gossamer.compaction.pointwise import ADDITIONS, changes_what_others_see
 from gossamer.compaction.rows import merge_zero_rows
 from gossamer.compaction.rules import rules_of
-from gossamer.compaction.summary import Compaction, CompactionReport, compare, sizes, what_stayed
+from gossamer.compaction.summary import Compaction, CompactionReport, compare, sizes, tied_layers, what_stayed
 from gossamer.compaction.trace import measure, shape, trace
 from gossamer.verify import verify
 
@@ -71,7 +71,7 @@ def compact(model: nn.Module, example_input: object, *, tolerance: float | None 
             "The model is left as it is; is its forward pass random, or does it change with the input's values?"
         )
     report = CompactionReport(
-        layers=compare(before, smaller),
+        layers=compare(before, smaller, tied_layers(model)),
         stayed=what_stayed(analysis),
         folded=folded,
         branches=tuple(branches),

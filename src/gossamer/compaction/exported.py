@@ -139,6 +139,10 @@ def _translate(module: fx.GraphModule, node: fx.Node) -> None:
     elif node.target is _ATEN.select.int and isinstance(node.args[1], int) and node.args[1] >= 0:
         x, dim, index = node.args
         node.target, node.args = operator.getitem, (x, (*[slice(None)] * dim, index))  # type: ignore[operator]
+    elif node.target is _ATEN.slice.Tensor and isinstance(node.args[1], int) and node.args[1] >= 0 and not node.kwargs:
+        x, dim, start, end, step = (*node.args, None, None, None)[:5]
+        place = slice(start, end, step)
+        node.target, node.args = operator.getitem, (x, (*[slice(None)] * dim, place))  # type: ignore[operator]
     else:
         _to_layer(module, node)
 

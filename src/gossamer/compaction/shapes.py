@@ -137,7 +137,8 @@ class NewAxis:
 
 
 class Concatenation:
-    """Features of several tensors one after the other. Those that come from elsewhere stay."""
+    """Features of several tensors one after the other, where those that come from elsewhere stay; or positions of
+    tensors with the same features, which then go together."""
 
     def forward(self, analysis: Analysis, node: fx.Node) -> Features | None:
         given, size = bound(node, "tensors", "dim", dim=0), shape(node)
@@ -145,6 +146,9 @@ class Concatenation:
         if not isinstance(parts, tuple | list) or not isinstance(dim, int) or size is None:
             return None
         axis = dim - len(size) if dim >= 0 else dim
+        known = [features for features in map(analysis.of, parts) if features is not None]
+        if known and len(known) == len(parts) and all(features.dim != axis for features in known):
+            return self._along_positions(analysis, known)
         pieces = [self._piece(analysis, node, part, axis) for part in parts]
         if any(piece is None for piece in pieces) or not any(analysis.of(part) for part in parts):
             return None
@@ -152,10 +156,26 @@ class Concatenation:
         return Features(axis, torch.cat([each.ids for each in found]), torch.cat([each.constant for each in found]))
 
     def backward(self, analysis: Analysis, node: fx.Node, needed: Tensor) -> None:
-        analysis.pass_on(node, needed)
+        parts = cast(list[Any], bound(node, "tensors", "dim", dim=0)["tensors"])
+        first = analysis.of(parts[0])
+        if first is not None and first.count == needed.numel() and len(parts) > 1:
+            for part in parts:
+                analysis.read(part, needed)
+        else:
+            analysis.pass_on(node, needed)
 
     def rewrite(self, analysis: Analysis, node: fx.Node) -> None:
         """Its parts have become smaller."""
+
+    @staticmethod
+    def _along_positions(analysis: Analysis, parts: list[Features]) -> Features | None:
+        first = parts[0]
+        if any(features.dim != first.dim or features.count != first.count for features in parts):
+            return None
+        for features in parts[1:]:
+            analysis.groups.join(first.ids, features.ids)
+        same = torch.stack([features.constant == first.constant for features in parts]).all(0)
+        return Features(first.dim, first.ids, first.constant.where(same, torch.nan))
 
     @staticmethod
     def _piece(analysis: Analysis, node: fx.Node, part: Any, axis: int) -> Features | None:

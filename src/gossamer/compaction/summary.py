@@ -92,7 +92,10 @@ class Compaction:
         return str(self.report)
 
 
-def sizes(model: nn.Module) -> dict[str, tuple[str, tuple[int, ...], int]]:
+Sizes = dict[str, tuple[str, tuple[int, ...], int]]
+
+
+def sizes(model: nn.Module) -> Sizes:
     """Type, shape of the weight and number of parameters of all layers that have parameters of their own."""
     found = {}
     for name, module in model.named_modules():
@@ -104,13 +107,25 @@ def sizes(model: nn.Module) -> dict[str, tuple[str, tuple[int, ...], int]]:
     return found
 
 
-def compare(before: dict[str, tuple[str, tuple[int, ...], int]], after: nn.Module) -> tuple[Layer, ...]:
+def tied_layers(model: nn.Module) -> dict[str, list[str]]:
+    """For every layer those that share a tensor with it."""
+    owners: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        owners.setdefault(id(parameter), []).append(name.rpartition(".")[0])
+    return {name: names for names in owners.values() if len(names) > 1 for name in names}
+
+
+def compare(before: Sizes, after: nn.Module, tied: dict[str, list[str]]) -> tuple[Layer, ...]:
     now = sizes(after)
-    for name in [name.removesuffix(".q_proj") for name in now if name.endswith(".q_proj")]:
+    for name in before.keys() - now.keys():
         # An attention that was written out: as if its three projections were still one tensor.
-        parts = [now[f"{name}.{part}"] for part in ("q_proj", "k_proj", "v_proj")]
-        shape = (sum(part[1][0] for part in parts), *parts[0][1][1:])
-        now.setdefault(name, ("", shape, sum(part[2] for part in parts)))
+        parts = [now[f"{name}.{part}"] for part in ("q_proj", "k_proj", "v_proj") if f"{name}.{part}" in now]
+        twins = [now[twin] for twin in tied.get(name, ()) if twin in now]
+        if len(parts) == 3:
+            shape = (sum(part[1][0] for part in parts), *parts[0][1][1:])
+            now[name] = "", shape, sum(part[2] for part in parts)
+        elif twins:
+            now[name] = twins[0]  # a tensor of two layers may be left in one of them only
     return tuple(
         Layer(name, kind, shape, now[name][1] if name in now else None, count, now[name][2] if name in now else 0)
         for name, (kind, shape, count) in before.items()
