@@ -170,11 +170,13 @@ def test_models_that_nobody_here_wrote(name: str) -> None:
             zero_(parameter, slice(None), slice(0, parameter.shape[1] // 2))
         elif where.endswith((".output.dense.weight", "fc2.weight", "down_proj.weight")):
             zero_(parameter, slice(None), slice(0, 3))
-    found = compact(model, foreign.inputs())
+    options = {"use_cache": False} if name == "llama" else {}
+    found = compact(model, {**foreign.inputs(), **options})
     changed = [layer.name for layer in found.report.layers if layer.after not in (None, layer.before)]
-    assert any(each.endswith(("query", "q_proj")) for each in changed)
     assert any(each.endswith(("intermediate.dense", "fc1", "up_proj")) for each in changed)
-    inputs = foreign.inputs()
+    if name != "llama":  # there, one head for keys and values serves all queries
+        assert any(each.endswith(("query", "q_proj")) for each in changed)
+    inputs = {**foreign.inputs(), **options}
     with torch.no_grad():
         ours, theirs = found.model(**inputs)[0], model(**inputs)[0]
     torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)

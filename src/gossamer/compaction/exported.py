@@ -79,7 +79,7 @@ def trace_by_export(model: nn.Module, example_input: object) -> fx.GraphModule:
 
 
 def _export(model: nn.Module, example_input: object) -> ExportedProgram:
-    """With all sizes left open if that is possible; a batch of one would be taken for a fixed size."""
+    """With sizes left open if that is possible; a batch of one would be taken for a fixed size."""
     failure: Exception | None = None
     for positional, named, dims in _attempts(model, *arguments(example_input)):
         try:
@@ -109,7 +109,10 @@ def _doubled(value: Any) -> Any:
 
 
 def _open(value: Any) -> dict[int, Any] | None:
-    return dict.fromkeys(range(value.ndim), Dim.AUTO) if isinstance(value, Tensor) else None
+    """The batch and, of sequences, their length. Not the sides of pictures: to reason about them takes minutes."""
+    if not isinstance(value, Tensor):
+        return None
+    return dict.fromkeys(range(min(value.ndim, 2 if value.ndim < 4 else 1)), Dim.AUTO)
 
 
 def _write_plainly(graph: fx.Graph, program: ExportedProgram) -> None:
