@@ -345,6 +345,24 @@ def test_axes_come_and_go() -> None:
     assert_same(found.model, model, whole(3, 1, 3, 7))
 
 
+def test_layers_that_have_the_names_of_functions() -> None:
+    class Named(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.split, self.add = nn.GRU(4, 6, batch_first=True), nn.Bilinear(6, 6, 3)
+            self.view, self.masked_fill = nn.Linear(3, 5), nn.Linear(5, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            outputs, _ = self.split(x)
+            return self.masked_fill(torch.relu(self.view(self.add(outputs, outputs))))
+
+    model = Named().double().eval()
+    zero_(model.masked_fill.weight, slice(None), 1)
+    found = compact(model, torch.randn(2, 7, 4).double())
+    assert shapes(found.model)["view.weight"] == (4, 3)
+    assert_same(found.model, model, torch.randn(5, 9, 4).double(), 1e-14)
+
+
 class TwoPieces(nn.Module):
     """The same channels of two layers, one behind the other along the positions."""
 

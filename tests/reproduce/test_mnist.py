@@ -18,6 +18,7 @@ from gossamer.reproduce.picture import panels
 from gossamer.reproduce.stacked_densenet import DenseNetStack
 from gossamer.reproduce.stacked_rules import by_rule, meet_budgets_of_rows_
 from gossamer.reproduce.stacked_training import train_together
+from gossamer.results import mnist as mnist_section
 from gossamer.results import mnist_decay_table, mnist_estimator_table
 from gossamer.training.optimise import learning_rate
 from gossamer.training.run import Run
@@ -180,6 +181,8 @@ def test_records_tables_and_picture(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(mnist, "_images", lambda: images(side=28, count=192))
+    assert mnist_section(tmp_path) == ""
+    root, tmp_path = tmp_path, tmp_path / "mnist"
     lines: list[str] = []
     records = mnist.reproduce(tmp_path, seeds=1, epochs=3, device=CPU, progress=lines.append)
     assert len(records) == 21  # as one mask epoch is all there is
@@ -203,6 +206,11 @@ def test_records_tables_and_picture(
     assert [row[0] for row in rows] == ["leaky_relu", "softplus", "identity"]
     assert all(len(row) == len(head) == 6 for row in rows)
     assert rows[2][1] == "98.37"
+    (tmp_path / "shorter.json").write_text(json.dumps({**dense, "epochs": 2, "accuracy": 0.0}))
+    section = mnist_section(root)
+    assert "117,152 connections, 3 epochs" in section
+    assert f"| dense | 0.0 % | 98.35 | – | – | 0.0 % | {dense['accuracy']:.2f} ± 0.00 |" in section
+    (tmp_path / "shorter.json").unlink()
 
     stored = {path.name: json.loads(path.read_text()) for path in tmp_path.glob("*.json")}
     assert len(stored) == len(records)

@@ -78,7 +78,7 @@ class Mixed:
         source, size = analysis.of(node.args[0]), shape(node)
         if source is None or size is None or size != shape(cast(fx.Node, node.args[0])):
             return None
-        if node.target in FILLS:
+        if node.op != "call_module" and node.target in FILLS:
             if len(node.args) != 3 or not _same_along(node.args[1], source.dim) or isinstance(node.args[2], fx.Node):
                 return None
         else:

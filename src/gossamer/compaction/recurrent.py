@@ -128,7 +128,7 @@ class Item:
         if source is None or not isinstance(first, fx.Node):
             return None
         size = shape(first)
-        places = places_of_parts(analysis, first) if first.target in SPLITS else None
+        places = places_of_parts(analysis, first) if first.op != "call_module" and first.target in SPLITS else None
         if places is not None and isinstance(index, int):
             return Features(source.dim, source.ids[places[index]], source.constant[places[index]])
         if size is None:
