@@ -114,6 +114,65 @@ def test_heads(masked: bool) -> None:
         torch.testing.assert_close(found.model(*again), model(*again))
 
 
+class Encoder(nn.Module):
+    """Torch's encoder with a mask of what is padding, which torch.fx cannot follow."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(WIDTH, HEADS, 16, batch_first=True)
+        self.layers = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+    def forward(self, x: Tensor, padding: Tensor) -> Tensor:
+        return self.layers(x, src_key_padding_mask=padding)
+
+
+def test_heads_of_torch_behind_a_mask() -> None:
+    torch.manual_seed(4)
+    model = Encoder().double().eval()
+    attention = model.layers.layers[1].self_attn
+    zero_(attention.in_proj_weight, slice(2 * WIDTH, 2 * WIDTH + SIZE))
+    nn.init.normal_(attention.in_proj_bias)
+    zero_(model.layers.layers[1].linear2.weight, slice(None), slice(0, 5))
+    padding = torch.zeros(2, 7, dtype=torch.bool)
+    padding[1, 5:] = True
+    found = compact(model, (torch.randn(2, 7, WIDTH).double(), padding))
+    assert found.report.traced_by == "torch.export"
+    assert found.report.folded == SIZE
+    assert shapes(found.model)["layers.layers.1.self_attn.q_proj.weight"] == ((HEADS - 1) * SIZE, WIDTH)
+    assert shapes(found.model)["layers.layers.1.linear1.weight"] == (11, WIDTH)
+    x, padding = torch.randn(3, 6, WIDTH).double(), torch.zeros(3, 6, dtype=torch.bool)
+    padding[0, 2:] = True
+    with torch.no_grad():
+        torch.testing.assert_close(found.model(x, padding), model(x, padding))
+
+
+@pytest.mark.parametrize("average", [True, False])
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_attention_written_out_is_the_module(batch_first: bool, average: bool) -> None:
+    """Outputs and weights, with a mask of each kind; a dead head stays where its weights are used."""
+
+    class Weights(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = nn.MultiheadAttention(WIDTH, HEADS, batch_first=batch_first)
+
+        def forward(self, x: Tensor, hidden: Tensor, padding: Tensor) -> tuple[Tensor, Tensor]:
+            if x.dim() != 3:
+                raise ValueError("expected a batch")
+            options = {"key_padding_mask": padding, "attn_mask": hidden, "average_attn_weights": average}
+            return self.attention(x, x, x, **options)
+
+    model = Weights().double().eval()
+    zero_(model.attention.out_proj.weight, slice(None), head(1))
+    x = torch.randn(2, 2, WIDTH).double() if batch_first else torch.randn(2, 3, WIDTH).double()
+    batch, long = (2, 2) if batch_first else (3, 2)
+    hidden, padding = torch.randn(long, long).double(), torch.zeros(batch, long).double()
+    found = compact(model, (x, hidden, padding))
+    assert shapes(found.model)["attention.q_proj.weight"] == (WIDTH, WIDTH)
+    with torch.no_grad():
+        torch.testing.assert_close(found.model(x, hidden, padding), model(x, hidden, padding))
+
+
 def test_tied_and_unnamed_tensors_stay() -> None:
     class Tied(nn.Module):
         def __init__(self) -> None:

@@ -17,11 +17,12 @@ from torch import fx, nn
 
 from gossamer.compaction.analysis import Analysis
 from gossamer.compaction.expand import expand_attention
+from gossamer.compaction.nodes import measure, shape
 from gossamer.compaction.pointwise import ADDITIONS, changes_what_others_see
 from gossamer.compaction.rows import merge_zero_rows
 from gossamer.compaction.rules import rules_of
 from gossamer.compaction.summary import Compaction, CompactionReport, compare, sizes, tied_layers, what_stayed
-from gossamer.compaction.trace import measure, shape, trace
+from gossamer.compaction.trace import trace
 from gossamer.verify import verify
 
 
@@ -42,7 +43,7 @@ def compact(model: nn.Module, example_input: object, *, tolerance: float | None 
     _tidy(smaller)
     before, parameters_before = sizes(model), _parameters(model)
     measure(smaller, example_input)
-    folded, branches = expand_attention(smaller), list[str]()
+    folded, branches = expand_attention(smaller) + int(smaller.meta.get("folded", 0)), list[str]()
     _tidy(smaller)
     while True:
         measure(smaller, example_input)

@@ -15,7 +15,7 @@ from torch import Tensor, fx, nn
 from torch.nn import functional
 
 from gossamer.compaction.layers import parameter_like
-from gossamer.compaction.trace import bound, shape
+from gossamer.compaction.nodes import bound, shape
 
 _ARGUMENTS = ("query", "key", "value", "key_padding_mask", "need_weights", "attn_mask")
 _REST = ("average_attn_weights", "is_causal")
@@ -33,12 +33,75 @@ def expand_attention(graph_module: fx.GraphModule) -> int:
     return folded
 
 
+class WrittenOut(nn.Module):
+    """The same as a module, for a tracer that looks into everything and follows no calls."""
+
+    def __init__(self, module: nn.MultiheadAttention) -> None:
+        super().__init__()
+        layers, self.folded = _layers(module)
+        self.q_proj, self.k_proj, self.v_proj, self.out_proj = layers.children()
+        self.heads, self.batch_first = (module.num_heads, module.head_dim), module.batch_first
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        to_heads, back = _orders(self.batch_first)
+        pairs = ((self.q_proj, query), (self.k_proj, key), (self.v_proj, value))
+        q, k, v = (layer(x).unflatten(-1, self.heads).permute(to_heads) for layer, x in pairs)
+        bias = None if attn_mask is None else _additive(attn_mask, q)
+        if key_padding_mask is not None:
+            padding = _additive(key_padding_mask, q)[:, None, None, :]
+            bias = padding if bias is None else bias + padding
+        outputs = functional.scaled_dot_product_attention(q, k, v, bias).permute(back).flatten(-2)
+        weights = None
+        if need_weights:  # where nobody uses them, the tracer leaves them out
+            scores = q @ k.transpose(-2, -1) * self.heads[1] ** -0.5
+            weights = torch.softmax(scores if bias is None else scores + bias, -1)
+            weights = weights.mean(1) if average_attn_weights else weights
+        result: Tensor = self.out_proj(outputs)
+        return result, weights
+
+
+def write_out(model: nn.Module) -> int:
+    """Replace, in place, every attention with a dead head; gives the number of constants that moved into biases."""
+    folded = 0
+    for owner in list(model.modules()):
+        for name, module in list(owner.named_children()):
+            if type(module) is nn.MultiheadAttention and _is_plain(module) and _dead_heads(module).any():
+                written = WrittenOut(module)
+                setattr(owner, name, written)
+                folded += written.folded
+    return folded
+
+
+def _additive(mask: Tensor, like: Tensor) -> Tensor:
+    if mask.dtype != torch.bool:
+        return mask
+    return torch.zeros_like(mask, dtype=like.dtype).masked_fill(mask, -torch.inf)
+
+
+def _orders(batch_first: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The order of axes that puts heads behind the batch, and the one that puts them back."""
+    return ((0, 2, 1, 3), (0, 2, 1, 3)) if batch_first else ((1, 2, 0, 3), (2, 0, 1, 3))
+
+
+def _is_plain(module: nn.MultiheadAttention) -> bool:
+    hooks = module._forward_hooks or module._forward_pre_hooks
+    return module.bias_k is None and module.bias_v is None and not module.add_zero_attn and not hooks
+
+
 def _understood(module: nn.MultiheadAttention, node: fx.Node) -> bool:
     given = bound(node, *_ARGUMENTS, *_REST)
     only_outputs = all(user.target is operator.getitem and user.args[1] == 0 for user in node.users)
-    plain = module.bias_k is None and module.bias_v is None and not module.add_zero_attn
-    hooks = module._forward_hooks or module._forward_pre_hooks
-    if not given or not only_outputs or not plain or hooks:
+    if not given or not only_outputs or not _is_plain(module):
         return False
     sizes = [shape(given[name]) if isinstance(given.get(name), fx.Node) else None for name in _ARGUMENTS[:3]]
     if any(size is None or len(size) != 3 for size in sizes):
@@ -73,7 +136,7 @@ def _expand(graph_module: fx.GraphModule, node: fx.Node, module: nn.MultiheadAtt
     layers, folded = _layers(module)
     owner, _, last = name.rpartition(".")
     setattr(graph_module.get_submodule(owner), last, layers)
-    to_heads, back = ((0, 2, 1, 3), (0, 2, 1, 3)) if module.batch_first else ((1, 2, 0, 3), (2, 0, 1, 3))
+    to_heads, back = _orders(module.batch_first)
     with graph.inserting_before(node):
         sides = []
         for argument, layer in (("query", "q_proj"), ("key", "k_proj"), ("value", "v_proj")):

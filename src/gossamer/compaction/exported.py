@@ -8,6 +8,7 @@ ones by its own rules, and a loop over time, say, is written out for the length 
 
 from __future__ import annotations
 
+import copy
 import inspect
 import operator
 import warnings
@@ -23,6 +24,7 @@ from torch.nn import functional
 from torch.utils._pytree import tree_map
 
 from gossamer._forward import arguments
+from gossamer.compaction.expand import write_out
 
 _ATEN = torch.ops.aten
 
@@ -64,8 +66,13 @@ _NORMS = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNo
 
 
 def trace_by_export(model: nn.Module, example_input: object) -> fx.GraphModule:
-    """The graph of a model in evaluation mode, of layers where there were layers. Raises what the exporter raises."""
-    program = _export(model, example_input)
+    """The graph of a model in evaluation mode, of layers where there were layers. Raises what the exporter raises.
+
+    Attention with dead heads is written out first; ``meta["folded"]`` says how many constants moved then.
+    """
+    written = copy.deepcopy(model)
+    folded = write_out(written)
+    program = _export(written, example_input)
     exported = program.module(check_guards=False)
     assert isinstance(exported, fx.GraphModule)
     graph = exported.graph
@@ -75,7 +82,9 @@ def trace_by_export(model: nn.Module, example_input: object) -> fx.GraphModule:
             _translate(exported, node)
     graph.eliminate_dead_code()
     # A new one: the exporter's own has no modes (train, eval).
-    return fx.GraphModule(exported, graph, type(model).__name__)
+    result = fx.GraphModule(exported, graph, type(model).__name__)
+    result.meta["folded"] = folded
+    return result
 
 
 def _export(model: nn.Module, example_input: object) -> ExportedProgram:

@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from gossamer.compaction.analysis import Analysis
 from gossamer.compaction.groups import Features
-from gossamer.compaction.trace import bound, shape
+from gossamer.compaction.nodes import bound, shape
 
 MATRIX_PRODUCTS: tuple[Any, ...] = (operator.matmul, torch.matmul, "matmul")
 SOFTMAXES: tuple[Any, ...] = (torch.softmax, functional.softmax, "softmax")

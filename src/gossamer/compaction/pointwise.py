@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from gossamer.compaction.analysis import Analysis
 from gossamer.compaction.groups import Features, Hold, Reason
-from gossamer.compaction.trace import bound, constants_like, shape
+from gossamer.compaction.nodes import bound, constants_like, shape
 
 UNARY_MODULES: tuple[type[nn.Module], ...] = (
     *(nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.SELU, nn.CELU, nn.GELU, nn.SiLU, nn.Mish, nn.Softplus, nn.Softsign),

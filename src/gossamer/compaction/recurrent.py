@@ -19,7 +19,7 @@ from gossamer.compaction.analysis import Analysis
 from gossamer.compaction.groups import Features, Hold, Reason
 from gossamer.compaction.heads import SPLITS, places_of_parts
 from gossamer.compaction.layers import parameter_like
-from gossamer.compaction.trace import shape
+from gossamer.compaction.nodes import shape
 
 _CANDIDATE = {"LSTM": 2, "GRU": 2, "RNN_TANH": 0, "RNN_RELU": 0}
 """Which block of rows of the weights makes the value that a unit takes in."""

@@ -14,7 +14,7 @@ from torch import Tensor, fx
 
 from gossamer.compaction.analysis import Analysis
 from gossamer.compaction.groups import Features
-from gossamer.compaction.trace import shape
+from gossamer.compaction.nodes import shape
 
 FLATTENINGS: tuple[Any, ...] = (torch.flatten, "flatten")
 UNFLATTENINGS: tuple[Any, ...] = (torch.unflatten, "unflatten")

@@ -12,7 +12,7 @@ from torch.nn.modules.padding import _ConstantPadNd
 
 from gossamer.compaction.analysis import Analysis
 from gossamer.compaction.groups import Features, Hold, Reason
-from gossamer.compaction.trace import bound, shape
+from gossamer.compaction.nodes import bound, shape
 
 POOL_MODULES: tuple[type[nn.Module], ...] = (
     *(nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d, nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d),

@@ -1,4 +1,4 @@
-"""The model as a graph of calls to its own layers, with the shape of every tensor."""
+"""The model as a graph of calls to its own layers: by ``torch.fx``, or else by ``torch.export``."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
-from torch.fx.passes.shape_prop import ShapeProp
+from torch import fx, nn
 
 from gossamer._forward import arguments
 from gossamer.compaction.exported import trace_by_export
@@ -30,7 +29,8 @@ def trace(model: nn.Module, example_input: object) -> tuple[fx.GraphModule, str]
     except Exception as error:
         first = error
     try:
-        return trace_by_export(model, example_input), "torch.export"
+        with _no_fast_path():
+            return trace_by_export(model, example_input), "torch.export"
     except Exception as error:
         raise UntraceableError(
             f"expected a forward pass that can be traced, but in {type(model).__name__} torch.fx says: "
@@ -81,39 +81,3 @@ def _absent(model: nn.Module, example_input: object) -> dict[str, None]:
     positional, named = arguments(example_input)
     parameters = list(inspect.signature(model.forward).parameters.values())[len(positional) :]
     return {each.name: None for each in parameters if each.default is None and each.name not in named}
-
-
-def measure(graph_module: fx.GraphModule, example_input: object) -> None:
-    """Note the shape of every tensor in the graph, by one run."""
-    positional, named = arguments(example_input)
-    values: list[Any] = list(positional)
-    for node in [node for node in graph_module.graph.nodes if node.op == "placeholder"][len(positional) :]:
-        if node.target in named:
-            values.append(named[node.target])
-        elif node.args:
-            values.append(node.args[0])
-        else:
-            raise TypeError(f"the model needs an input {node.target!r}; add it to example_input")
-    with torch.no_grad():
-        ShapeProp(graph_module).propagate(*values)
-
-
-def shape(node: fx.Node) -> tuple[int, ...] | None:
-    """The shape of the tensor that a node gives; None for anything else than one tensor."""
-    meta = node.meta.get("tensor_meta")
-    found = getattr(meta, "shape", None)
-    return None if found is None else tuple(found)
-
-
-def constants_like(node: fx.Node, dim: int, constant: Tensor) -> Tensor:
-    """A tensor of one position, shaped like the node's, that has the constants along its axis of features."""
-    size = shape(node)
-    assert size is not None
-    dtype = node.meta["tensor_meta"].dtype
-    return constant.to(dtype).reshape([-1 if axis == len(size) + dim else 1 for axis in range(len(size))])
-
-
-def bound(node: fx.Node, *names: str, **defaults: Any) -> dict[str, Any]:
-    """The arguments of a call by name, where ``names`` is their order."""
-    found = {**defaults, **dict(zip(names, node.args, strict=False)), **node.kwargs}
-    return found if set(found) <= {*names, *defaults} and len(node.args) <= len(names) else {}
