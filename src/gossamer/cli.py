@@ -20,11 +20,12 @@ from rich.console import Console
 from gossamer import tables
 from gossamer.methods import METHODS
 from gossamer.recipes import Recipe, find
-from gossamer.reproduce.map_fitting import reproduce
-from gossamer.results import map_fitting_rows, race_blocks
+from gossamer.reproduce import map_fitting, mnist
+from gossamer.results import map_fitting_rows, mnist_decay_table, mnist_estimator_table, race_blocks
 from gossamer.side_by_side import plot
 from gossamer.side_by_side.compare import TIERS, Comparison, compare
 from gossamer.training import Interrupted, train
+from gossamer.training.place import join
 from gossamer.training.progress import JsonLines, LiveLine, Observer, TensorBoard
 from gossamer.training.result import MODEL, SPARSE_MODEL, commit, read_layers, read_result_file
 
@@ -90,11 +91,16 @@ class Compare:
 class Reproduce:
     """Repeat an exhibit of the paper and show its table."""
 
-    exhibit: tyro.conf.Positional[Literal["map-fitting"]]
+    exhibit: tyro.conf.Positional[Literal["map-fitting", "mnist"]]
     out: Path
     """Folder for the records; what is there already is not computed again."""
     seeds: int = 3
     steps: int = 2000
+    """Of map-fitting."""
+    epochs: int = mnist.EPOCHS
+    """Of mnist."""
+    device: str = "auto"
+    """Of mnist: auto takes a GPU where there is one."""
     debug: bool = False
     """Show the traceback of an error."""
 
@@ -175,8 +181,7 @@ def _carry_out(command: AnyCommand, console: Console) -> None:
         case Compare():
             _compare(command, console)
         case Reproduce():
-            records = reproduce(command.out, seeds=command.seeds, steps=command.steps, progress=console.print)
-            console.print(tables.of_map_fitting(map_fitting_rows(records)))
+            _reproduce(command, console)
         case List():
             for table in tables.of_everything():
                 console.print(table)
@@ -241,6 +246,19 @@ def _compare(command: Compare, console: Console) -> None:
     if command.plot is not None:
         plot.accuracy_against_sparsity(records, command.plot)
         console.print(f"The plot is in {command.plot}")
+
+
+def _reproduce(command: Reproduce, console: Console) -> None:
+    if command.exhibit == "map-fitting":
+        records = map_fitting.reproduce(command.out, seeds=command.seeds, steps=command.steps, progress=console.print)
+        console.print(tables.of_map_fitting(map_fitting_rows(records)))
+        return
+    device = join(command.device).device
+    records = mnist.reproduce(
+        command.out, seeds=command.seeds, epochs=command.epochs, device=device, progress=console.print
+    )
+    for head, rows in (mnist_decay_table(records), mnist_estimator_table(records)):
+        console.print(tables.of_rows(head, rows))
 
 
 def _leads() -> bool:

@@ -47,6 +47,14 @@ def of_map_fitting(rows: Sequence[Sequence[str]]) -> Table:
     return table
 
 
+def of_rows(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    """A table that is ready made, such as those in the docs."""
+    table = _table(*head, left=1)
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
 def of_layers(report: Report, title: str) -> Table:
     """One row a tensor, narrower than the report's own table."""
     table = _table("tensor", "weights", "connections", "density", "dead features", "FLOPs", left=1, title=title)
