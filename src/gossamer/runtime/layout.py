@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from gossamer.deploy.graph import Affine, Concat, Graph, Operation, Pair, Product, Value, reads, writes
+from gossamer.runtime.graph import Affine, Concat, Graph, Operation, Pair, Product, Value, reads, writes
 
 CHUNK = 16
 ARENA_HEAD = 64  # floats at the start of the arena that are always zero

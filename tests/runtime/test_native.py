@@ -13,16 +13,16 @@ import pytest
 import torch
 from torch import nn
 
-from gossamer.deploy import NoCompilerError, deploy, native
-from gossamer.deploy.fallback import CsrModel, csr_linear, to_csr
+from gossamer.runtime import NoCompilerError, deploy, native
+from gossamer.runtime.fallback import CsrModel, csr_linear, to_csr
 
 SANITIZED = """
 import sys
 from pathlib import Path
 import torch
-from gossamer.deploy import NativeModel, Setting
-from gossamer.deploy.capture import capture
-from gossamer.deploy.native import open_library
+from gossamer.runtime import NativeModel, Setting
+from gossamer.runtime.capture import capture
+from gossamer.runtime.native import open_library
 sys.path.insert(0, sys.argv[2])
 from test_networks import CASES, make_sparse
 for name in ("resnet, odd size", "densenet", "mobile", "vgg", "lstm", "gru"):

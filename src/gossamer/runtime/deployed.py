@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from gossamer.deploy.capture import capture
-from gossamer.deploy.fallback import CsrModel
-from gossamer.deploy.graph import UnsupportedError
-from gossamer.deploy.native import NoCompilerError, load_native
-from gossamer.deploy.records import Line
-from gossamer.deploy.runtime import NativeModel, Setting, possible_lanes
+from gossamer.runtime.capture import capture
+from gossamer.runtime.fallback import CsrModel
+from gossamer.runtime.graph import UnsupportedError
+from gossamer.runtime.native import NoCompilerError, load_native
+from gossamer.runtime.native_model import NativeModel, Setting, possible_lanes
+from gossamer.runtime.records import Line
 
 Run = Callable[..., Any]
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gossamer.deploy import (
+from gossamer.runtime import (
     NativeModel,
     NoCompilerError,
     Setting,
@@ -20,8 +20,8 @@ from gossamer.deploy import (
     deploy,
     load_native,
 )
-from gossamer.deploy.capture import capture
-from gossamer.deploy.graph import Affine, Concat, Product
+from gossamer.runtime.capture import capture
+from gossamer.runtime.graph import Affine, Concat, Product
 
 try:
     load_native()

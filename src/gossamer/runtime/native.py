@@ -92,7 +92,7 @@ def build(compiler: Sequence[str], directory: Path, *, extra: Sequence[str] = ()
     variants = list(VARIANTS) if platform.machine().lower() in _X86 else ["portable"]
     version = _run([*compiler, "--version"])
     recipe = [
-        SOURCE.read_text(),
+        *(path.read_text() for path in (SOURCE, *HEADERS)),
         version,
         repr(FLAGS),
         repr(VARIANTS),

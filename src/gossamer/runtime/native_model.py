@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_unflatten
 
-from gossamer.deploy.graph import Graph, Recurrent, Source, UnsupportedError
-from gossamer.deploy.native import Native
-from gossamer.deploy.plan import make_plan
-from gossamer.deploy.records import Plan
+from gossamer.runtime.graph import Graph, Recurrent, Source, UnsupportedError
+from gossamer.runtime.native import Native
+from gossamer.runtime.plan import make_plan
+from gossamer.runtime.records import Plan
 
 MAX_LANES = 64
 _OUTSIDE = "expected tokens inside the table of the embedding, got one outside"

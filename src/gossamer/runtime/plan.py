@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from gossamer.deploy.graph import (
+from gossamer.runtime.graph import (
     Affine,
     Concat,
     Embed,
@@ -28,7 +28,7 @@ from gossamer.deploy.graph import (
     UnsupportedError,
     diagonal_taps,
 )
-from gossamer.deploy.layout import (
+from gossamer.runtime.layout import (
     ARENA_TAIL,
     CHUNK,
     Phases,
@@ -37,7 +37,7 @@ from gossamer.deploy.layout import (
     is_single,
     place,
 )
-from gossamer.deploy.records import (
+from gossamer.runtime.records import (
     AFFINE,
     COPY,
     EMBED,

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
 
-from gossamer.deploy.graph import Affine, Graph, Input, Operation, Pool, Product, Source, Value, dense_taps
-from gossamer.deploy.native import VARIANTS, NoCompilerError, load_native
-from gossamer.deploy.runtime import NativeModel, Setting
+from gossamer.runtime.graph import Affine, Graph, Input, Operation, Pool, Product, Source, Value, dense_taps
+from gossamer.runtime.native import VARIANTS, NoCompilerError, load_native
+from gossamer.runtime.native_model import NativeModel, Setting
 
 try:
     load_native()
