@@ -25,8 +25,8 @@ LAYERS = (
     {"sparsifier"},
     {"__init__"},
     {"side_by_side", "training", "reproduce"},
-    {"recipes"},
-    {"tables"},
+    {"recipes", "exports", "stored"},
+    {"tables", "speed"},
     {"cli"},
     {"__main__"},
 )
