@@ -298,6 +298,14 @@ def test_everything_that_can_be_folded_is_folded() -> None:
     assert sum(isinstance(operation, Concat) for operation in densenet.graph.operations) == len(kinds) == 3
 
 
+def test_values_take_turns_in_the_arena() -> None:
+    """Three values of eight large planes, half of that again for each stage after; what was fused away needs no
+    place."""
+    torch.manual_seed(0)
+    plan = compile_plan(make_sparse(ResNet()), torch.randn(1, 3, 32, 32)).plan(16)
+    assert 3 * 8 * 32 * 32 * 16 < plan.arena < 2 * 3 * 8 * 34 * 33 * 16
+
+
 def test_plan_counts_connections_and_work() -> None:
     torch.manual_seed(0)
     model = make_sparse(nn.Sequential(nn.Conv2d(3, 5, 3, padding=1), nn.Flatten(), nn.Linear(5 * 36, 4)))

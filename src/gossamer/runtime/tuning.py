@@ -67,9 +67,11 @@ def _fastest(seconds: Mapping[Kernel, float]) -> Kernel:
     return min(seconds, key=lambda kernel: seconds[kernel] * (WORTH_THE_MEMORY if kernel == "dense" else 1))
 
 
-def race(candidates: Mapping[str, Run], inputs: Sequence[Any], seconds: float) -> dict[str, list[float]]:
+def race(
+    candidates: Mapping[str, Run], inputs: Sequence[Any], seconds: float, least: int = 3
+) -> dict[str, list[float]]:
     """Seconds a call of each candidate, sample by sample, taking turns so that a busy machine is busy for all of
-    them. A sample is the mean of as many calls as fill a millisecond or two."""
+    them. A sample is the mean of as many calls as fill a millisecond or two; there are at least ``least``."""
     repeats: dict[str, int] = {}
     for name, run in candidates.items():
         run(*inputs)
@@ -79,7 +81,7 @@ def race(candidates: Mapping[str, Run], inputs: Sequence[Any], seconds: float) -
     samples: dict[str, list[float]] = {name: [] for name in candidates}
     end = time.perf_counter() + seconds
     rounds = 0
-    while rounds < 3 or time.perf_counter() < end:
+    while rounds < least or time.perf_counter() < end:
         for name in list(candidates) if rounds % 2 else list(candidates)[::-1]:
             run = candidates[name]
             run(*inputs)
@@ -88,6 +90,4 @@ def race(candidates: Mapping[str, Run], inputs: Sequence[Any], seconds: float) -
                 run(*inputs)
             samples[name].append((time.perf_counter() - start) / repeats[name])
         rounds += 1
-        if seconds == 0:
-            break
     return samples
