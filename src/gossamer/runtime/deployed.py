@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -20,7 +21,7 @@ from gossamer.runtime.graph import UnsupportedError
 from gossamer.runtime.native import NoCompilerError, load_native
 from gossamer.runtime.native_model import NativeModel, Setting, possible_lanes
 from gossamer.runtime.records import Line
-from gossamer.runtime.tuning import Run, race, tune
+from gossamer.runtime.tuning import Run, Tuned, race, tune
 
 #: How much faster something has to be before it is called faster.
 WORTH_IT = 1.03
@@ -133,9 +134,13 @@ def _decide(native: NativeModel, inputs: tuple[Any, ...], dense: Run, threads: i
     """Kernels by layer for each way to cut the batch, then these ways, with one thread and more, against torch."""
     batch = native.example_batch
     ways = possible_lanes(native.graph, batch)
-    tuned = {lanes: tune(native, inputs, lanes, 0.5 * seconds / len(ways)) for lanes in ways}
-    settings: dict[str, Setting] = {}
+    tuned: dict[int, Tuned] = {}
+    give_up = time.perf_counter() + 3 * seconds + 1  # large networks take long; the best guess came first
     for lanes in ways:
+        if not tuned or time.perf_counter() < give_up:
+            tuned[lanes] = tune(native, inputs, lanes, 0.5 * seconds / len(ways))
+    settings: dict[str, Setting] = {}
+    for lanes in tuned:
         for count in range(1, min(threads, -(-batch // lanes)) + 1):
             settings[f"{lanes}/{count}"] = replace(tuned[lanes].setting, threads=count)
     candidates: dict[str, Run] = {"torch": dense}

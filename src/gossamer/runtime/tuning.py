@@ -19,6 +19,8 @@ from gossamer.runtime.weights import KERNELS, Kernel
 Run = Callable[..., Any]
 #: A dense kernel that is faster by less than this is not taken: it holds every zero in memory.
 WORTH_THE_MEMORY = 1.05
+#: Seconds of a call after which it makes no difference what the caches held before.
+SLOW = 0.02
 #: Kernels that an instruction set has nothing special for.
 _POINTLESS: dict[str, frozenset[Kernel]] = {
     "avx512": frozenset(),
@@ -49,11 +51,13 @@ def tune(model: NativeModel, inputs: Sequence[Any], lanes: int, seconds: float) 
             candidates[kernel] = NativeModel(model.graph, model.native, Setting(lanes, 1, given))
     samples: dict[int, dict[Kernel, list[float]]] = {number: {} for number in possible}
     end = time.perf_counter() + seconds
-    rounds = 0
-    while rounds < 3 or time.perf_counter() < end:
+    rounds, longest = 0, 0.0
+    while rounds < (1 if longest > SLOW else 3) or time.perf_counter() < end:
         for kernel, candidate in candidates.items():
-            candidate.profile(*inputs)  # brings its weights into the caches, as a call after a call has them
+            if longest <= SLOW:
+                candidate.profile(*inputs)  # brings its weights into the caches, as a call after a call has them
             spent = candidate.profile(*inputs)
+            longest = max(longest, sum(spent.values()))
             for number, kernels in possible.items():
                 if kernel in kernels:
                     samples[number].setdefault(kernel, []).append(spent[number])
@@ -73,18 +77,21 @@ def race(
     """Seconds a call of each candidate, sample by sample, taking turns so that a busy machine is busy for all of
     them. A sample is the mean of as many calls as fill a millisecond or two; there are at least ``least``."""
     repeats: dict[str, int] = {}
+    once: dict[str, float] = {}
     for name, run in candidates.items():
         run(*inputs)
         start = time.perf_counter()
         run(*inputs)
-        repeats[name] = max(1, int(2e-3 / max(1e-7, time.perf_counter() - start)))
+        once[name] = time.perf_counter() - start
+        repeats[name] = max(1, int(2e-3 / max(1e-7, once[name])))
     samples: dict[str, list[float]] = {name: [] for name in candidates}
     end = time.perf_counter() + seconds
     rounds = 0
     while rounds < least or time.perf_counter() < end:
         for name in list(candidates) if rounds % 2 else list(candidates)[::-1]:
             run = candidates[name]
-            run(*inputs)
+            if once[name] <= SLOW:
+                run(*inputs)
             start = time.perf_counter()
             for _ in range(repeats[name]):
                 run(*inputs)

@@ -56,7 +56,9 @@ def possible_kernels(taps: Taps, *, one_vector: bool) -> tuple[Kernel, ...]:
     sparse: tuple[Kernel, ...] = ("gather", "loads", "windows") if one_vector else ("panels",)
     if taps.count == 0:
         return sparse[:1]
-    places = np.unique(np.stack([taps.channel, taps.dy, taps.dx]), axis=1).shape[1]
+    used = np.zeros((int(taps.channel.max()) + 1, int(taps.dy.max()) + 1, int(taps.dx.max()) + 1), np.bool_)
+    used[taps.channel, taps.dy, taps.dx] = True
+    places = int(np.count_nonzero(used))
     return (*sparse, "dense") if taps.count >= DENSE_ABOVE * taps.rows * places else sparse
 
 
@@ -74,7 +76,10 @@ def panels(kept: Kept, taps: Taps, offsets: Integers, bias: Floats, lanes: int) 
 
 def dense_panels(kept: Kept, taps: Taps, offsets: Integers, bias: Floats) -> int:
     """All rows with all places that any row has a weight for; rows in blocks, the last one filled up."""
-    places, column = np.unique(offsets, return_inverse=True)
+    used = np.zeros(int(offsets.max(initial=-1)) + 1, np.bool_)
+    used[offsets] = True
+    places = np.flatnonzero(used)
+    column = (np.cumsum(used) - 1)[offsets]
     blocks = -(-taps.rows // ROWS)
     weight = np.zeros((blocks * ROWS, places.size), np.float32)
     weight[taps.row, column] = taps.weight
