@@ -168,6 +168,45 @@ def map_fitting(root: Path) -> str:
     )
 
 
+def speed_rows(records: Sequence[Record]) -> list[list[str]]:
+    """One row a network, kind of mask, sparsity and batch size."""
+    rows = []
+    for record in sorted(records, key=lambda each: (each["title"], each["masks"], each["sparsity"])):
+        zeros, saved = (f"{100 * record[key]:.1f} %" for key in ("sparsity", "flops_sparsity"))
+        for case in record["cases"]:
+            times = {row["engine"]: row["median"] for row in case["rows"]}
+            best = case["best_dense"]
+            gain = f"{case['speedup']:.1f} ×" if case["speedup"] >= 1.03 else "no gain"
+            even = "–" if case["break_even"] is None else f"{100 * case['break_even']:.0f} %"
+            quick = _milliseconds(times.get("onnxruntime int8"))
+            row = [record["title"], record["masks"], zeros, saved, str(case["batch"])]
+            rows.append(
+                [*row, f"{_milliseconds(times[best])} ({best})", quick, _milliseconds(times["gossamer"]), gain, even]
+            )
+    return rows
+
+
+def _milliseconds(value: float | None) -> str:
+    return "–" if value is None else f"{value:.3g}"
+
+
+def speed(root: Path) -> str:
+    records = read(root / "speed")
+    machines = ", ".join(sorted({record["about"]["hardware"] for record in records}))
+    head = ["network", "masks", "zeros", "FLOPs saved", "batch", "best dense, ms", "dense int8, ms", "gossamer, ms"]
+    return "\n\n".join(
+        [
+            "## Speed on a CPU",
+            "Milliseconds of a call, one thread, medians of engines that take turns in one process: torch, onnxruntime "
+            "and OpenVINO (torch.compile, int8 where given), and `gossamer.deploy`; the speed-up is over the best dense "
+            "float32 engine of that run. Break-even: the share of FLOPs saved from which on sparse is faster. Random "
+            f"masks are uniform over layers. {machines} "
+            "(`python benchmarks/speed_table.py --net NAME --out results/speed`).",
+            table([*head, "speed-up", "break-even"], speed_rows(records)),
+        ]
+    )
+
+
 def summary(root: Path) -> str:
     """The few lines for the README."""
     final = [record for record in read(root / "race-resnet20") if record["tier"] == "final"]
@@ -193,7 +232,7 @@ def documents(checkout: Path) -> dict[Path, str]:
     return {
         checkout / "README.md": f"{before}{BEGIN}\n{summary(root)}\n{END}{after}",
         checkout / "docs" / "results.md": "\n\n".join(
-            ["# Results", generated, races(root), map_fitting(root), overhead(root), side_by_side(root)]
+            ["# Results", generated, races(root), map_fitting(root), overhead(root), side_by_side(root), speed(root)]
         )
         + "\n",
     }
