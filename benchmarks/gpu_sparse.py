@@ -1,6 +1,6 @@
 """What a GPU makes of zeros: the sparse products that torch has, against dense ones, layer by layer.
 
-    python benchmarks/gpu_sparse.py --layers 6000x1500 4096x4096 512x4608 --batch 64 1024 --out results/speed-gpu/h200.json
+    python benchmarks/gpu_sparse.py --layers 6000x1500 4096x4096 --batch 64 1024 --out results/speed-gpu/h200.json
     python benchmarks/gpu_sparse.py --models DIR --batch 1024 --out FILE        # weights of trained networks
     python benchmarks/gpu_sparse.py --device cpu --layers 64x96 --batch 8       # a trial without a GPU
 

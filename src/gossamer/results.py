@@ -198,9 +198,9 @@ def speed(root: Path) -> str:
         [
             "## Speed on a CPU",
             "Milliseconds of a call, one thread, medians of engines that take turns in one process: torch, onnxruntime "
-            "and OpenVINO (torch.compile, int8 where given), and `gossamer.deploy`; the speed-up is over the best dense "
-            "float32 engine of that run. Break-even: the share of FLOPs saved from which on sparse is faster. Random "
-            f"masks are uniform over layers. {machines} "
+            "and OpenVINO (torch.compile, int8 where given), and `gossamer.deploy`. The speed-up is over the best "
+            "dense float32 engine of that run. Break-even: the share of FLOPs saved from which on sparse is faster. "
+            f"Random masks are uniform over layers. {machines} "
             "(`python benchmarks/speed_table.py --net NAME --out results/speed`).",
             table([*head, "speed-up", "break-even"], speed_rows(records)),
         ]
