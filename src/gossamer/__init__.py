@@ -4,6 +4,7 @@ from gossamer.checkpoint import load, save
 from gossamer.compaction import compact
 from gossamer.keep_zeros import keep_zeros
 from gossamer.report import report
+from gossamer.runtime import deploy
 from gossamer.select import select
 from gossamer.sparsifier import Sparsifier
 from gossamer.tune import tune_decay
@@ -11,4 +12,4 @@ from gossamer.verify import verify
 
 __version__ = "0.1.0"
 
-__all__ = ["Sparsifier", "compact", "keep_zeros", "load", "report", "save", "select", "tune_decay", "verify"]
+__all__ = ["Sparsifier", "compact", "deploy", "keep_zeros", "load", "report", "save", "select", "tune_decay", "verify"]

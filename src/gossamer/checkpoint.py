@@ -74,6 +74,7 @@ def save(
     values: Values = "float32",
     compress: Compress = "auto",
     negative_zeros: NegativeZeros = "keep",
+    network: str | None = None,
 ) -> Saved:
     """Writes a model's (or state dict's) tensors to one small file, atomically.
 
@@ -84,7 +85,7 @@ def save(
 
     A weight that was multiplied by its mask is −0.0 where it was negative, and a file that keeps every bit
     has to store that: ``Saved.negative_zeros`` counts them, and ``negative_zeros="drop"`` writes them as
-    plain zeros.
+    plain zeros. ``network`` names the architecture in the file's metadata, for `gossamer speed` and `export`.
     """
     arguments: tuple[tuple[str, str, tuple[str, ...]], ...] = (
         ("values", values, get_args(Values)),
@@ -101,7 +102,7 @@ def save(
     check_tensors(state)
     job = make_job(state, values, negative_zeros)
     target = Path(path)
-    size = write_file(target, make_entries(job, codec), partial(describe, codec=codec))
+    size = write_file(target, make_entries(job, codec), partial(describe, codec=codec, network=network))
     kinds = [record.kind for record in job.records]
     return Saved(
         path=str(target),

@@ -1,4 +1,4 @@
-"""The command line: `gossamer quickstart`, `train`, `compare`, `reproduce`, `list` and `report`.
+"""The command line: `gossamer quickstart`, `train`, `compare`, `reproduce`, `list`, `report`, `speed`, `export`.
 
 Errors are one message on stderr and exit code 2; `--debug` shows the traceback. A run stopped by Ctrl-C exits with 130
 and goes on when the same command is given again.
@@ -16,14 +16,20 @@ from typing import Annotated, Any, Literal, TextIO, assert_never
 import torch
 import tyro
 from rich.console import Console
+from rich.progress import Progress as Bar
 
 from gossamer import tables
+from gossamer.checkpoint import load
+from gossamer.exports import Exported, to_dense, to_onnx, to_torch
 from gossamer.methods import METHODS
 from gossamer.recipes import Recipe, find
 from gossamer.reproduce import map_fitting, mnist
 from gossamer.results import map_fitting_rows, mnist_decay_table, mnist_estimator_table, race_blocks
 from gossamer.side_by_side import plot
 from gossamer.side_by_side.compare import TIERS, Comparison, compare
+from gossamer.speed import ENGINES, measure
+from gossamer.speed.report import plot as plot_speed
+from gossamer.stored import open_network
 from gossamer.training import Interrupted, train
 from gossamer.training.place import join
 from gossamer.training.progress import JsonLines, LiveLine, Observer, TensorBoard
@@ -125,7 +131,46 @@ class Report:
     """Show the traceback of an error."""
 
 
-AnyCommand = Train | Quickstart | Compare | Reproduce | List | Report
+@dataclass(frozen=True)
+class Speed:
+    """Time a network with every engine there is, dense and sparse, and say what its zeros gain on this machine."""
+
+    file: tyro.conf.Positional[Path]
+    """A safetensors file, sparse or plain."""
+    net: str | None = None
+    """Its network: a name out of `gossamer list`, or module:function. By default as the file or its run.json says."""
+    shape: tuple[int, ...] = ()
+    """Shape of one sample, for a network of your own."""
+    batch: tuple[int, ...] = (1, 64)
+    threads: tuple[int, ...] = (1,)
+    engines: tuple[str, ...] = tuple(ENGINES)
+    seconds: float = 5.0
+    """Time for each batch size and number of threads, besides getting ready."""
+    out: Path | None = None
+    """Write the measurement to this JSON file."""
+    plot: Path | None = None
+    """Draw it to this file (png, svg, pdf)."""
+    debug: bool = False
+    """Show the traceback of an error."""
+
+
+@dataclass(frozen=True)
+class Export:
+    """Write a network for other programs: ONNX, torch.export or plain dense safetensors. All are checked."""
+
+    file: tyro.conf.Positional[Path]
+    """A safetensors file, sparse or plain."""
+    out: tyro.conf.Positional[Path]
+    to: Literal["onnx", "pt2", "dense"]
+    net: str | None = None
+    """Its network: a name out of `gossamer list`, or module:function. By default as the file or its run.json says."""
+    shape: tuple[int, ...] = ()
+    """Shape of one sample, for a network of your own."""
+    debug: bool = False
+    """Show the traceback of an error."""
+
+
+AnyCommand = Train | Quickstart | Compare | Reproduce | List | Report | Speed | Export
 Command = (
     Annotated[Quickstart, tyro.conf.subcommand("quickstart")]
     | Annotated[Train, tyro.conf.subcommand("train")]
@@ -133,6 +178,8 @@ Command = (
     | Annotated[Reproduce, tyro.conf.subcommand("reproduce")]
     | Annotated[List, tyro.conf.subcommand("list")]
     | Annotated[Report, tyro.conf.subcommand("report")]
+    | Annotated[Speed, tyro.conf.subcommand("speed")]
+    | Annotated[Export, tyro.conf.subcommand("export")]
 )
 
 
@@ -190,6 +237,10 @@ def _carry_out(command: AnyCommand, console: Console) -> None:
             console.print(tables.of_results(found))
             for file in command.files if command.layers else ():
                 console.print(tables.of_layers(read_layers(file), str(file)))
+        case Speed():
+            _speed(command, console)
+        case Export():
+            console.print(str(_export(command)), highlight=False, soft_wrap=True)
         case _:
             assert_never(command)
 
@@ -259,6 +310,35 @@ def _reproduce(command: Reproduce, console: Console) -> None:
     )
     for head, rows in (mnist_decay_table(records), mnist_estimator_table(records)):
         console.print(tables.of_rows(head, rows))
+
+
+def _speed(command: Speed, console: Console) -> None:
+    stored = open_network(command.file, command.net, shape=command.shape or None)
+    with Bar(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(stored.name, total=1.0)
+        measured = measure(
+            stored.model,
+            stored.example,
+            name=stored.name,
+            batches=command.batch,
+            threads=command.threads,
+            engines=command.engines,
+            seconds=command.seconds,
+            progress=lambda what, share: bar.update(task, description=f"{stored.name}, {what}", completed=share),
+        )
+    console.print(measured, highlight=False)
+    if command.out is not None:
+        command.out.write_text(measured.to_json())
+    if command.plot is not None:
+        plot_speed(measured, command.plot)
+
+
+def _export(command: Export) -> Exported:
+    if command.to == "dense":  # needs no network: tensors are tensors
+        return to_dense(load(command.file), command.out)
+    stored = open_network(command.file, command.net, shape=command.shape or None)
+    write = to_onnx if command.to == "onnx" else to_torch
+    return write(stored.model, stored.example(2), command.out, batch_axis=stored.batch_axis)
 
 
 def _leads() -> bool:

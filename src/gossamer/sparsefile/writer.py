@@ -45,9 +45,10 @@ class Job:
     negative_zeros: int
 
 
-def describe(checksums: Mapping[str, int], *, codec: Codec) -> dict[str, str]:
+def describe(checksums: Mapping[str, int], *, codec: Codec, network: str | None = None) -> dict[str, str]:
     sums = {f"crc32 {name}": f"{checksum:08x}" for name, checksum in checksums.items()}
-    return {"format": "gossamer", "version": str(VERSION), "codec": codec, **sums}
+    named = {} if network is None else {"network": network}
+    return {"format": "gossamer", "version": str(VERSION), "codec": codec, **named, **sums}
 
 
 def check_tensors(state: Mapping[str, Any]) -> None:

@@ -13,9 +13,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
 
-from gossamer.deploy.graph import Affine, Graph, Input, Operation, Pool, Product, Source, Value, dense_taps
-from gossamer.deploy.native import VARIANTS, NoCompilerError, load_native
-from gossamer.deploy.runtime import NativeModel, Setting
+from gossamer.runtime.graph import Affine, Graph, Input, Operation, Pool, Product, Source, Value, dense_taps
+from gossamer.runtime.native import VARIANTS, NoCompilerError, load_native
+from gossamer.runtime.native_model import NativeModel, Setting
+from gossamer.runtime.plan import choices
+from gossamer.runtime.weights import KERNELS, Kernel
 
 try:
     load_native()
@@ -36,8 +38,18 @@ def variants() -> list[str]:
 
 RUNNABLE = variants()
 any_variant = st.sampled_from(RUNNABLE)
+any_kernel = st.sampled_from(KERNELS)
 any_sparsity = st.sampled_from([0.0, 0.5, 0.9, 0.97, 1.0])
 drawn = settings(deadline=None, max_examples=120)
+
+
+def test_every_kernel_can_be_chosen() -> None:
+    """Otherwise the drawn tests below would draw a kernel and run another."""
+    weight = torch.rand(20, 30) + 1
+    x = torch.rand(2, 30)
+    graph = graph_of(x, [value_of(x), Value(20, 1, 1)], [product(weight, torch.zeros(20))], (2, 20))
+    found = {kernel for lanes in (1, 16) for kernels in choices(graph, lanes).values() for kernel in kernels}
+    assert found == set(KERNELS)
 
 
 def sparse(shape: tuple[int, ...], sparsity: float, seed: int) -> Tensor:
@@ -60,8 +72,10 @@ def value_of(x: Tensor) -> Value:
     return Value(*x.shape[1:]) if x.dim() == 4 else Value(x.shape[1], 1, 1)
 
 
-def run(graph: Graph, x: Tensor, variant: str, lanes: int) -> Tensor:
-    model = NativeModel(graph, load_native(variant), Setting(lanes))
+def run(graph: Graph, x: Tensor, variant: str, lanes: int, kernel: Kernel | None = None) -> Tensor:
+    """What the graph makes of x, by the given kernel where that could run an operation."""
+    given = tuple((number, kernel) for number, kernels in choices(graph, lanes).items() if kernel in kernels)
+    model = NativeModel(graph, load_native(variant), Setting(lanes, 1, given))  # type: ignore[arg-type]
     model(x)
     out = model(x)  # the second call finds the arena as the first one left it
     assert isinstance(out, Tensor)
@@ -99,18 +113,27 @@ def product(weight: Tensor, bias: Tensor, **changes: Any) -> Product:
     lanes=st.sampled_from([1, 2, 4, 8, 16, 32, 48, 64]),
     sparsity=any_sparsity,
     variant=any_variant,
+    kernel=any_kernel,
     relu=st.booleans(),
     seed=st.integers(0, 99),
 )
 def test_linear(
-    rows: int, columns: int, batch: int, lanes: int, sparsity: float, variant: str, relu: bool, seed: int
+    rows: int,
+    columns: int,
+    batch: int,
+    lanes: int,
+    sparsity: float,
+    variant: str,
+    kernel: Kernel,
+    relu: bool,
+    seed: int,
 ) -> None:
     weight, x = sparse((rows, columns), sparsity, seed), sparse((batch, columns), 0, seed + 1)
     bias = sparse((rows,), 0, seed + 2)
     expected = F.linear(x.double(), weight.double(), bias.double())
     terms = F.linear(x.double().abs(), weight.double().abs(), bias.double().abs())
     graph = graph_of(x, [value_of(x), Value(rows, 1, 1)], [product(weight, bias, relu=relu)], tuple(expected.shape))
-    assert_near(run(graph, x, variant, lanes), F.relu(expected) if relu else expected, terms)
+    assert_near(run(graph, x, variant, lanes, kernel), F.relu(expected) if relu else expected, terms)
 
 
 @settings(deadline=None, max_examples=250)
@@ -126,6 +149,7 @@ def test_linear(
     lanes=st.sampled_from([1, 2, 4, 8, 16, 32]),
     sparsity=any_sparsity,
     variant=any_variant,
+    way=any_kernel,
     fused=st.booleans(),
     seed=st.integers(0, 99),
 )
@@ -141,6 +165,7 @@ def test_convolution(
     lanes: int,
     sparsity: float,
     variant: str,
+    way: Kernel,
     fused: bool,
     seed: int,
 ) -> None:
@@ -169,7 +194,7 @@ def test_convolution(
     two = product(second, bias, x=1, y=2, padding=(1, 1), add=1 if fused else None, relu=fused)
     after = Value(rows, *middle.shape[2:])
     graph = graph_of(x, [value_of(x), after, after], [one, two], tuple(expected.shape))
-    assert_near(run(graph, x, variant, lanes), F.relu(expected) if fused else expected, terms)
+    assert_near(run(graph, x, variant, lanes, way), F.relu(expected) if fused else expected, terms)
 
 
 @drawn
@@ -250,8 +275,12 @@ def test_pooling(
 
 
 @pytest.mark.parametrize("variant", RUNNABLE)
-@pytest.mark.parametrize("lanes", [1, 4, 16])
-def test_non_finite_values_stay_with_their_sample_and_their_connections(variant: str, lanes: int) -> None:
+@pytest.mark.parametrize(
+    ("lanes", "kernel"), [(1, "gather"), (1, "loads"), (1, "windows"), (4, "panels"), (16, "panels")]
+)
+def test_non_finite_values_stay_with_their_sample_and_their_connections(
+    variant: str, lanes: int, kernel: Kernel
+) -> None:
     weight = torch.zeros(20, 6)
     weight[:5, 0], weight[5:, 1] = (
         1,
@@ -261,7 +290,7 @@ def test_non_finite_values_stay_with_their_sample_and_their_connections(variant:
     x = torch.ones(3, 6)
     x[0, 0], x[1, 1] = math.inf, math.nan
     graph = graph_of(x, [value_of(x), Value(20, 1, 1)], [product(weight, torch.zeros(20), relu=True)], (3, 20))
-    out = run(graph, x, variant, lanes)
+    out = run(graph, x, variant, lanes, kernel)
     assert bool(torch.isinf(out[0, :5]).all())
     assert bool(torch.isfinite(out[0, 5:]).all())
     assert bool(torch.isfinite(out[1, :5]).all())

@@ -13,18 +13,18 @@ import pytest
 import torch
 from torch import nn
 
-from gossamer.deploy import NoCompilerError, deploy, native
-from gossamer.deploy.fallback import CsrModel, csr_linear, to_csr
+from gossamer.runtime import NoCompilerError, deploy, native
+from gossamer.runtime.fallback import CsrModel, csr_linear, to_csr
 
 SANITIZED = """
 import sys
 from pathlib import Path
 import torch
-from gossamer.deploy import NativeModel, Setting
-from gossamer.deploy.capture import capture
-from gossamer.deploy.native import open_library
+from gossamer.runtime import NativeModel, Setting
+from gossamer.runtime.capture import capture
+from gossamer.runtime.native import open_library
 sys.path.insert(0, sys.argv[2])
-from test_networks import CASES, make_sparse
+from test_networks import CASES, kernel_choices, make_sparse
 for name in ("resnet, odd size", "densenet", "mobile", "vgg", "lstm", "gru"):
     make, draw, lane_choices = CASES[name]
     torch.manual_seed(0)
@@ -32,11 +32,12 @@ for name in ("resnet, odd size", "densenet", "mobile", "vgg", "lstm", "gru"):
     graph = capture(model, (draw(2),))
     for variant in ("portable", None):
         for lanes in set(lane_choices) - {2, 4, 32}:
-            fast = NativeModel(graph, open_library(Path(sys.argv[1]), variant), Setting(lanes))
-            for batch in (1, 19):
-                x = draw(batch)
-                with torch.no_grad():
-                    torch.testing.assert_close(fast(x), model(x), rtol=1e-4, atol=1e-4)
+            for kernels in kernel_choices(graph, lanes):
+                fast = NativeModel(graph, open_library(Path(sys.argv[1]), variant), Setting(lanes, 1, kernels))
+                for batch in (1, 19):
+                    x = draw(batch)
+                    with torch.no_grad():
+                        torch.testing.assert_close(fast(x), model(x), rtol=1e-4, atol=1e-4)
 sys.stdout.write("all networks ran")
 """
 

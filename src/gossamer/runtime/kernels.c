@@ -11,10 +11,14 @@
  * This file is compiled once for each instruction set (VARIANT names the symbols, the compiler's flags choose the
  * vectors) and knows nothing of Python or torch.
  */
+#include "one_vector.h"
+#include "pooling.h"
 #include "products.h"
 #include "vectors.h"
 
-enum { LOAD, STORE, PRODUCT, PRODUCT_ONE, AFFINE, POOL, PHASES, COPY, EMBED, LSTM, GRU };
+#include <time.h>
+
+enum { LOAD, STORE, PRODUCT, PRODUCT_ONE, AFFINE, POOL, PHASES, COPY, EMBED, LSTM, GRU, PRODUCT_DENSE };
 
 struct op {
     int64_t code, x, y, add; /* places in the arena, add = -1: none */
@@ -86,6 +90,7 @@ static void run_store(const struct call *call, const struct op *op) {
 
 struct product_op {
     int64_t weight, chunks, x_at, y_at, mask, y_row, relu;
+    int64_t way, from; /* of a product with one vector */
 };
 
 static void run_product(const struct call *call, const struct op *op) {
@@ -97,10 +102,18 @@ static void run_product(const struct call *call, const struct op *op) {
     multiply(&p, 0, o->chunks);
 }
 
+static void run_product_dense(const struct call *call, const struct op *op) {
+    const struct product_op *o = (const struct product_op *)op->a;
+    struct dense_product p = {POINTER(struct dense, o->weight), call->arena + op->x, call->arena + op->y,
+                              op->add < 0 ? NULL : call->arena + op->add, o->y_row, POINTER(int32_t, o->x_at),
+                              POINTER(int32_t, o->y_at), POINTER(int32_t, o->mask), o->relu};
+    multiply_dense(&p, o->chunks);
+}
+
 static void run_product_one(const struct call *call, const struct op *op) {
     const struct product_op *o = (const struct product_op *)op->a;
-    multiply_one(POINTER(struct sliced, o->weight), call->arena + op->x, call->arena + op->y, o->y_row,
-                 op->add < 0 ? NULL : call->arena + op->add, o->y_row, o->relu);
+    struct target target = {call->arena + op->y, op->add < 0 ? NULL : call->arena + op->add, o->y_row, o->y_row, o->relu};
+    multiply_one(o->way, POINTER(void, o->weight), call->arena + op->x + o->from, &target);
 }
 
 struct affine_op {
@@ -128,98 +141,10 @@ static void run_affine(const struct call *call, const struct op *op) {
     }
 }
 
-struct pool_op {
-    int64_t average, channels, x_row, y_row, x_pitch, y_pitch, height, width, out_height, out_width;
-    int64_t kernel_y, kernel_x, stride_y, stride_x, pad_y, pad_x, step_y, step_x, count_padding, divisor;
-};
-
-INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-
-/* The maximum as torch has it: NaN wins and stays. */
-INLINE float larger(float a, float b) { return (b > a) | (b != b) ? b : a; }
-
-/* One output pixel, `lanes` samples (a constant below 16); x is the window's first pixel inside the plane. */
-INLINE void pool_few(const int lanes, const struct pool_op *o, const float *x, int64_t rows, int64_t columns, float inverse,
-                     float *y) {
-    float sum[CHUNK], most[CHUNK];
-    for (int l = 0; l < lanes; l++) sum[l] = 0, most[l] = -INFINITY;
-    for (int64_t i = 0; i < rows; i += o->step_y)
-        for (int64_t j = 0; j < columns; j += o->step_x)
-            for (int l = 0; l < lanes; l++) {
-                float v = x[(i * o->x_pitch + j) * lanes + l];
-                sum[l] += v;
-                most[l] = larger(most[l], v);
-            }
-    for (int l = 0; l < lanes; l++) y[l] = o->average ? sum[l] * inverse : most[l];
-}
-
-INLINE void pool_many(int64_t lanes, const struct pool_op *o, const float *x, int64_t rows, int64_t columns, float inverse,
-                      float *y) {
-    for (int64_t lane = 0; lane < lanes; lane += WIDTH) {
-        vec sum = splat(0), most = splat(-INFINITY);
-        for (int64_t i = 0; i < rows; i += o->step_y)
-            for (int64_t j = 0; j < columns; j += o->step_x) {
-                vec v = load(x + (i * o->x_pitch + j) * lanes + lane);
-                sum += v;
-                most = either((v > most) | (v != v), v, most);
-            }
-        if (o->average) most = sum * splat(inverse);
-        store(y + lane, most);
-    }
-}
-
-/* The common case for one sample, two by two: simple enough for the compiler to make vectors of it. */
-static void pool_pairs(const struct pool_op *o, const float *x, float *y) {
-    for (int64_t row = 0; row < o->out_height; row++) {
-        const float *a = x + 2 * row * o->x_pitch, *b = a + o->x_pitch;
-        float *to = y + row * o->y_pitch;
-        if (o->average)
-            for (int64_t i = 0; i < o->out_width; i++)
-                to[i] = 0.25f * (a[2 * i] + a[2 * i + 1] + b[2 * i] + b[2 * i + 1]);
-        else
-            for (int64_t i = 0; i < o->out_width; i++)
-                to[i] = larger(larger(a[2 * i], a[2 * i + 1]), larger(b[2 * i], b[2 * i + 1]));
-    }
-}
-
-static int pools_pairs(const struct pool_op *o) {
-    int even = 2 * o->out_height <= o->height && 2 * o->out_width <= o->width;
-    int two = o->kernel_y == 2 && o->kernel_x == 2 && o->stride_y == 2 && o->stride_x == 2;
-    return even && two && !o->pad_y && !o->pad_x && o->step_y == 1 && o->step_x == 1 && !o->divisor;
-}
-
 static void run_pool(const struct call *call, const struct op *op) {
     const struct pool_op *o = (const struct pool_op *)op->a;
-    int64_t lanes = call->lanes;
-    if (lanes == 1 && pools_pairs(o)) {
-        for (int64_t c = 0; c < o->channels; c++)
-            pool_pairs(o, call->arena + op->x + c * o->x_row, call->arena + op->y + c * o->y_row);
-        return;
-    }
-    for (int64_t channel = 0; channel < o->channels; channel++) {
-        const float *x = call->arena + op->x + channel * o->x_row;
-        float *y = call->arena + op->y + channel * o->y_row;
-        for (int64_t row = 0; row < o->out_height; row++)
-            for (int64_t column = 0; column < o->out_width; column++) {
-                int64_t top = row * o->stride_y - o->pad_y, left = column * o->stride_x - o->pad_x;
-                int64_t bottom = top + o->kernel_y * o->step_y, right = left + o->kernel_x * o->step_x;
-                int64_t area = (least(bottom, o->height + o->pad_y) - top) * (least(right, o->width + o->pad_x) - left);
-                while (top < 0) top += o->step_y;
-                while (left < 0) left += o->step_x;
-                int64_t rows = least(bottom, o->height) - top, columns = least(right, o->width) - left;
-                if (!o->count_padding) area = rows * columns;
-                float inverse = 1.0f / (float)(o->divisor ? o->divisor : area);
-                const float *from = x + (top * o->x_pitch + left) * lanes;
-                float *to = y + (row * o->y_pitch + column) * lanes;
-                switch (lanes) {
-                case 1: pool_few(1, o, from, rows, columns, inverse, to); break;
-                case 2: pool_few(2, o, from, rows, columns, inverse, to); break;
-                case 4: pool_few(4, o, from, rows, columns, inverse, to); break;
-                case 8: pool_few(8, o, from, rows, columns, inverse, to); break;
-                default: pool_many(lanes, o, from, rows, columns, inverse, to);
-                }
-            }
-    }
+    for (int64_t channel = 0; channel < o->channels; channel++)
+        pool_plane(o, call->lanes, call->arena + op->x + channel * o->x_row, call->arena + op->y + channel * o->y_row);
 }
 
 struct phases_op { /* strided convolution of one sample: one plane for each phase of the stride */
@@ -277,6 +202,7 @@ struct recurrent_op {
     int64_t x_gates, h_gates, h, c; /* scratch in the arena */
     int64_t x_at;                   /* chunk places 0, 16, 32, ... */
     int64_t h_from, c_from, h_to, c_to; /* state before and after, in the arena; -1: zeros, nowhere */
+    int64_t way, hidden_from;           /* of the hidden weight, for one sample */
 };
 
 static void copy_state(float *to, const float *arena, int64_t from, int64_t n) {
@@ -308,7 +234,8 @@ static void run_recurrent(const struct call *call, const struct op *op) {
             const float *now = lanes == 1 ? by_step + step * rows : x_gates + step * lanes;
             const float *add = op->code == LSTM ? now : NULL;
             if (lanes == 1) {
-                multiply_one(POINTER(struct sliced, o->hidden_one), h, h_gates, 1, add, 1, 0);
+                struct target target = {h_gates, add, 1, 1, 0};
+                multiply_one(o->way, POINTER(void, o->hidden_one), h + o->hidden_from, &target);
             } else {
                 struct product hidden = {POINTER(struct sparse, o->hidden), h, h_gates, add, lanes, x_row, at, at, at,
                                          NULL, 0};
@@ -333,34 +260,49 @@ static void run_recurrent(const struct call *call, const struct op *op) {
 /* What Python fills in for a call; the addresses of inputs, then of outputs, follow. */
 struct request {
     int64_t ops, n_ops, arena, batch, lanes, first_group, last_group, n_inputs;
+    int64_t times; /* where to add the seconds of each operation, or 0 */
 };
+
+static double now(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+}
+
+static int64_t run_op(const struct call *call, const struct op *op) {
+    switch (op->code) {
+    case LOAD: run_load(call, op); break;
+    case STORE: run_store(call, op); break;
+    case PRODUCT: run_product(call, op); break;
+    case PRODUCT_ONE: run_product_one(call, op); break;
+    case PRODUCT_DENSE: run_product_dense(call, op); break;
+    case AFFINE: run_affine(call, op); break;
+    case POOL: run_pool(call, op); break;
+    case PHASES: run_phases(call, op); break;
+    case COPY: memcpy(call->arena + op->y, call->arena + op->x, op->a[0] * sizeof(float)); break;
+    case EMBED: return run_embed(call, op);
+    case LSTM:
+    case GRU: run_recurrent(call, op); break;
+    default: return 2;
+    }
+    return 0;
+}
 
 /* Returns 0, 1 for a token outside its table, 2 for an unknown operation. */
 __attribute__((visibility("default"))) int64_t PUBLIC(gossamer_run)(const struct request *r) {
     const struct op *ops = POINTER(struct op, r->ops);
     float *arena = (float *)(uintptr_t)r->arena;
+    double *times = (double *)(uintptr_t)r->times;
     const void *const *inputs = (const void *const *)(r + 1);
     float *const *outputs = (float *const *)(inputs + r->n_inputs);
     for (int64_t group = r->first_group; group < r->last_group; group++) {
         int64_t first = group * r->lanes;
         struct call call = {arena, inputs, outputs, r->lanes, first, least(r->lanes, r->batch - first)};
-        for (const struct op *op = ops; op < ops + r->n_ops; op++) {
-            switch (op->code) {
-            case LOAD: run_load(&call, op); break;
-            case STORE: run_store(&call, op); break;
-            case PRODUCT: run_product(&call, op); break;
-            case PRODUCT_ONE: run_product_one(&call, op); break;
-            case AFFINE: run_affine(&call, op); break;
-            case POOL: run_pool(&call, op); break;
-            case PHASES: run_phases(&call, op); break;
-            case COPY: memcpy(arena + op->y, arena + op->x, op->a[0] * sizeof(float)); break;
-            case EMBED:
-                if (run_embed(&call, op)) return 1;
-                break;
-            case LSTM:
-            case GRU: run_recurrent(&call, op); break;
-            default: return 2;
-            }
+        for (int64_t i = 0; i < r->n_ops; i++) {
+            double start = times ? now() : 0;
+            int64_t failed = run_op(&call, ops + i);
+            if (failed) return failed;
+            if (times) times[i] += now() - start;
         }
     }
     return 0;

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 SOURCE = Path(__file__).with_name("kernels.c")
-HEADERS = [SOURCE.with_name(name) for name in ("products.h", "vectors.h")]
+HEADERS = [SOURCE.with_name(name) for name in ("one_vector.h", "pooling.h", "products.h", "vectors.h")]
 FLAGS: tuple[str, ...] = (
     "-O3",
     "-std=gnu11",
@@ -92,7 +92,7 @@ def build(compiler: Sequence[str], directory: Path, *, extra: Sequence[str] = ()
     variants = list(VARIANTS) if platform.machine().lower() in _X86 else ["portable"]
     version = _run([*compiler, "--version"])
     recipe = [
-        SOURCE.read_text(),
+        *(path.read_text() for path in (SOURCE, *HEADERS)),
         version,
         repr(FLAGS),
         repr(VARIANTS),

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, fx
 
-from gossamer.deploy.graph import (
+from gossamer.runtime.graph import (
     Affine,
     Concat,
     Embed,
@@ -27,7 +27,7 @@ from gossamer.deploy.graph import (
     dense_taps,
     diagonal_taps,
 )
-from gossamer.deploy.translator import Handle, Tokens, Translator, Zeros
+from gossamer.runtime.translator import Handle, Tokens, Translator, Zeros
 
 aten = torch.ops.aten
 

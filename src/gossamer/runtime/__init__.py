@@ -4,10 +4,10 @@
 is faster, and the model as it is where it is not; ``.explain()`` says which and why, layer by layer.
 """
 
-from gossamer.deploy.deployed import Deployed, Explanation, compile_plan, deploy
-from gossamer.deploy.graph import UnsupportedError
-from gossamer.deploy.native import NoCompilerError, load_native
-from gossamer.deploy.runtime import NativeModel, Setting
+from gossamer.runtime.deployed import Deployed, Explanation, compile_plan, deploy, torch_threads
+from gossamer.runtime.graph import UnsupportedError
+from gossamer.runtime.native import NoCompilerError, load_native
+from gossamer.runtime.native_model import NativeModel, Setting
 
 __all__ = [
     "Deployed",
@@ -19,4 +19,5 @@ __all__ = [
     "compile_plan",
     "deploy",
     "load_native",
+    "torch_threads",
 ]

@@ -6,29 +6,26 @@ kernels.c expect them; the order of the fields here is the order there.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from gossamer.deploy.graph import (
+from gossamer.runtime.graph import (
     Affine,
     Concat,
     Embed,
-    Floats,
     Graph,
     Input,
-    Integers,
     Pool,
     Product,
     Recurrent,
-    Taps,
     UnsupportedError,
     diagonal_taps,
 )
-from gossamer.deploy.layout import (
+from gossamer.runtime.layout import (
     ARENA_TAIL,
     CHUNK,
     Phases,
@@ -37,7 +34,7 @@ from gossamer.deploy.layout import (
     is_single,
     place,
 )
-from gossamer.deploy.records import (
+from gossamer.runtime.records import (
     AFFINE,
     COPY,
     EMBED,
@@ -47,20 +44,36 @@ from gossamer.deploy.records import (
     PHASES,
     POOL,
     PRODUCT,
+    PRODUCT_DENSE,
     PRODUCT_ONE,
     RECORD,
     STORE,
     Line,
     Plan,
 )
+from gossamer.runtime.weights import WAYS, Kept, Kernel, dense_panels, one_vector, panels, possible_kernels
 
 FIRST_CACHE = 48 << 10  # bytes of input that mostly stay in the first-level cache
 PASS = 128  # floats of output that stay in registers
 RECURRENT_COLUMNS = 128  # steps times lanes whose input part is computed ahead of the recurrence
 
 
-def make_plan(graph: Graph, lanes: int) -> Plan:
-    return _Planner(place(graph, lanes)).plan()
+def make_plan(graph: Graph, lanes: int, kernels: Mapping[int, Kernel] | None = None) -> Plan:
+    """The plan for a number of lanes; ``kernels`` says by operation which kernel runs it, where that is not the
+    first that could."""
+    return _Planner(place(graph, lanes), kernels or {}).plan()
+
+
+def choices(graph: Graph, lanes: int) -> dict[int, tuple[Kernel, ...]]:
+    """By operation, the kernels that could run it."""
+    found: dict[int, tuple[Kernel, ...]] = {}
+    for number, operation in enumerate(graph.operations):
+        if isinstance(operation, Product):
+            one = is_single(operation, graph.values, lanes)
+            found[number] = possible_kernels(operation.taps, one_vector=one)
+        elif isinstance(operation, Recurrent) and lanes == 1:
+            found[number] = possible_kernels(operation.hidden_taps, one_vector=True)
+    return found
 
 
 def _rounded(size: int) -> int:
@@ -68,13 +81,17 @@ def _rounded(size: int) -> int:
 
 
 class _Planner:
-    def __init__(self, placed: Placed) -> None:
+    def __init__(self, placed: Placed, kernels: Mapping[int, Kernel]) -> None:
         self.placed = placed
+        self.kernels = kernels
+        self.numbers = {operation: number for number, operation in enumerate(placed.graph.operations)}
         self.lanes = placed.lanes
         self.records: list[list[int]] = []
         self.batch_fields: list[tuple[int, int, int]] = []
         self.lines: list[Line] = []
-        self.kept: list[Any] = []
+        self.kept = Kept()
+        self.owners: list[int] = []  # operation behind each record
+        self.owner = -1
         self.states = 0  # floats of recurrent layers' states, behind the values
         self.shared = 0  # floats of scratch behind those, for one recurrent layer at a time
         self.shared_fields: list[tuple[int, int, int]] = []
@@ -82,6 +99,7 @@ class _Planner:
     def plan(self) -> Plan:
         phases = {(s.x, s.stride): s.y for s in self.placed.steps if isinstance(s, Phases)}
         for step in self.placed.steps:
+            self.owner = -1 if isinstance(step, Phases) else self.numbers[step]
             match step:
                 case Input():
                     self._load(step)
@@ -99,6 +117,7 @@ class _Planner:
                     self._concat(step)
                 case Recurrent():
                     self._recurrent(step)
+        self.owner = -1
         for slot, output in enumerate(self.placed.graph.outputs):
             self._store(slot, output)
         scratch = self.placed.arena + self.states
@@ -108,8 +127,8 @@ class _Planner:
         if arena >= 1 << 31:
             raise UnsupportedError(f"an arena of {arena} floats; offsets have 31 bits: use a smaller input")
         records = np.array(self.records, np.int64).reshape(-1, RECORD)
-        fields, lines, kept = tuple(self.batch_fields), tuple(self.lines), tuple(self.kept)
-        return Plan(self.lanes, records, fields, arena, lines, kept)
+        fields, lines, kept = tuple(self.batch_fields), tuple(self.lines), tuple(self.kept.arrays)
+        return Plan(self.lanes, records, fields, arena, lines, kept, tuple(self.owners))
 
     # ------------------------------------------------------------------------------------------ small helpers
 
@@ -122,56 +141,23 @@ class _Planner:
             -1 if add is None else offsets[add],
         ]
         self.records.append([*place, *fields, *[0] * (RECORD - 4 - len(fields))])
+        self.owners.append(self.owner)
 
-    def _keep(self, array: npt.NDArray[Any]) -> int:
-        """Address of an array that lives as long as the plan."""
-        array = np.ascontiguousarray(array)
-        self.kept.append(array)
-        return int(array.ctypes.data)
+    def _chosen(self, default: Kernel) -> Kernel:
+        return self.kernels.get(self.owner, default)
 
     def _line(self, step: Any, kind: str, kernel: str, weights: int = 0, connections: int = 0) -> None:
         value = self.placed.values[step.y]
         shape = f"{value.channels}x{value.height}x{value.width}" if value.pixels > 1 else str(value.channels)
-        self.lines.append(Line(step.name, kind, shape, kernel, weights, connections, connections * value.pixels))
-
-    def _sparse(self, taps: Taps, offsets: Integers, bias: Floats) -> int:
-        starts = np.concatenate([[0], np.cumsum(np.bincount(taps.row, minlength=taps.rows))]).astype(np.int64)
-        shift = 4 if self.lanes >= CHUNK else self.lanes.bit_length() - 1
-        near, far = self._offsets(offsets, shift)
-        pointers = [self._keep(starts), self._keep(taps.weight), self._keep(bias.astype(np.float32))]
-        return self._keep(np.array([taps.rows, *pointers, near, far, shift], np.int64))
-
-    def _offsets(self, offsets: Integers, shift: int = 0) -> tuple[int, int]:
-        """Addresses of the offsets in 16 bits, where they fit, or in 32."""
-        if offsets.max(initial=0) >> shift < 1 << 16:
-            return self._keep((offsets >> shift).astype(np.uint16)), 0
-        return 0, self._keep(offsets.astype(np.int32))
-
-    def _sliced(self, taps: Taps, offsets: Integers, bias: Floats, zero: int) -> int:
-        """Rows sorted by length, sixteen side by side; what is filled up reads ``zero``, where a 0 is."""
-        lengths = np.bincount(taps.row, minlength=taps.rows)
-        order = np.argsort(-lengths, kind="stable")
-        starts = np.concatenate([[0], np.cumsum(lengths[order[::CHUNK]])]).astype(np.int64)
-        lane_of = np.empty(taps.rows, np.int64)
-        lane_of[order] = np.arange(taps.rows)
-        first = np.concatenate([[0], np.cumsum(lengths)])[:-1]
-        step = starts[lane_of[taps.row] // CHUNK] + np.arange(taps.count) - first[taps.row]
-        cell = step * CHUNK + lane_of[taps.row] % CHUNK
-        columns = np.full(int(starts[-1]) * CHUNK, zero, np.int64)
-        weights = np.zeros(columns.size, np.float32)
-        columns[cell], weights[cell] = offsets, taps.weight
-        lanes = np.full(-(-taps.rows // CHUNK) * CHUNK, -1, np.int32)
-        lanes[: taps.rows] = order
-        near, far = self._offsets(columns)
-        rest = [self._keep(a) for a in (weights, lanes, bias.astype(np.float32))]
-        return self._keep(np.array([len(lanes) // CHUNK, self._keep(starts), near, far, *rest], np.int64))
+        work = connections * value.pixels
+        self.lines.append(Line(step.name, kind, shape, kernel, weights, connections, work, self.owner))
 
     def _chunks(self, y: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], int, int]:
         """Pixels of the output chunks, their places, and the addresses of places and mask."""
         layout = self.placed.layouts[y]
         pixels, mask = chunk_places(self.placed.values[y], layout, self.lanes)
         at = layout.base + (pixels[:, 0] * layout.pitch + pixels[:, 1]) * self.lanes + pixels[:, 2]
-        return pixels, at, self._keep(at.astype(np.int32)), 0 if mask is None else self._keep(mask)
+        return pixels, at, self.kept.keep(at.astype(np.int32)), 0 if mask is None else self.kept.keep(mask)
 
     # --------------------------------------------------------------------------------------- input and output
 
@@ -214,7 +200,7 @@ class _Planner:
         if self.placed.graph.time_major:
             strides = [1, 0]
             self.batch_fields.append((len(self.records), 4 + 3, 1))
-        fields = [step.slot, value.width, *strides, tokens, features, self._keep(step.table), plane]
+        fields = [step.slot, value.width, *strides, tokens, features, self.kept.keep(step.table), plane]
         self._emit(EMBED, -1, step.y, None, fields)
         self._line(step, "embedding", "look-up", step.table.size, int(np.count_nonzero(step.table)))
 
@@ -237,17 +223,22 @@ class _Planner:
             offsets = taps.channel * x.plane + (taps.dy * x.pitch + taps.dx) * lanes
             first = (pixels[:, 0] * sy - py) * x.pitch + pixels[:, 1] * sx - px
             x_at = x.base + first * lanes + pixels[:, 2]
-        places = self._keep(x_at.astype(np.int32))
+        places = self.kept.keep(x_at.astype(np.int32))
+        dense = self._chosen("panels") == "dense"
         blocks = self._channel_blocks(step)
         for number, (begin, end) in enumerate(pairwise(blocks)):
             inside = (taps.channel >= begin) & (taps.channel < end)
             bias = step.bias if number == 0 else np.zeros_like(step.bias)
-            weight = self._sparse(taps.chosen(inside), offsets[inside], bias)
+            part, at_part = taps.chosen(inside), offsets[inside]
+            if dense:
+                weight = dense_panels(self.kept, part, at_part, bias)
+            else:
+                weight = panels(self.kept, part, at_part, bias, lanes)
             last = end == blocks[-1]
             fields = [weight, len(at), places, y_at, mask, y.plane, int(step.relu and last)]
             add = step.add if number == 0 else step.y
-            self._emit(PRODUCT, step.x if phases is None else phases, step.y, add, fields)
-        kernel = f"panels of {lanes}" if lanes >= CHUNK else f"planes of {lanes}"
+            self._emit(PRODUCT_DENSE if dense else PRODUCT, step.x if phases is None else phases, step.y, add, fields)
+        kernel = "dense" if dense else f"panels of {lanes}" if lanes >= CHUNK else f"planes of {lanes}"
         self._line(step, self._kind(step), kernel, step.dense_size, taps.count)
 
     def _channel_blocks(self, step: Product) -> list[int]:
@@ -281,9 +272,11 @@ class _Planner:
         inside = (row >= 0) & (row < value.height) & (column >= 0) & (column < value.width)
         taps, row, column = taps.chosen(inside), row[inside], column[inside]
         offsets = x.base + taps.channel * x.plane + row * x.pitch + column
-        weight = self._sliced(taps, offsets, step.bias, self.placed.spare[step.x])
-        self._emit(PRODUCT_ONE, step.x, step.y, step.add, [weight, 0, 0, 0, 0, y.plane, int(step.relu)])
-        self._line(step, self._kind(step), "one vector", step.dense_size, taps.count)
+        kernel = self._chosen("gather")
+        weight, begin = one_vector(self.kept, kernel, taps, offsets, step.bias, self.placed.spare[step.x])
+        fields = [weight, 0, 0, 0, 0, y.plane, int(step.relu), WAYS[kernel], begin]
+        self._emit(PRODUCT_ONE, step.x, step.y, step.add, fields)
+        self._line(step, self._kind(step), f"one vector, {kernel}", step.dense_size, taps.count)
 
     def _affine(self, step: Affine) -> None:
         value, layout = self.placed.values[step.y], self.placed.layouts[step.y]
@@ -300,8 +293,8 @@ class _Planner:
             self._product_one(one)
             return
         _, at, y_at, mask = self._chunks(step.y)
-        scale_at = 0 if step.scale is None else self._keep(step.scale)
-        shift_at = 0 if step.shift is None else self._keep(step.shift)
+        scale_at = 0 if step.scale is None else self.kept.keep(step.scale)
+        shift_at = 0 if step.shift is None else self.kept.keep(step.shift)
         fields = [value.channels, len(at), y_at, mask, layout.plane, int(step.relu), scale_at, shift_at]
         self._emit(AFFINE, step.x, step.y, step.add, fields)
         self._line(step, "element-wise", "vectors")
@@ -361,21 +354,24 @@ class _Planner:
         state = _rounded(units * lanes) + CHUNK
         state_places = [self.placed.arena + self.states, self.placed.arena + self.states + state]
         self.states += 2 * state
-        into = self._sparse(step.input_taps, step.input_taps.channel * x.plane, step.input_bias)
-        across = self._sparse(step.hidden_taps, step.hidden_taps.channel * lanes, step.hidden_bias)
-        alone = 0
+        taps, kernel = step.hidden_taps, self._chosen("gather")
+        into = panels(self.kept, step.input_taps, step.input_taps.channel * x.plane, step.input_bias, lanes)
+        across = alone = begin = 0
         if lanes == 1:
-            taps = step.hidden_taps
-            alone = self._sliced(taps, taps.channel, step.hidden_bias, _rounded(units))
-        places = self._keep(np.arange(0, columns, CHUNK, dtype=np.int32))
+            alone, begin = one_vector(self.kept, kernel, taps, taps.channel, step.hidden_bias, _rounded(units))
+        else:
+            across = panels(self.kept, taps, taps.channel * lanes, step.hidden_bias, lanes)
+        places = self.kept.keep(np.arange(0, columns, CHUNK, dtype=np.int32))
         fields = [value.width, units, gates, into, across, alone, x.plane, y.plane, steps, int(step.reverse)]
         code = LSTM if step.kind == "lstm" else GRU
-        self._emit(code, step.x, step.y, None, [*fields, 0, 0, *state_places, places, *self._state(step)])
+        self._emit(
+            code, step.x, step.y, None, [*fields, 0, 0, *state_places, places, *self._state(step), WAYS[kernel], begin]
+        )
         self.shared_fields += [
             (len(self.records) - 1, 14, 0),
             (len(self.records) - 1, 15, _rounded(shared[0])),
         ]
         self.records[-1][2] += step.channel * y.plane
         connections = step.input_taps.count + step.hidden_taps.count
-        kernel = f"panels of {lanes}" if lanes > 1 else "steps together, then one vector a step"
-        self._line(step, step.kind, kernel, step.dense_size, connections)
+        how = f"panels of {lanes}" if lanes > 1 else f"steps together, then one vector a step, {kernel}"
+        self._line(step, step.kind, how, step.dense_size, connections)

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from gossamer.deploy.graph import Graph, UnsupportedError, fuse
-from gossamer.deploy.translations import TRANSLATIONS
-from gossamer.deploy.translator import Translator
+from gossamer.runtime.graph import Graph, UnsupportedError, fuse
+from gossamer.runtime.translations import TRANSLATIONS
+from gossamer.runtime.translator import Translator
 
 
 def capture(model: nn.Module, example_inputs: Sequence[Any]) -> Graph:

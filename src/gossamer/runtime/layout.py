@@ -2,8 +2,8 @@
 
 Borders are as wide as the widest window that reads them. Rows of a plane share them: the right border of one
 row is the left border of the next, so a plane of width 32 with a border of 1 has rows 33 pixels apart. Values
-that are added, joined or normalised into each other share one layout (a *class*), which also lets a slot of
-the arena pass from one to the other without ever disturbing the zeros.
+that are added, joined or normalised into each other share one layout (a *class*). A slot of the arena passes
+from one value to another only where both have their zeros in the same places, so these are never disturbed.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from gossamer.deploy.graph import Affine, Concat, Graph, Operation, Pair, Product, Value, reads, writes
+from gossamer.runtime.graph import Affine, Concat, Graph, Operation, Pair, Product, Value, reads, writes
 
 CHUNK = 16
 ARENA_HEAD = 64  # floats at the start of the arena that are always zero
@@ -108,7 +108,7 @@ def place(graph: Graph, lanes: int) -> Placed:
             for x in step.xs:
                 classes.join(x, step.y)
     layouts = _layouts(steps, values, classes, lanes)
-    offsets, spare, copies, arena = _allocate(graph, steps, values, classes, layouts)
+    offsets, spare, copies, arena = _allocate(graph, steps, values, layouts)
     return Placed(graph, steps, values, layouts, offsets, spare, copies, arena, lanes)
 
 
@@ -180,7 +180,7 @@ def _round(size: int) -> int:
 
 
 def _allocate(
-    graph: Graph, steps: list[Step], values: list[Value], classes: _Classes, layouts: list[Layout]
+    graph: Graph, steps: list[Step], values: list[Value], layouts: list[Layout]
 ) -> tuple[list[int], list[int], dict[int, list[tuple[int, int]]], int]:
     """Offsets of values in the arena. Parts of a concatenation are made in place, or copied where that is
     taken."""
@@ -217,8 +217,10 @@ def _allocate(
             channel += shift[root]
             root = owner[root]
         places[item] = root, channel
+        if first[item] == len(steps):
+            continue  # fused away
         begin[root], end[root] = min(begin[root], first[item]), max(end[root], last[item], first[item])
-    return _pack(places, begin, end, values, classes, layouts, copies)
+    return _pack(places, begin, end, values, layouts, copies)
 
 
 def _pack(
@@ -226,16 +228,18 @@ def _pack(
     begin: list[int],
     end: list[int],
     values: list[Value],
-    classes: _Classes,
     layouts: list[Layout],
     copies: dict[int, list[tuple[int, int]]],
 ) -> tuple[list[int], list[int], dict[int, list[tuple[int, int]]], int]:
-    roots = sorted({root for root, _ in places}, key=lambda item: begin[item])
-    slots: dict[int, list[tuple[int, int]]] = {}  # by class: (slot, busy until)
+    made = {root for root, _ in places if begin[root] <= end[root]}
+    roots = sorted(made, key=lambda item: begin[item])
+    # (slot, busy until), by where the zeros of a plane are: values that have them in the same places take turns
+    slots: dict[tuple[Layout, int, int], list[tuple[int, int]]] = {}
     sizes: list[int] = []
     slot_of: dict[int, int] = {}
     for item in roots:
-        size, free = values[item].channels * layouts[item].plane, slots.setdefault(classes.find(item), [])
+        value, layout = values[item], layouts[item]
+        size, free = value.channels * layout.plane, slots.setdefault((layout, value.height, value.width), [])
         for index, (slot, busy) in enumerate(free):
             if busy < begin[item]:
                 free[index] = (slot, end[item])
@@ -249,6 +253,10 @@ def _pack(
     starts = ARENA_HEAD + np.concatenate([[0], np.cumsum([_round(size) + CHUNK for size in sizes], dtype=np.int64)])
     offsets, spare = [], []
     for item, (root, channel) in enumerate(places):
+        if root not in slot_of:
+            offsets.append(0)
+            spare.append(0)
+            continue
         slot = slot_of[root]
         offsets.append(int(starts[slot]) + channel * layouts[item].plane)
         spare.append(int(starts[slot + 1]) - CHUNK - offsets[-1])

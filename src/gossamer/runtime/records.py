@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 # Codes of the operations, in the order of the enum in kernels.c.
-(LOAD, STORE, PRODUCT, PRODUCT_ONE, AFFINE, POOL, PHASES, COPY, EMBED, LSTM, GRU) = range(11)
+(LOAD, STORE, PRODUCT, PRODUCT_ONE, AFFINE, POOL, PHASES, COPY, EMBED, LSTM, GRU, PRODUCT_DENSE) = range(12)
 RECORD = 28  # int64 fields of one record: code, x, y, add, then 24 of the operation's own
 
 
@@ -24,6 +24,8 @@ class Line:
     weights: int
     connections: int
     multiplications: int
+    operation: int
+    reason: str = ""
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,7 +37,13 @@ class Plan:
     batch_fields: tuple[tuple[int, int, int], ...]
     arena: int
     lines: tuple[Line, ...]
-    kept: tuple[Any, ...]
+    kept: tuple[npt.NDArray[Any], ...]
+    owners: tuple[int, ...]  # number of the operation behind each record, -1 for input and output
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in memory: weights and records, and one arena for the activations."""
+        return sum(array.nbytes for array in self.kept) + self.records.nbytes + 4 * self.arena
 
     def for_batch(self, batch: int) -> npt.NDArray[np.int64]:
         """The records for a batch size: strides over time depend on it where time comes first."""

@@ -21,6 +21,7 @@
 #if defined(__AVX512F__)
 #define WIDTH 16
 #define MAX_CHUNKS 8
+#define DENSE_CHUNKS 6
 #elif defined(__AVX2__)
 #define WIDTH 8
 #define MAX_CHUNKS 4
@@ -31,7 +32,11 @@
 #define WIDTH 4
 #define MAX_CHUNKS 2
 #endif
+#ifndef DENSE_CHUNKS
+#define DENSE_CHUNKS 1
+#endif
 #define CHUNK 16
+#define ROWS 4
 #define PARTS (CHUNK / WIDTH)
 #define INLINE static inline __attribute__((always_inline))
 
@@ -39,6 +44,7 @@ typedef float vec __attribute__((vector_size(WIDTH * 4), aligned(4), may_alias))
 typedef int32_t ivec __attribute__((vector_size(WIDTH * 4), aligned(4), may_alias));
 typedef float quad __attribute__((vector_size(16), aligned(4), may_alias));
 
+INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 INLINE vec load(const float *p) { return *(const vec *)p; }
 INLINE void store(float *p, vec v) { *(vec *)p = v; }
 INLINE vec splat(float f) { return f - (vec){0}; }

@@ -1,4 +1,4 @@
-/* The sparse product, for many values a weight and for one. */
+/* The product for many values a weight: sparse, and dense for layers with few zeros. */
 #ifndef GOSSAMER_PRODUCTS
 #define GOSSAMER_PRODUCTS
 
@@ -118,69 +118,76 @@ static void multiply(const struct product *p, int64_t begin, int64_t end) {
     }
 }
 
-/* One sample and one pixel: 16 rows of similar length at a time, lane by lane (sliced ELLPACK). */
-struct sliced {
-    int64_t slices;
-    const int64_t *starts; /* first step of each slice */
-    const uint16_t *near;  /* [step][16], or NULL */
-    const int32_t *far;
-    const float *weights; /* [step][16] */
-    const int32_t *order; /* row of each lane, -1 where there is none */
-    const float *bias;    /* by row */
+/* A layer with few zeros, as if it had none: ROWS rows share every load of x. Weights lie as [block of rows][tap][row],
+ * the rows of the last block filled up with zeros that are computed and not stored. */
+struct dense {
+    int64_t rows, taps;
+    const int32_t *offsets;
+    const float *weights, *bias; /* bias filled up, too */
 };
 
-#if defined(__AVX512F__)
-INLINE __m512 gather(const struct sliced *w, const int near, const float *x, int64_t step) {
-    __m512i at = near ? _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(w->near + step * CHUNK)))
-                      : _mm512_loadu_si512(w->far + step * CHUNK);
-    return _mm512_mul_ps(_mm512_loadu_ps(w->weights + step * CHUNK), _mm512_i32gather_ps(at, x, 4));
-}
-#elif defined(__AVX2__)
-INLINE __m256 gather(const struct sliced *w, const int near, const float *x, int64_t place) {
-    __m256i at = near ? _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)(w->near + place)))
-                      : _mm256_loadu_si256((const __m256i *)(w->far + place));
-    return _mm256_mul_ps(_mm256_loadu_ps(w->weights + place), _mm256_i32gather_ps(x, at, 4));
-}
-#endif
+struct dense_product {
+    const struct dense *weight;
+    const float *x;
+    float *y;
+    const float *add; /* residual or NULL */
+    int64_t y_row;
+    const int32_t *x_at, *y_at;
+    const int32_t *mask;
+    int64_t relu;
+};
 
-INLINE void sum_slice(const struct sliced *w, const int near, const float *x, int64_t begin, int64_t end, float *sum) {
-#if defined(__AVX512F__)
-    __m512 a = _mm512_setzero_ps(), b = a;
-    for (; begin + 2 <= end; begin += 2) {
-        a = _mm512_add_ps(a, gather(w, near, x, begin));
-        b = _mm512_add_ps(b, gather(w, near, x, begin + 1));
-    }
-    if (begin < end) a = _mm512_add_ps(a, gather(w, near, x, begin));
-    _mm512_storeu_ps(sum, _mm512_add_ps(a, b));
-#elif defined(__AVX2__)
-    __m256 a = _mm256_setzero_ps(), b = a;
-    for (; begin < end; begin++) {
-        a = _mm256_add_ps(a, gather(w, near, x, begin * CHUNK));
-        b = _mm256_add_ps(b, gather(w, near, x, begin * CHUNK + 8));
-    }
-    _mm256_storeu_ps(sum, a);
-    _mm256_storeu_ps(sum + 8, b);
-#else
-    for (int i = 0; i < CHUNK; i++) sum[i] = 0;
-    for (int64_t k = begin * CHUNK; k < end * CHUNK; k += CHUNK)
-        for (int i = 0; i < CHUNK; i++) sum[i] += w->weights[k + i] * x[near ? w->near[k + i] : w->far[k + i]];
-#endif
-}
-
-static void multiply_one(const struct sliced *w, const float *x, float *y, int64_t y_row, const float *add,
-                         int64_t add_row, int64_t use_relu) {
-    for (int64_t slice = 0; slice < w->slices; slice++) {
-        float sum[CHUNK];
-        if (w->near)
-            sum_slice(w, 1, x, w->starts[slice], w->starts[slice + 1], sum);
-        else
-            sum_slice(w, 0, x, w->starts[slice], w->starts[slice + 1], sum);
-        for (int i = 0; i < CHUNK; i++) {
-            int64_t row = w->order[slice * CHUNK + i];
-            if (row < 0) break;
-            float s = sum[i] + w->bias[row] + (add ? add[row * add_row] : 0);
-            y[row * y_row] = use_relu && s < 0 ? 0 : s;
+INLINE void dense_block(const int chunks, const struct dense_product *p, int64_t first) {
+    const struct dense *w = p->weight;
+    for (int64_t row = 0; row < w->rows; row += ROWS) {
+        const float *weights = w->weights + row * w->taps;
+        vec sum[ROWS * DENSE_CHUNKS * PARTS];
+        for (int r = 0; r < ROWS; r++)
+            for (int i = 0; i < chunks * PARTS; i++) sum[r * chunks * PARTS + i] = splat(w->bias[row + r]);
+        for (int64_t tap = 0; tap < w->taps; tap++, weights += ROWS) {
+            const float *from = p->x + w->offsets[tap];
+            vec x[DENSE_CHUNKS * PARTS];
+            for (int c = 0; c < chunks; c++)
+                for (int i = 0; i < PARTS; i++) x[c * PARTS + i] = load(from + p->x_at[first + c] + i * WIDTH);
+            for (int r = 0; r < ROWS; r++) {
+                vec weight = splat(weights[r]);
+                for (int i = 0; i < chunks * PARTS; i++) sum[r * chunks * PARTS + i] += weight * x[i];
+            }
         }
+        for (int r = 0; r < ROWS && row + r < w->rows; r++)
+            for (int c = 0; c < chunks; c++)
+                for (int i = 0; i < PARTS; i++) {
+                    int64_t place = (row + r) * p->y_row + p->y_at[first + c] + i * WIDTH;
+                    vec v = sum[(r * chunks + c) * PARTS + i];
+                    if (p->add) v += load(p->add + place);
+                    if (p->relu) v = relu(v);
+                    if (p->mask) v = (vec)((ivec)v & *(const ivec *)(p->mask + (first + c) * CHUNK + i * WIDTH));
+                    store(p->y + place, v);
+                }
+    }
+}
+
+#define DENSE_BLOCK(n) \
+    static __attribute__((noinline)) void dense_##n(const struct dense_product *p, int64_t f) { dense_block(n, p, f); }
+typedef void (*dense_function)(const struct dense_product *, int64_t);
+DENSE_BLOCK(1)
+#if DENSE_CHUNKS == 1
+static const dense_function dense_blocks[1] = {dense_1};
+#else
+DENSE_BLOCK(2)
+DENSE_BLOCK(3)
+DENSE_BLOCK(4)
+DENSE_BLOCK(5)
+DENSE_BLOCK(6)
+static const dense_function dense_blocks[6] = {dense_1, dense_2, dense_3, dense_4, dense_5, dense_6};
+#endif
+
+static void multiply_dense(const struct dense_product *p, int64_t chunks) {
+    for (int64_t first = 0; first < chunks;) {
+        int64_t left = chunks - first;
+        int64_t n = left <= DENSE_CHUNKS ? left : left < 2 * DENSE_CHUNKS ? (left + 1) / 2 : DENSE_CHUNKS;
+        dense_blocks[n - 1](p, first);
+        first += n;
     }
 }
 

@@ -11,7 +11,7 @@ import ctypes
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
@@ -20,23 +20,26 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_unflatten
 
-from gossamer.deploy.graph import Graph, Recurrent, Source, UnsupportedError
-from gossamer.deploy.native import Native
-from gossamer.deploy.plan import make_plan
-from gossamer.deploy.records import Plan
+from gossamer.runtime.graph import Graph, Recurrent, Source, UnsupportedError
+from gossamer.runtime.native import Native
+from gossamer.runtime.plan import make_plan
+from gossamer.runtime.records import Plan
+from gossamer.runtime.weights import Kernel
 
 MAX_LANES = 64
 _OUTSIDE = "expected tokens inside the table of the embedding, got one outside"
 # Fields of the argument block, in the order of `struct request` in kernels.c.
-_OPS, _N_OPS, _ARENA, _BATCH, _LANES, _FIRST, _LAST, _N_INPUTS, _POINTERS = range(9)
+_OPS, _N_OPS, _ARENA, _BATCH, _LANES, _FIRST, _LAST, _N_INPUTS, _TIMES, _POINTERS = range(10)
 
 
 @dataclass(frozen=True)
 class Setting:
-    """How a batch is run: samples that travel together, and threads that share the groups."""
+    """How a batch is run: samples that travel together, threads that share the groups, and the kernels of
+    operations (by number) that do not take the first possible."""
 
     lanes: int
     threads: int = 1
+    kernels: tuple[tuple[int, Kernel], ...] = ()
 
 
 def possible_lanes(graph: Graph, batch: int) -> list[int]:
@@ -58,6 +61,7 @@ def possible_lanes(graph: Graph, batch: int) -> list[int]:
 class _Workspace:
     arena: Tensor
     block: Any
+    address: int  # of the block: passing it is quicker than having ctypes ask for it
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,6 +71,7 @@ class _Prepared:
     plan: Plan
     records: np.ndarray[tuple[int, ...], np.dtype[np.int64]]
     outputs: tuple[tuple[int, ...], ...]
+    like: Tensor  # the first output's shape, as torch copies it fastest
     batch: int
     shares: tuple[tuple[int, int], ...]  # groups of each thread
     spare: list[_Workspace] = field(default_factory=list)
@@ -81,7 +86,7 @@ class NativeModel:
         self.setting = setting
         self._dtypes = [torch.int64 if s.form == "tokens" else torch.float32 for s in graph.inputs]
         self._alone: dict[torch.Size, _Prepared] = {}  # one tensor in, one out, one thread: the short way
-        self._plans: dict[int, Plan] = {}
+        self._plans: dict[tuple[int, tuple[tuple[int, Kernel], ...]], Plan] = {}
         self._ready: dict[tuple[torch.Size, ...], _Prepared] = {}
         self._settings: dict[int, Setting] = {}
         self._lock = threading.Lock()
@@ -89,12 +94,21 @@ class NativeModel:
 
     def __call__(self, *arguments: Any) -> Any:
         """Arguments and result as the model has them: tensors, or nested tuples of tensors."""
-        if len(arguments) == 1:
+        if len(arguments) == 1:  # written out: of a small network this is a third of the time
             (x,) = arguments
             ready = self._alone.get(x.shape) if isinstance(x, Tensor) else None
             if ready is not None and x.dtype is self._dtypes[0] and x.is_cpu and x.is_contiguous():
-                y = torch.empty(ready.outputs[0])
-                if self._run(ready, arguments, (y,), *ready.shares[0]):
+                y = torch.empty_like(ready.like)
+                try:
+                    workspace = ready.spare.pop()
+                except IndexError:
+                    workspace = self._workspace(ready)
+                block = workspace.block
+                block[_POINTERS] = x.data_ptr()
+                block[_POINTERS + 1] = y.data_ptr()
+                failed = self.native.run(workspace.address)
+                ready.spare.append(workspace)
+                if failed:
                     raise IndexError(_OUTSIDE)
                 return y
         inputs: tuple[Tensor, ...] = tuple(tree_leaves(arguments))
@@ -117,16 +131,21 @@ class NativeModel:
             raise IndexError(_OUTSIDE)
         return outputs[0] if self.graph.structure is None else tree_unflatten(outputs, self.graph.structure)
 
-    def plan(self, lanes: int) -> Plan:
+    def plan(self, lanes: int, kernels: tuple[tuple[int, Kernel], ...] = ()) -> Plan:
         """The plan for a number of samples that travel together (1, 2, 4, 8 or a multiple of 16)."""
         if lanes not in (1, 2, 4, 8) and (lanes < 16 or lanes % 16):
             raise ValueError(f"expected lanes of 1, 2, 4, 8 or a multiple of 16, got {lanes}")
         if 1 < lanes < 16 and any(isinstance(operation, Recurrent) for operation in self.graph.operations):
             raise UnsupportedError(f"recurrent layers with {lanes} lanes; use 1 or a multiple of 16")
         with self._lock:
-            if lanes not in self._plans:
-                self._plans[lanes] = make_plan(self.graph, lanes)
-            return self._plans[lanes]
+            if (lanes, kernels) not in self._plans:
+                self._plans[lanes, kernels] = make_plan(self.graph, lanes, dict(kernels))
+            return self._plans[lanes, kernels]
+
+    def plan_for(self, batch: int) -> Plan:
+        """The plan that a batch of this size runs with."""
+        setting = self.setting_for(batch)
+        return self.plan(setting.lanes, setting.kernels)
 
     def setting_for(self, batch: int) -> Setting:
         """What was chosen for a batch size, or the best guess."""
@@ -138,6 +157,22 @@ class NativeModel:
             self._settings[batch] = setting
             self._ready = {shape: ready for shape, ready in self._ready.items() if ready.batch != batch}
             self._alone = {shape: ready for shape, ready in self._alone.items() if ready.batch != batch}
+
+    def profile(self, *arguments: Any) -> dict[int, float]:
+        """Seconds that each operation takes in one call by one thread, by its number; -1: input and output."""
+        inputs: tuple[Tensor, ...] = tuple(x.contiguous() for x in tree_leaves(arguments))
+        prepared = self._ready.get(tuple([x.shape for x in inputs])) or self._prepare(inputs)
+        outputs = [torch.empty(shape) for shape in prepared.outputs]
+        workspace = self._workspace(prepared)
+        seconds = np.zeros(len(prepared.records))
+        workspace.block[_TIMES] = seconds.ctypes.data
+        own = replace(prepared, spare=[workspace])
+        if self._run(own, inputs, outputs, prepared.shares[0][0], prepared.shares[-1][1]):
+            raise IndexError(_OUTSIDE)
+        found: dict[int, float] = {}
+        for owner, spent in zip(prepared.plan.owners, seconds.tolist(), strict=True):
+            found[owner] = found.get(owner, 0.0) + spent
+        return found
 
     @property
     def example_batch(self) -> int:
@@ -169,11 +204,12 @@ class NativeModel:
             raise ValueError(f"expected inputs of one batch size, got {sorted(batches)}")
         batch = batches.pop()
         setting = self.setting_for(batch)
-        plan = self.plan(setting.lanes)
+        plan = self.plan(setting.lanes, setting.kernels)
         groups = -(-batch // plan.lanes)
         edges = [groups * i // setting.threads for i in range(setting.threads + 1)]
         shares = tuple((a, b) for a, b in pairwise(edges) if a < b)
-        prepared = _Prepared(plan, plan.for_batch(batch), self._output_shapes(batch), batch, shares)
+        shapes = self._output_shapes(batch)
+        prepared = _Prepared(plan, plan.for_batch(batch), shapes, torch.empty(shapes[0]), batch, shares)
         with self._lock:
             self._ready[tuple([x.shape for x in inputs])] = prepared
             if len(inputs) == len(prepared.outputs) == len(shares) == 1 and self.graph.structure is None:
@@ -205,7 +241,7 @@ class NativeModel:
         for y in outputs:
             block[place] = y.data_ptr()
             place += 1
-        failed: int = self.native.run(block)
+        failed: int = self.native.run(workspace.address)
         prepared.spare.append(workspace)
         return failed
 
@@ -216,7 +252,8 @@ class NativeModel:
         block[_OPS], block[_N_OPS] = prepared.records.ctypes.data, len(prepared.records)
         block[_ARENA], block[_BATCH], block[_LANES] = arena.data_ptr(), prepared.batch, plan.lanes
         block[_N_INPUTS] = len(self.graph.inputs)
-        return _Workspace(arena, block)
+        block[_FIRST], block[_LAST] = prepared.shares[0]
+        return _Workspace(arena, block, ctypes.addressof(block))
 
     def _threads(self, count: int) -> ThreadPoolExecutor:
         with self._lock:

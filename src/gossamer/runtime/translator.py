@@ -9,7 +9,7 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor, fx
 
-from gossamer.deploy.graph import (
+from gossamer.runtime.graph import (
     Graph,
     Input,
     Operation,

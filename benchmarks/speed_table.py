@@ -1,0 +1,100 @@
+"""How fast sparse networks run on a CPU, against the best dense engine of the same run.
+
+    python benchmarks/speed_table.py --net resnet20 --out results/speed           # random masks at 90, 95, 98 %
+    python benchmarks/speed_table.py --models DIR --out results/speed             # trained networks, as sparse files
+
+One thread, engines taking turns in one process, medians. Random masks are uniform: every layer has the same
+share of zeros, so FLOPs fall with the weights. Trained masks keep the layers that cost most denser, and speed
+follows FLOPs: their record has both.
+"""
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from gossamer import models
+from gossamer.speed import ENGINES, SpeedReport, measure
+from gossamer.stored import open_network
+
+Example = Callable[[int], Tensor]
+
+
+class OneLstm(nn.Module):
+    """The LSTM layer of the language model alone: 1,500 units over 35 steps, time first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(1500, 1500)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.lstm(x)[0]
+        return out
+
+
+def pictures(name: str) -> tuple[nn.Module, Example]:
+    shape = models.entry(name).input_shape
+    return models.create(name), lambda batch: torch.randn(batch, *shape)
+
+
+NETWORKS: dict[str, tuple[str, Callable[[], tuple[nn.Module, Example]], tuple[int, int]]] = {
+    "resnet20": ("ResNet-20", lambda: pictures("resnet20"), (1, 64)),
+    "vgg16_cifar": ("VGG-16, CIFAR", lambda: pictures("vgg16_cifar"), (1, 64)),
+    "lstm": ("LSTM 1500, 35 steps", lambda: (OneLstm(), lambda batch: torch.randn(35, batch, 1500)), (1, 20)),
+    "lenet300": ("MLP 784-300-100-10", lambda: pictures("lenet300"), (1, 64)),
+    "densenet40": ("DenseNet-40", lambda: pictures("densenet40"), (1, 64)),
+}
+
+
+def mask_at_random_(model: nn.Module, sparsity: float) -> None:
+    """Leaves every weight tensor the same share of connections, exactly."""
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                gone = torch.randperm(parameter.numel())[: round(sparsity * parameter.numel())]
+                parameter.view(-1)[gone] = 0
+
+
+def write(report: SpeedReport, masks: str, title: str, path: Path, command: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    values = {"title": title, "masks": masks, "command": command, **report.to_dict()}
+    path.write_text(json.dumps(values, indent=1, allow_nan=False) + "\n")
+    print(report)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--net", choices=list(NETWORKS), nargs="*", default=[], help="networks with random masks")
+    parser.add_argument("--models", type=Path, help="folder of sparse files with trained masks")
+    parser.add_argument("--sparsity", type=float, nargs="+", default=[0.9, 0.95, 0.98])
+    parser.add_argument("--batch", type=int, nargs="+", help="default: 1 and 64, for the LSTM 1 and 20")
+    parser.add_argument("--engines", nargs="+", default=list(ENGINES), choices=list(ENGINES))
+    parser.add_argument("--seconds", type=float, default=5.0)
+    parser.add_argument("--out", type=Path, required=True)
+    arguments = parser.parse_args()
+    settings = {"engines": arguments.engines, "seconds": arguments.seconds}
+    for net in arguments.net:
+        title, build, batches = NETWORKS[net]
+        for sparsity in arguments.sparsity:
+            model, example = build()
+            mask_at_random_(model, sparsity)
+            report = measure(model, example, name=net, batches=arguments.batch or batches, **settings)
+            percent = f"{100 * sparsity:g}"
+            command = f"python benchmarks/speed_table.py --net {net} --sparsity {sparsity:g} --out results/speed"
+            write(report, "random", title, arguments.out / f"{net}-random-{percent}.json", command)
+    for path in sorted(arguments.models.glob("*.safetensors")) if arguments.models else ():
+        stored = open_network(path)
+        title = NETWORKS[stored.name][0] if stored.name in NETWORKS else stored.name
+        batches = arguments.batch or ((1, 20) if stored.tokens else (1, 64))
+        report = measure(stored.model, stored.example, name=stored.name, batches=batches, **settings)
+        name = path.name.removesuffix(".safetensors").removesuffix(".sparse")
+        command = f"python benchmarks/speed_table.py --models {arguments.models} --out results/speed"
+        write(report, "trained", title, arguments.out / f"{name}.json", command)
+
+
+if __name__ == "__main__":
+    main()

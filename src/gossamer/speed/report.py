@@ -1,0 +1,214 @@
+"""What was measured, as plain values; a table, JSON and a plot of it."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console, Group
+from rich.table import Table
+
+#: What is called a gain; less is noise on a shared machine.
+GAIN = 1.03
+#: Third quartile over first, above which a measurement says more about the machine than about the engine.
+NOISY = 1.5
+
+
+@dataclass(frozen=True)
+class Row:
+    """One engine in one case. Times are in milliseconds; None where the engine did not run."""
+
+    engine: str
+    kind: str
+    median: float | None
+    lower: float | None
+    """First quartile."""
+    upper: float | None
+    """Third quartile."""
+    memory: int | None
+    """Bytes of weights and buffers, as far as the engine tells."""
+    difference: float | None
+    """Largest difference from torch, over the largest output."""
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Case:
+    """All engines at one batch size and number of threads, measured in turns."""
+
+    batch: int
+    threads: int
+    rows: tuple[Row, ...]
+    half: float | None
+    """Milliseconds of our runtime with half of the connections of each layer, for the break-even."""
+    density: float
+    """Share of the dense FLOPs that the network does."""
+
+    @property
+    def best_dense(self) -> Row | None:
+        ran = [row for row in self.rows if row.kind == "dense" and row.median is not None]
+        return min(ran, key=lambda row: row.median or 0.0, default=None)
+
+    @property
+    def ours(self) -> Row | None:
+        return next((row for row in self.rows if row.kind == "sparse" and row.median is not None), None)
+
+    @property
+    def speedup(self) -> float | None:
+        """Over the fastest dense float32 engine of this case."""
+        best, ours = self.best_dense, self.ours
+        return best.median / ours.median if best and ours and best.median and ours.median else None
+
+    def ratio(self, row: Row) -> float | None:
+        best = self.best_dense
+        return best.median / row.median if best and best.median and row.median else None
+
+    @property
+    def break_even(self) -> float | None:
+        """The FLOPs sparsity from which on our runtime is faster than the best dense engine.
+
+        On the line through two measured points, this network and the same with half of its connections; 0 where
+        the line says that it is always faster, None where there are no two points.
+        """
+        best, ours = self.best_dense, self.ours
+        if not (best and ours and best.median and ours.median and self.half) or not self.density < 0.5:
+            return None
+        slope = (self.half - ours.median) / (0.5 - self.density)
+        if slope <= 0:
+            return None
+        return min(1.0, max(0.0, 1 - (self.density + (best.median - ours.median) / slope)))
+
+    @property
+    def busy(self) -> bool:
+        """Whether quartiles lie so far apart that something else must have been running."""
+        spreads = [row.upper / row.lower for row in self.rows if row.lower and row.upper]
+        return max(spreads, default=1.0) > NOISY
+
+    @property
+    def verdict(self) -> str:
+        best, ours, gain = self.best_dense, self.ours, self.speedup
+        if best is None or ours is None or gain is None:
+            return "nothing to compare with"
+        said = f"{gain:.2f} times as fast as {best.engine}" if gain >= GAIN else f"no gain over {best.engine}"
+        quick = [row for row in self.rows if row.kind == "int8" and row.median and row.median < (ours.median or 0.0)]
+        for row in quick:
+            said += f"; {row.engine} is faster still ({row.median:.3g} ms, other numbers)"
+        if self.break_even is not None:
+            said += f"; break-even at {self.break_even:.0%} of FLOPs saved"
+        return said + ("; the machine was busy, measure again" if self.busy else "")
+
+
+@dataclass(frozen=True)
+class SpeedReport:
+    """A network's speed on one machine; ``print`` shows the tables."""
+
+    network: str
+    weights: int
+    connections: int
+    flops_dense: int
+    flops_sparse: int
+    dense_file: int
+    """Bytes of the network as plain safetensors."""
+    sparse_file: int
+    """Bytes of the sparse file of ``gossamer.save``."""
+    cases: tuple[Case, ...]
+    about: dict[str, Any]
+    """Versions, hardware, commit, settings."""
+
+    @property
+    def sparsity(self) -> float:
+        return 1 - self.connections / max(1, self.weights)
+
+    @property
+    def flops_sparsity(self) -> float:
+        return 1 - self.flops_sparse / max(1, self.flops_dense)
+
+    def to_dict(self) -> dict[str, Any]:
+        values = asdict(self)
+        values |= {"sparsity": self.sparsity, "flops_sparsity": self.flops_sparsity}
+        for case, written in zip(self.cases, values["cases"], strict=True):
+            best = case.best_dense
+            written["best_dense"] = None if best is None else best.engine
+            written |= {"speedup": case.speedup, "break_even": case.break_even, "verdict": case.verdict}
+        return values
+
+    def to_json(self) -> str:
+        return json.dumps(self.to_dict(), indent=1, allow_nan=False) + "\n"
+
+    def __rich__(self) -> Group:
+        head = (
+            f"{self.network}: {self.connections:,} of {self.weights:,} weights ({self.sparsity:.1%} zeros), "
+            f"{self.flops_sparsity:.1%} of FLOPs saved; on disk {_bytes(self.dense_file)} dense, "
+            f"{_bytes(self.sparse_file)} sparse"
+        )
+        parts: list[Table | str] = [head]
+        for case in self.cases:
+            parts += [_table(case), *_remarks(case)]
+        return Group(*parts)
+
+    def __str__(self) -> str:
+        console = Console(file=io.StringIO(), width=120)
+        console.print(self)
+        shown = console.file
+        assert isinstance(shown, io.StringIO)
+        return shown.getvalue()
+
+
+def _table(case: Case) -> Table:
+    threads = "1 thread" if case.threads == 1 else f"{case.threads} threads"
+    table = Table(box=box.SIMPLE_HEAD, title=f"batch {case.batch}, {threads}", title_justify="left")
+    for index, name in enumerate(("engine", "ms", "quartiles", "speed-up", "memory", "error")):
+        table.add_column(name, justify="right" if index else "left", no_wrap=True)
+    for row in case.rows:
+        ratio = case.ratio(row)
+        table.add_row(
+            row.engine,
+            "–" if row.median is None else f"{row.median:.3g}",
+            "–" if row.lower is None or row.upper is None else f"{row.lower:.3g} – {row.upper:.3g}",
+            "–" if ratio is None else f"{ratio:.2f}",
+            "–" if row.memory is None else _bytes(row.memory),
+            "–" if row.difference is None else f"{row.difference:.0e}",
+        )
+    return table
+
+
+def _remarks(case: Case) -> list[str]:
+    """What does not fit a column, then the verdict."""
+    return [*(f"{row.engine}: {row.note}" for row in case.rows if row.note), f"{case.verdict}\n"]
+
+
+def _bytes(count: int) -> str:
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= size:
+            return f"{count / size:.3g} {unit}"
+    return f"{count} B"
+
+
+def plot(report: SpeedReport, path: Path) -> None:
+    """Bars with quartiles, one panel a case. Needs matplotlib."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError("expected matplotlib for the plot, got none: pip install matplotlib") from error
+    cases: Sequence[Case] = report.cases
+    figure = Figure(figsize=(4.5 * len(cases), 3.2), layout="constrained")
+    colours = {"dense": "#9aa5b1", "int8": "#d9c27e", "sparse": "#2f6f4f"}
+    for index, case in enumerate(cases):
+        axes = figure.add_subplot(1, len(cases), index + 1)
+        rows = [row for row in case.rows if row.median is not None]
+        middles = [row.median or 0.0 for row in rows]
+        below = [(row.median or 0.0) - (row.lower or 0.0) for row in rows]
+        above = [(row.upper or 0.0) - (row.median or 0.0) for row in rows]
+        axes.barh([row.engine for row in rows], middles, xerr=[below, above], color=[colours[r.kind] for r in rows])
+        axes.invert_yaxis()
+        axes.set_xlabel("ms")
+        gain = case.speedup
+        said = "" if gain is None else f", {gain:.1f} ×" if gain >= GAIN else ", no gain"
+        axes.set_title(f"batch {case.batch}, threads {case.threads}{said}", fontsize=9)
+    figure.suptitle(f"{report.network}, {report.sparsity:.1%} zeros", fontsize=10)
+    figure.savefig(path)

@@ -1,0 +1,150 @@
+"""A network from a file: the tensors of a safetensors file put into the architecture they belong to.
+
+A file holds tensors, not code. Which network they belong to is said on the command line, or by the file itself
+(``network`` in its metadata, see ``gossamer.save``), or by the run.json that `gossamer train` leaves beside
+it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gossamer import models
+from gossamer.checkpoint import load
+from gossamer.sparsefile.container import read_header
+from gossamer.training.networks import QUICK_START, DigitsNet
+from gossamer.training.result import RUN, read_json
+
+
+@dataclass(frozen=True, eq=False)
+class Stored:
+    """A network with its weights, and how inputs for it are made."""
+
+    name: str
+    model: nn.Module
+    path: Path
+    input_shape: tuple[int, ...]
+    tokens: int
+    """Size of the vocabulary where inputs are words with time first, (steps, batch); else 0."""
+
+    @property
+    def batch_axis(self) -> int:
+        return 1 if self.tokens else 0
+
+    def example(self, batch: int) -> Tensor:
+        """A random batch."""
+        if self.tokens:
+            return torch.randint(0, self.tokens, (*self.input_shape, batch))
+        return torch.randn(batch, *self.input_shape)
+
+
+def open_network(
+    path: str | os.PathLike[str], net: str | None = None, *, shape: tuple[int, ...] | None = None
+) -> Stored:
+    """The network of a file, in evaluation mode.
+
+    ``net`` is a name out of `gossamer list`, or ``module:function`` for a network of your own, whose function is
+    called without arguments; ``shape`` is then the shape of one sample.
+    """
+    source = Path(path)
+    if not source.is_file():
+        raise FileNotFoundError(f"expected a safetensors file, got {source}, which does not exist")
+    state = load(source)
+    name, options = _named(source, net)
+    if ":" in name:
+        if shape is None:
+            raise ValueError(
+                f"expected the shape of one sample for {name}, got none: add --shape, e.g. --shape 3 32 32"
+            )
+        model, tokens = _own(name), 0
+    else:
+        model, known, tokens = _registered(name, options, state)
+        shape = shape or known
+    _fill(model, state, source, name)
+    return Stored(name, model.eval(), source, shape, tokens)
+
+
+def _named(path: Path, net: str | None) -> tuple[str, Mapping[str, Any]]:
+    """The name of the network and its options."""
+    if net is not None:
+        return net, {}
+    with path.open("rb") as file:
+        _, metadata = read_header(path, file)
+    if "network" in metadata:
+        return metadata["network"], {}
+    run = path.with_name(RUN)
+    if run.is_file():
+        values = read_json(run)
+        if isinstance(values, dict) and isinstance(values.get("model"), str):
+            options = values.get("model_options", {})
+            return values["model"], options if isinstance(options, dict) else {}
+    raise ValueError(
+        f"expected to know which network {path} belongs to, got a file without its name and no {RUN} beside it: "
+        "add --net NAME (see gossamer list), or save the file with network=NAME"
+    )
+
+
+def _registered(
+    name: str, options: Mapping[str, Any], state: Mapping[str, Tensor]
+) -> tuple[nn.Module, tuple[int, ...], int]:
+    """A network of the list with as many classes as the file has."""
+    if name == QUICK_START:
+        width = state["features.0.weight"].shape[0] if "features.0.weight" in state else 32
+        return DigitsNet(width=width), (1, 8, 8), 0
+    entry = models.entry(name)
+
+    def build(classes: int | None) -> nn.Module:
+        return models.create(name, num_classes=classes, **options)
+
+    classes = _classes(build, state)
+    vocabulary = (classes or entry.num_classes) if entry.tokens else 0
+    return build(classes), entry.input_shape, vocabulary
+
+
+def _classes(build: Callable[[int | None], nn.Module], state: Mapping[str, Tensor]) -> int | None:
+    """The number of classes, from the tensors that do not fit the default; None for the default."""
+    with torch.device("meta"):
+        wanted = build(None).state_dict()
+    found = {
+        state[name].shape[0]
+        for name, tensor in wanted.items()
+        if name in state and state[name].shape != tensor.shape and state[name].ndim
+    }
+    return found.pop() if len(found) == 1 else None
+
+
+def _own(name: str) -> nn.Module:
+    module, _, function = name.partition(":")
+    try:
+        made = getattr(importlib.import_module(module), function)()
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"expected --net module:function, got {name!r}, which cannot be imported ({error})") from error
+    if not isinstance(made, nn.Module):
+        raise ValueError(f"expected {name} to return a torch.nn.Module, got {type(made).__name__}")
+    return made
+
+
+def _fill(model: nn.Module, state: dict[str, Tensor], path: Path, name: str) -> None:
+    """Puts the tensors in; a weight that the file has under its other name (tied) is not missing."""
+    wanted = model.state_dict()
+    stored = {_place(tensor) for key, tensor in wanted.items() if key in state}
+    missing = [key for key, tensor in wanted.items() if key not in state and _place(tensor) not in stored]
+    foreign = [key for key in state if key not in wanted]
+    shapes = [key for key in state if key in wanted and state[key].shape != wanted[key].shape]
+    problems = {"missing": missing, "unknown": foreign, "of another shape": shapes}
+    if any(problems.values()):
+        listed = "; ".join(f"{what}: {', '.join(keys[:4])}" for what, keys in problems.items() if keys)
+        raise ValueError(f"expected the tensors of {name} in {path}, got others ({listed}): is it another network?")
+    model.load_state_dict(state, strict=False)
+
+
+def _place(tensor: Tensor) -> tuple[int, int]:
+    return tensor.untyped_storage().data_ptr(), int(tensor.storage_offset())
