@@ -201,6 +201,29 @@ def test_an_unknown_method_is_refused() -> None:
         Member(seed=0, method="dpf", settings=SCLOptions())
 
 
+def classifier() -> nn.Module:
+    hidden = [nn.Flatten(), nn.Linear(6 * 16, 8, bias=False), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 4)]
+    return nn.Sequential(nn.Conv2d(3, 6, 3, 2, 1, bias=False), nn.BatchNorm2d(6), nn.ReLU(), *hidden)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_stack_of_networks_with_a_norm_between_linear_layers(dtype: torch.dtype) -> None:
+    torch.manual_seed(4)
+    networks = [classifier().double() for _ in range(3)]
+    stack = NetworkStack(networks, device=CPU, dtype=dtype)
+    images = torch.randn(3, 16, 3, 8, 8, dtype=torch.float64)
+    together = stack(images.to(dtype))
+    gradients = stack.gradients(together.double().square().sum()).double()
+    for row, net in enumerate(networks):
+        output = net.train()(images[row])
+        expected = torch.autograd.grad(output.square().sum(), list(net.parameters()))
+        limit = 1e-9 if dtype == torch.float64 else 0.05
+        assert (together[row].double() - output).norm() < limit * output.norm()
+        twin = stack.network(row, gradients)
+        for ours, theirs in zip(twin.parameters(), expected, strict=True):
+            assert (ours - theirs).norm() < limit * sum(each.norm() for each in expected)
+
+
 def test_a_stack_of_residual_networks_computes_what_each_computes() -> None:
     torch.manual_seed(4)
     networks = [ResNet(8, 10).double() for _ in range(3)]

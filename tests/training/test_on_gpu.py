@@ -143,6 +143,7 @@ def test_a_run_begun_on_a_cpu_goes_on_on_a_gpu(
     ids=" ".join,
 )
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")  # of the compiler's own parts
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")  # advice to compute less exactly
 def test_all_ways_to_compute_train(images: ImageSet, tmp_path: Path, changes: list[str]) -> None:
     found = train(SPARSE.with_settings([*changes, "weight_decay=0.0"]), tmp_path)
     assert found["accuracy"] > 0.6
@@ -162,6 +163,7 @@ def test_the_first_bad_step_is_found_though_nobody_looked(
 
 @pytest.mark.parametrize("sparse", [False, True])
 @pytest.mark.parametrize("capture", [False, True])
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 def test_a_step_never_waits_for_the_gpu(images: ImageSet, sparse: bool, capture: bool) -> None:
     run = (SPARSE if sparse else IMAGES).with_settings([f"capture={capture}", "precision=bf16", "channels_last=true"])
     place = Place(torch.device("cuda"))
@@ -174,8 +176,8 @@ def test_a_step_never_waits_for_the_gpu(images: ImageSet, sparse: bool, capture:
     batches = [batch for _ in range(6) for batch in task.source]
     for batch in batches[:8]:
         step(batch, 0.1)
-    torch.cuda.set_sync_debug_mode("error")
     try:
+        torch.cuda.set_sync_debug_mode("error")
         for batch in batches[8:]:
             step(batch, 0.05)
     finally:

@@ -51,6 +51,15 @@ class _StackableBatchNorm2d(nn.BatchNorm2d):
         return _BatchNorm.apply(input, None, *_tensors(self), *options)  # type: ignore[no-any-return, no-untyped-call]
 
 
+class _StackableBatchNorm1d(nn.BatchNorm1d):
+    def forward(self, input: Tensor) -> Tensor:
+        if not _is_usual(self) or input.dim() != 2:
+            return super().forward(input)
+        options = (self.training, self.momentum, self.eps, False)
+        pixels: Tensor = _BatchNorm.apply(input[:, :, None, None], None, *_tensors(self), *options)  # type: ignore[no-untyped-call]
+        return pixels[:, :, 0, 0]
+
+
 class _StackableSequential(nn.Sequential):
     """Convolution, batch norm and ReLU that follow each other are done together."""
 
@@ -88,6 +97,7 @@ class _StackableShortcut(ZeroPadShortcut):
 
 _STACKABLE: dict[type[nn.Module], type[nn.Module]] = {
     nn.Conv2d: _StackableConv2d,
+    nn.BatchNorm1d: _StackableBatchNorm1d,
     nn.BatchNorm2d: _StackableBatchNorm2d,
     nn.Sequential: _StackableSequential,
     ResNet: _StackableResNet,
@@ -100,7 +110,7 @@ def _is_plain(conv: nn.Conv2d) -> bool:
     return conv.bias is None and conv.padding_mode == "zeros" and not isinstance(conv.padding, str)
 
 
-def _is_usual(bn: nn.BatchNorm2d) -> bool:
+def _is_usual(bn: nn.BatchNorm1d | nn.BatchNorm2d) -> bool:
     return bn.affine and bn.track_running_stats and bn.momentum is not None
 
 
@@ -108,7 +118,7 @@ def _can_join(conv: nn.Conv2d, bn: nn.BatchNorm2d) -> bool:
     return _is_plain(conv) and _is_usual(bn)
 
 
-def _tensors(bn: nn.BatchNorm2d) -> tuple[Tensor | None, ...]:
+def _tensors(bn: nn.BatchNorm1d | nn.BatchNorm2d) -> tuple[Tensor | None, ...]:
     return bn.weight, bn.bias, bn.running_mean, bn.running_var
 
 
