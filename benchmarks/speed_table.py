@@ -3,10 +3,10 @@
     python benchmarks/speed_table.py --net resnet20 --out results/speed           # random masks at 90, 95, 98 %
     python benchmarks/speed_table.py --models DIR --out results/speed             # trained networks, as sparse files
 
-DIR has sparse files that know their network (by `network=` of gossamer.save, or a name such as resnet20-95.safetensors),
-or folders of runs. One thread, engines taking turns in one process, medians. Random masks are uniform: every layer has the same
-share of zeros, so FLOPs fall with the weights. Trained masks keep the layers that cost most denser, and speed
-follows FLOPs: their record has both.
+DIR has sparse files that know their network (by `network=` of gossamer.save, or by a name such as
+resnet20-95.safetensors), or folders of runs. One thread, engines taking turns in one process, medians. Random masks
+are uniform: every layer has the same share of zeros, so FLOPs fall with the weights. Trained masks keep the layers
+that cost most denser, and speed follows FLOPs: their record has both.
 """
 
 import argparse
