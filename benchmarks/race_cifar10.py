@@ -18,6 +18,7 @@ import torch
 
 from gossamer import data, models
 from gossamer.data.sets import ImageSet
+from gossamer.methods import find
 from gossamer.side_by_side import Member, Outcome, Race, run_race
 from gossamer.side_by_side.compare import record
 
@@ -41,7 +42,7 @@ CANDIDATES = {
 
 
 def members(options: Sequence[dict[str, object]], **common: object) -> list[Member]:
-    return [Member(seed=seed, **{**each, **common}) for each in options for seed in SEEDS]  # type: ignore[arg-type]
+    return [Member.of(**{**each, **common, "seed": seed}) for each in options for seed in SEEDS]  # type: ignore[arg-type]
 
 
 def say(line: str) -> None:
@@ -69,7 +70,7 @@ def race_and_record(
         test = [outcome.accuracy for outcome in group]
         held_out = [outcome.validation_accuracy or 0.0 for outcome in group]
         loss = statistics.mean(outcome.train_loss for outcome in group)
-        options = {key: value for key, value in dataclasses.asdict(group[0].member).items() if key != "seed"}
+        options = {key: value for key, value in group[0].member.to_dict().items() if key != "seed"}
         say(
             f"  test {statistics.mean(test):.2f} ± {statistics.pstdev(test):.2f} "
             f"validation {statistics.mean(held_out):.2f} loss {loss:.4f} sparsity {group[0].sparsity:.4f} {options}"
@@ -82,8 +83,10 @@ def chosen_before(out: Path, method: str) -> dict[str, object]:
     records = [json.loads(path.read_text()) for path in sorted(out.glob("screening-*.json"))]
     groups: dict[str, list[float]] = {}
     for each in records:
-        if each["method"] == method:
-            options = {key: value for key, value in each["settings"].items() if key != "seed"}
+        if find(each["method"]).name == find(method).name:
+            own = [field.name for field in dataclasses.fields(find(method).options)]
+            known = ["method", "sparsity", "weight_decay", *own]
+            options = {key: value for key, value in each["settings"].items() if key in known}
             groups.setdefault(json.dumps(options), []).append(each["validation_accuracy"])
     return json.loads(max(groups, key=lambda key: statistics.mean(groups[key])))  # type: ignore[no-any-return]
 

@@ -10,13 +10,9 @@ import torch
 
 from gossamer import models
 from gossamer.data.sets import ImageSet, Labelled
-from gossamer.schedule import Phase, Plan
+from gossamer.schedule import Phase
 from gossamer.side_by_side import Member, Race
-from gossamer.side_by_side.capture import Captured
-from gossamer.side_by_side.feed import Feed
-from gossamer.side_by_side.learner import StackedLearner
-from gossamer.side_by_side.race import _columns, _step, _tables
-from gossamer.side_by_side.stack import NetworkStack
+from gossamer.side_by_side.race import Running
 
 
 def random_images(count: int) -> ImageSet:
@@ -28,18 +24,13 @@ def random_images(count: int) -> ImageSet:
 def seconds_a_step(name: str, runs: int, steps: int, phase: Phase, device: torch.device) -> tuple[float, float]:
     data = random_images(50_000)
     torch.manual_seed(0)
-    members = [Member(seed=run % 3) for run in range(runs)]
-    stack = NetworkStack([models.create(name) for _ in members], device=device, dtype=torch.bfloat16)
-    feed = Feed(data, [0, 1, 2], 64, device=device, dtype=torch.bfloat16)
-    feed.begin_epoch(0)
+    method = "dense" if phase is Phase.WARMUP else "scl"
+    members = [Member(seed=run % 3, method=method) for run in range(runs)]
     race = Race(warmup=1, sparsify=2, stabilise=0, finetune=1)
-    plan = Plan(*(epochs * feed.steps for epochs in (1, 2, 0, 1)))
-    learner = StackedLearner(stack, _columns(members, device), momentum=0.9, floor=0.001)
-    learner.begin_masks()
-    tables = _tables(race, plan, members, stack, feed.steps)
-    which = torch.tensor([member.seed for member in members], device=device)
-    losses = torch.zeros(runs, device=device)
-    step = Captured(_step(phase, learner, feed, tables, which, losses, race), device)
+    running = Running(race, members, data, lambda: models.create(name), device=device, dtype=torch.bfloat16)
+    running.enter(Phase.SPARSIFY)
+    running.feed.begin_epoch(0)
+    step = running.captured
     for _ in range(8):
         step()
     torch.cuda.synchronize()

@@ -146,7 +146,7 @@ def extra_memory(build: Callable[[], nn.Module]) -> dict[str, float]:
     _, sparsifier = make_step(model, torch.zeros(1), torch.zeros(1), scale="global", autocast=False)
     assert sparsifier is not None
     store = sparsifier._begin().store
-    held = sum(t.numel() * t.element_size() for t in (store.dense, store.mask_variable, store.mask, store.previous))
+    held = sum(t.numel() * t.element_size() for t in (store.dense, store.mask_variable, store.mask))
     return {"weights": float(store.count * 4), "held": float(held), "ratio": held / (store.count * 4)}
 
 

@@ -30,7 +30,7 @@ def by_digits(values: Tensor, keep: int) -> tuple[Tensor, Tensor]:
 
 def by_bracket(values: Tensor, keep: int) -> tuple[Tensor, Tensor]:
     mask = torch.zeros(values.numel(), dtype=torch.bool)
-    budget._lower_by_bracket_(values, mask, torch.tensor(keep), None, None)
+    budget._lower_by_bracket_(values, mask, keep)
     return values, mask
 
 
@@ -50,6 +50,18 @@ def test_agrees_with_sorting(way, dtype: torch.dtype, values: list[float], data:
     assert mask.tolist() == (expected.mask_variables[0] > 0).tolist()
     assert ((lowered > 0) == mask).all()
     torch.testing.assert_close(lowered, torch.from_numpy(expected.mask_variables[0]), rtol=1e-6, atol=1e-30)
+
+
+@given(values=st.lists(VALUES, min_size=1, max_size=60), data=st.data())
+@settings(max_examples=150, deadline=None)
+@pytest.mark.parametrize("kind", ["bracket", "costs"])
+def test_counts_the_masks_that_changed(kind: str, values: list[float], data: st.DataObject) -> None:
+    keep = data.draw(st.integers(0, len(values)))
+    before = torch.tensor(data.draw(st.lists(st.booleans(), min_size=len(values), max_size=len(values))))
+    mask = before.clone()
+    costs = Costs.of([len(values)], [1], CPU) if kind == "costs" else None
+    met = meet_budget_(torch.tensor(values), mask, torch.tensor(keep), costs=costs)
+    assert int(met.flips) == sum(a != b for a, b in zip(before.tolist(), mask.tolist(), strict=True))
 
 
 @given(
@@ -82,7 +94,7 @@ def test_protected_connections_are_kept_and_counted(with_costs: bool) -> None:
     values = torch.tensor([5.0, 4.0, 3.0, -9.0, -8.0])
     mask = torch.zeros(5, dtype=torch.bool)
     costs = Costs.of([5], [1], CPU) if with_costs else None
-    threshold = meet_budget_(values, mask, torch.tensor(3), protected=torch.tensor([3]), costs=costs)
+    threshold, _ = meet_budget_(values, mask, torch.tensor(3), protected=torch.tensor([3]), costs=costs)
     assert mask.tolist() == [True, True, False, True, False]
     assert float(threshold) == 3.0
     assert ((values > 0) == mask).all()

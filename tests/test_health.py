@@ -1,5 +1,7 @@
 """What `Sparsifier.health()` says, against masks and gradients that are watched from outside."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -112,3 +114,9 @@ def test_there_is_nothing_to_tell_in_the_warm_up() -> None:
     sparsifier = gossamer.Sparsifier(model, torch.optim.SGD(model.parameters()), sparsity=0.5, total_steps=40)
     with pytest.raises(RuntimeError, match="masks have not begun to learn: step 0 of 10"):
         sparsifier.health()
+
+
+def test_health_without_layers_is_the_same_otherwise(run: Watched) -> None:
+    whole, short = run.sparsifier.health(), run.sparsifier.health(layers=False)
+    assert short.layers == ()
+    assert replace(whole, layers=()) == short

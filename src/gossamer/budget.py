@@ -19,7 +19,7 @@ import functools
 import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -61,6 +61,13 @@ class Costs:
         return torch.repeat_interleave(self.kinds, self.sizes, output_size=self.count)
 
 
+class Met(NamedTuple):
+    """What meeting a budget took."""
+
+    threshold: Tensor  # what was subtracted: λ1 times the mask learning rate (and, with costs, per unit of cost)
+    flips: Tensor  # masks that changed
+
+
 def meet_budget_(
     mask_variable: Tensor,
     mask: Tensor,
@@ -69,56 +76,65 @@ def meet_budget_(
     protected: Tensor | None = None,
     costs: Costs | None = None,
     group: dist.ProcessGroup | None = None,
-) -> Tensor:
+) -> Met:
     """Lower `mask_variable` in place so that exactly `budget` connections (or cost) are left; fill `mask`.
 
     Vectors over all connections; `budget` is an int64 scalar; the connections at the indices `protected` are kept
-    whatever their value. Returns the threshold: λ1 times the mask learning rate (and, with costs, per unit of cost).
+    whatever their value.
     """
     kept_values = None
     if protected is not None:
         kept_values = mask_variable.index_select(0, protected)
         mask_variable.index_fill_(0, protected, torch.inf)
-    on_cpu = mask_variable.device.type == "cpu" and costs is None and group is None
-    lower = _lower_by_bracket_ if on_cpu else _lower_by_digits_
-    threshold, decay = lower(mask_variable, mask, budget, costs, group)
+    if mask_variable.device.type == "cpu" and costs is None and group is None:
+        threshold, flips = _lower_by_bracket_(mask_variable, mask, int(budget))
+        decay = threshold
+    else:
+        before = mask.clone()
+        threshold, decay = _lower_by_digits_(mask_variable, mask, budget, costs, group)
+        flips = torch.count_nonzero(mask != before)
     if protected is not None and kept_values is not None:
         smallest = torch.finfo(mask_variable.dtype).tiny
         lowered = kept_values - (decay if decay.dim() == 0 else decay.index_select(0, protected))
         mask_variable.index_copy_(0, protected, lowered.clamp_min_(smallest))
-    return threshold
+    return Met(threshold, flips)
 
 
 # --- one process, CPU ---
 
 
-def _lower_by_bracket_(
-    values: Tensor, mask: Tensor, budget: Tensor, costs: Costs | None, group: dist.ProcessGroup | None
-) -> tuple[Tensor, Tensor]:
-    keep = int(budget)
-    if keep >= values.numel():
+def _lower_by_bracket_(values: Tensor, mask: Tensor, keep: int) -> tuple[Tensor, Tensor]:
+    """Returns the threshold and how many masks changed."""
+    array, kept = values.numpy(), mask.numpy()
+    if keep >= len(array):
         # Everything stays, also what the loss has pushed to zero or below.
         values.clamp_min_(torch.finfo(values.dtype).tiny)
+        flips = len(kept) - int(np.count_nonzero(kept))
         mask.fill_(True)
-        nothing = values.new_zeros(())
-        return nothing, nothing
-    threshold, above = _largest_dropped(values, keep)
+        return values.new_zeros(()), torch.tensor(flips)
+    threshold, above = _largest_dropped(array, keep)
     missing = keep - above
     if missing:
         # Connections tied with the first dropped one: the earliest of them are kept.
-        ties = torch.from_numpy(_first_equal(values.numpy(), float(threshold), missing))
-    for start in range(0, len(values), 4 * _CHUNK):
-        part = values[start : start + 4 * _CHUNK].sub_(threshold)
-        torch.gt(part, 0, out=mask[start : start + 4 * _CHUNK])
+        ties = _first_equal(array, float(threshold), missing)
+        kept_before = int(np.count_nonzero(kept[ties]))
+        kept[ties] = False
+    flips = 0
+    for start in range(0, len(array), 2 * _CHUNK):
+        part, before = array[start : start + 2 * _CHUNK], kept[start : start + 2 * _CHUNK]
+        np.subtract(part, threshold, out=part)
+        now = part > 0
+        flips += int(np.count_nonzero(now != before))
+        before[:] = now
     if missing:
-        values[ties] = torch.finfo(values.dtype).tiny
-        mask[ties] = True
-    return threshold, threshold
+        array[ties] = torch.finfo(values.dtype).tiny
+        kept[ties] = True
+        flips += missing - kept_before
+    return torch.from_numpy(threshold), torch.tensor(flips)
 
 
-def _largest_dropped(values: Tensor, keep: int) -> tuple[Tensor, int]:
+def _largest_dropped(array: Array, keep: int) -> tuple[Array, int]:
     """The (keep + 1)-th largest value, and how many values are larger than it."""
-    array = values.numpy()
     low, high = _bracket(array, keep)
 
     def look(start: int) -> tuple[int, Array]:
@@ -134,7 +150,7 @@ def _largest_dropped(values: Tensor, keep: int) -> tuple[Tensor, int]:
     rank = len(candidates) - 1 - (keep - above)
     threshold = np.partition(candidates, rank)[rank]
     above += int(np.count_nonzero(candidates > threshold))
-    return torch.from_numpy(np.array(threshold)), above
+    return np.array(threshold), above
 
 
 def _first_equal(array: Array, value: float, count: int) -> Array:
@@ -153,7 +169,7 @@ def _bracket(array: Array, keep: int) -> tuple[float, float]:
     """Two values that very probably enclose the threshold, from every n-th value."""
     if len(array) <= _SAMPLE:
         return -np.inf, np.inf
-    size = min(8 * _SAMPLE, max(_SAMPLE, len(array) // 256))
+    size = min(8 * _SAMPLE, max(_SAMPLE, len(array) // 512))
     sample = np.sort(array[:: len(array) // size])[::-1]
     share = keep / len(array)
     position = share * len(sample)

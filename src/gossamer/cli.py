@@ -21,14 +21,17 @@ from rich.progress import Progress as Bar
 from gossamer import tables
 from gossamer.checkpoint import load
 from gossamer.exports import Exported, to_dense, to_onnx, to_torch
+from gossamer.methods import METHODS
 from gossamer.recipes import Recipe, find
-from gossamer.reproduce.map_fitting import reproduce
-from gossamer.results import map_fitting_rows, race_rows
-from gossamer.side_by_side.compare import Comparison, compare
+from gossamer.reproduce import map_fitting, mnist
+from gossamer.results import map_fitting_rows, mnist_decay_table, mnist_estimator_table, race_blocks
+from gossamer.side_by_side import plot
+from gossamer.side_by_side.compare import TIERS, Comparison, compare
 from gossamer.speed import ENGINES, measure
-from gossamer.speed.report import plot
+from gossamer.speed.report import plot as plot_speed
 from gossamer.stored import open_network
 from gossamer.training import Interrupted, train
+from gossamer.training.place import join
 from gossamer.training.progress import JsonLines, LiveLine, Observer, TensorBoard
 from gossamer.training.result import MODEL, SPARSE_MODEL, commit, read_layers, read_result_file
 
@@ -69,14 +72,22 @@ class Compare:
     net: str = "resnet20"
     """Network out of `gossamer list`, for images."""
     data: str = "cifar10"
-    methods: tuple[str, ...] = ("dense", "scl", "magnitude")
+    methods: tuple[str, ...] = ("dense", "scl", "dpf")
+    """Names out of `gossamer list`, or all."""
     sparsity: tuple[float, ...] = (0.9, 0.95, 0.98)
     seeds: int = 3
-    epochs: int = 50
-    validation: int = 5000
-    """Training images held out; 0 trains on all of them."""
+    tier: Literal["screening", "final"] = "screening"
+    """screening: 50 epochs, 5,000 training images held out. final: 350 epochs, on all of them."""
+    epochs: int | None = None
+    """Other than the tier's."""
+    validation: int | None = None
+    """Training images held out, other than the tier's; 0 trains on all of them."""
+    plot: Path | None = None
+    """Also draw accuracy against sparsity, into this file (.svg, .png or .pdf); needs matplotlib."""
     together: int = 32
     """Runs trained at the same time."""
+    save_models: bool = False
+    """Leave each network beside its record, as a file for `gossamer.load`."""
     device: str = "cuda"
     debug: bool = False
     """Show the traceback of an error."""
@@ -86,11 +97,16 @@ class Compare:
 class Reproduce:
     """Repeat an exhibit of the paper and show its table."""
 
-    exhibit: tyro.conf.Positional[Literal["map-fitting"]]
+    exhibit: tyro.conf.Positional[Literal["map-fitting", "mnist"]]
     out: Path
     """Folder for the records; what is there already is not computed again."""
     seeds: int = 3
     steps: int = 2000
+    """Of map-fitting."""
+    epochs: int = mnist.EPOCHS
+    """Of mnist."""
+    device: str = "auto"
+    """Of mnist: auto takes a GPU where there is one."""
     debug: bool = False
     """Show the traceback of an error."""
 
@@ -212,8 +228,7 @@ def _carry_out(command: AnyCommand, console: Console) -> None:
         case Compare():
             _compare(command, console)
         case Reproduce():
-            records = reproduce(command.out, seeds=command.seeds, steps=command.steps, progress=console.print)
-            console.print(tables.of_map_fitting(map_fitting_rows(records)))
+            _reproduce(command, console)
         case List():
             for table in tables.of_everything():
                 console.print(table)
@@ -254,19 +269,47 @@ def _quickstart(out: Path, console: Console) -> None:
 def _compare(command: Compare, console: Console) -> None:
     if command.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("expected a CUDA GPU for --device cuda, got none: use --device cpu (slow) or another machine")
+    tier = TIERS[command.tier]
     comparison = Comparison(
         command.net,
         command.data,
-        command.methods,
+        tuple(METHODS) if command.methods == ("all",) else command.methods,
         command.sparsity,
         command.seeds,
-        command.epochs,
-        command.validation,
+        tier.epochs if command.epochs is None else command.epochs,
+        tier.validation if command.validation is None else command.validation,
         commit() or "unknown",
+        command.tier,
     )
+    if command.plot is not None:
+        plot.check()
     device = torch.device(command.device)
-    records = compare(comparison, command.out, device=device, together=command.together, progress=console.print)
-    console.print(tables.of_race(race_rows(records, settings=False)))
+    records = compare(
+        comparison,
+        command.out,
+        device=device,
+        together=command.together,
+        save_models=command.save_models,
+        progress=console.print,
+    )
+    for title, rows in race_blocks(records):
+        console.print(tables.of_race(rows, title))
+    if command.plot is not None:
+        plot.accuracy_against_sparsity(records, command.plot)
+        console.print(f"The plot is in {command.plot}")
+
+
+def _reproduce(command: Reproduce, console: Console) -> None:
+    if command.exhibit == "map-fitting":
+        records = map_fitting.reproduce(command.out, seeds=command.seeds, steps=command.steps, progress=console.print)
+        console.print(tables.of_map_fitting(map_fitting_rows(records)))
+        return
+    device = join(command.device).device
+    records = mnist.reproduce(
+        command.out, seeds=command.seeds, epochs=command.epochs, device=device, progress=console.print
+    )
+    for head, rows in (mnist_decay_table(records), mnist_estimator_table(records)):
+        console.print(tables.of_rows(head, rows))
 
 
 def _speed(command: Speed, console: Console) -> None:
@@ -287,7 +330,7 @@ def _speed(command: Speed, console: Console) -> None:
     if command.out is not None:
         command.out.write_text(measured.to_json())
     if command.plot is not None:
-        plot(measured, command.plot)
+        plot_speed(measured, command.plot)
 
 
 def _export(command: Export) -> Exported:

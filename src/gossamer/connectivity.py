@@ -8,7 +8,6 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -23,6 +22,8 @@ from gossamer.settings import Settings
 from gossamer.sharding import gathered, local, sharded_like
 from gossamer.store import Store
 from gossamer.target import Target
+
+_PIECE = 1 << 18  # connections treated together on a CPU
 
 
 class Connectivity:
@@ -95,8 +96,10 @@ class Connectivity:
         """The masks as they are now, by name of the weight, sharded like it."""
         return self._named(self.store.mask_views)
 
-    def health(self, step: int, steps_per_epoch: int | None) -> Health:
-        """How mask learning has gone so far. Gathers what is sharded, one tensor at a time."""
+    def health(self, step: int, steps_per_epoch: int | None, *, layers: bool) -> Health:
+        """How mask learning has gone so far. For the layers it gathers what is sharded, one tensor at a time."""
+        if not layers:
+            return self.log.read((), (), (), step, steps_per_epoch)
         store = self.store
         masks = map(gathered, store.mask_views, self._parameters)
         margins: Iterable[float | None] = [None] * len(self.weights)
@@ -110,8 +113,8 @@ class Connectivity:
     def learn(
         self, *, unscale: Tensor | None = None, found_inf: Tensor | None = None, loss_scale: float | None = None
     ) -> None:
-        """Update mask variables from the gradients of the parameters, then the masks. Parameters are left undefined:
-        `hide` or `show` has to follow. `unscale` is what the gradients have still to be multiplied by; `loss_scale`
+        """Update mask variables from the gradients of the parameters, then the masks. Leaves w̃ in the parameters, as
+        `hide` does. `unscale` is what the gradients have still to be multiplied by; `loss_scale`
         what the loss was multiplied by, which only the per-sample scale needs to know."""
         store = self.store
         outcome = learn_masks_(
@@ -128,15 +131,13 @@ class Connectivity:
             moments=None if self._samples is None else self._samples.take(loss_scale),
             group=self._group,
         )
-        store.previous.copy_(store.mask)
-        decay = self.set_masks(outcome.healthy)
+        decay, flips = self.set_masks(outcome.healthy)
         by_count = self._target.decay is None and self._costs is None
         left = self._met if by_count else self._over_shards(torch.count_nonzero(store.mask))
-        flips = self._over_shards(_differences(store.mask, store.previous))
         self.log.write(
             decay=decay,
             connections=left,
-            flips=flips,
+            flips=self._over_shards(flips),
             squares=outcome.sums_of_squares,
             healthy=outcome.healthy,
         )
@@ -150,15 +151,16 @@ class Connectivity:
                 self.set_masks()
                 self.show()
 
-    def set_masks(self, healthy: Tensor | None = None) -> Tensor:
-        """Set the masks by the budget or, with a fixed λ1, by the sign of the mask variables. Returns λ1.
+    def set_masks(self, healthy: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Set the masks by the budget or, with a fixed λ1, by the sign of the mask variables. Returns λ1 and the
+        number of masks that changed (in this process).
 
         After a step that was not healthy the budget stays where it was, and so do the masks.
         """
         store = self.store
         if self._target.decay is None:
             self._met.copy_(self.budget if healthy is None else torch.where(healthy, self.budget, self._met))
-            threshold = meet_budget_(
+            threshold, flips = meet_budget_(
                 store.mask_variable,
                 store.mask,
                 self._met,
@@ -166,12 +168,14 @@ class Connectivity:
                 costs=self._costs,
                 group=self._group,
             )
-            return torch.where(self.learning_rate > 0, threshold / self.learning_rate, 0.0)
+            return torch.where(self.learning_rate > 0, threshold / self.learning_rate, 0.0), flips
         if self._protected is not None:
             kept = store.mask_variable.index_select(0, self._protected).clamp_min_(torch.finfo(store.dtype).tiny)
             store.mask_variable.index_copy_(0, self._protected, kept)
+        before = store.mask.clone()
         torch.gt(store.mask_variable, 0, out=store.mask)
-        return torch.full((), self._target.decay, device=store.device)
+        decay = torch.full((), self._target.decay, device=store.device)
+        return decay, torch.count_nonzero(before.bitwise_xor_(store.mask))
 
     def hide(self, indices: Sequence[int]) -> None:
         """Put w̃ into the parameters, for the optimizer to update."""
@@ -185,11 +189,30 @@ class Connectivity:
             [self.store.dense_views[index] for index in indices], [local(self._parameters[index]) for index in indices]
         )
 
+    def keep_and_show(self, indices: Sequence[int]) -> None:
+        """Keep what the parameters hold as w̃, and leave w = w̃ ⊙ m in them."""
+        self._check_device()
+        store = self.store
+        others = []
+        for index in indices:
+            tensor, dense = local(self._parameters[index]), store.dense_views[index]
+            same_memory_order = tensor.dtype == dense.dtype and tensor.stride() == dense.stride()
+            if store.device.type == "cpu" and same_memory_order:
+                part = slice(store.offsets[index], store.offsets[index] + store.sizes[index])
+                _keep_and_mask_(tensor.as_strided((tensor.numel(),), (1,)), store.dense[part], store.mask[part])
+            else:
+                others.append(index)
+        if others:
+            self.keep(others)
+            self.show(others)
+
     def show(self, indices: Sequence[int] | None = None) -> None:
         """Leave w = w̃ ⊙ m in the parameters; once frozen, zero what is masked in what they hold."""
         self._check_device()
         store = self.store
         indices = range(len(self.weights)) if indices is None else indices
+        if not indices:
+            return
         tensors = [local(self._parameters[index]) for index in indices]
         if store.device.type == "cpu":
             for index, tensor in zip(indices, tensors, strict=True):
@@ -267,12 +290,16 @@ class Connectivity:
         return counts
 
 
-def _differences(mask: Tensor, other: Tensor) -> Tensor:
-    if mask.device.type != "cpu":
-        return torch.count_nonzero(mask != other)
-    chunk = 1 << 17  # fits the cache, with NumPy, which is faster with bytes
-    parts = zip(mask.split(chunk), other.split(chunk), strict=True)  # type: ignore[no-untyped-call]
-    return torch.tensor(sum(np.count_nonzero(part.numpy() != before.numpy()) for part, before in parts))
+def _keep_and_mask_(weights: Tensor, kept: Tensor, mask: Tensor) -> None:
+    """Copy the vector `weights` to `kept` and zero what is masked in it, in pieces that stay in the cache.
+
+    The masking multiplies the bits of the numbers, as integers, by 0 or 1: what is masked becomes a positive zero,
+    whatever its sign was and even if it was not a number.
+    """
+    bits = torch.int32 if weights.element_size() == 4 else torch.int64
+    for here, there, connected in zip(*(torch.split(vector, _PIECE) for vector in (weights, kept, mask)), strict=True):
+        there.copy_(here)
+        here.view(bits).mul_(connected)
 
 
 def floors(sizes: Sequence[int], share: float) -> list[int]:

@@ -60,7 +60,7 @@ def learn_masks_(
     moments: Moments | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> Outcome:
-    """Update the mask variables from the gradients of the weights. The contents of `scratch` are lost."""
+    """Update the mask variables from the gradients of the weights. Leaves w̃ in `scratch`."""
     blocks, views = _lay_out(store, gradients, scratch)
     for block in blocks:
         _mask_gradient_(block, settings, unscale)
@@ -78,10 +78,13 @@ def learn_masks_(
         _rescale_features_(views, weights, settings, moments, group)
     healthy = _healthy(squares, found_inf, moments, group)
     if store.device.type == "cpu":
-        for block in blocks if healthy else ():
-            if divisor is not None:
-                block.work.div_(divisor)
-            _descend_(block, block.work, settings, decay, learning_rate)
+        for block in blocks:
+            if healthy:
+                if divisor is not None:
+                    block.work.div_(divisor)
+                _descend_(block, block.work, settings, decay, learning_rate)
+            block.work.copy_(block.weight)  # here, while this piece of memory is in the cache
+        _leave_weights([(tensor, work) for tensor, work in zip(scratch, views, strict=True) if tensor is not work])
         return Outcome(squares, healthy)
     for block in blocks:
         if divisor is not None:
@@ -93,7 +96,13 @@ def learn_masks_(
         )
         if block.velocity is not None and velocity is not None:
             torch.where(healthy, block.velocity, velocity, out=block.velocity)
+    _leave_weights(list(zip(scratch, store.dense_views, strict=True)))
     return Outcome(squares, healthy)
+
+
+def _leave_weights(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    if pairs:
+        torch._foreach_copy_([tensor for tensor, _ in pairs], [weights for _, weights in pairs])
 
 
 def _healthy(

@@ -140,11 +140,11 @@ class Sparsifier:
             return self._connectivity.masks()
         return {weight.name: torch.ones_like(weight.parameter, dtype=torch.bool) for weight in self.weights}
 
-    def health(self) -> Health:
-        """How mask learning has gone so far; see `Health`. With sharded weights all processes have to ask."""
+    def health(self, *, layers: bool = True) -> Health:
+        """How mask learning has gone so far; without its layers it is cheap. With sharded weights all have to ask."""
         if self._connectivity is None:
             raise RuntimeError(f"masks have not begun to learn: step {self.step} of {self.plan.warmup} of the warm-up")
-        return self._connectivity.health(self.step, self._steps_per_epoch)
+        return self._connectivity.health(self.step, self._steps_per_epoch, layers=layers)
 
     # --- the steps ---
 
@@ -300,7 +300,9 @@ class Sparsifier:
             with torch.no_grad():
                 if leads:
                     self._learn(optimizer, self._connectivity)
-                self._connectivity.hide(owned)
+                    self._connectivity.show([index for _, others in self._owned[1:] for index in others])
+                else:
+                    self._connectivity.hide(owned)
         return changed
 
     def _learn(self, optimizer: Optimizer, connectivity: Connectivity) -> None:
@@ -321,12 +323,12 @@ class Sparsifier:
             return
         if self.phase is Phase.WARMUP:
             return
-        owned: Sequence[int] | None = self._indices(optimizer)
+        owned = self._indices(optimizer)
         with torch.no_grad():
             if self.phase.masks_train:
-                self._connectivity.keep(owned or ())
-                owned = None if optimizer is self._owned[0][0] else owned  # the masks of all have changed
-            self._connectivity.show(owned)
+                self._connectivity.keep_and_show(owned)
+            else:
+                self._connectivity.show(owned)
 
     def _indices(self, optimizer: Optimizer) -> Sequence[int]:
         return next(indices for owner, indices in self._owned if owner is optimizer)
@@ -344,8 +346,9 @@ class Sparsifier:
             # An optimizer that evaluates again (LBFGS) asks for the loss at the weights it has just tried.
             with torch.no_grad():
                 if learns:
-                    connectivity.keep(owned)
-                connectivity.show(owned)
+                    connectivity.keep_and_show(owned)
+                else:
+                    connectivity.show(owned)
             with torch.enable_grad():
                 loss = closure()
             if learns:

@@ -2,11 +2,11 @@
 
     dense            w̃, the weight variables
     mask_variable    m̃
-    mask, previous   m of this step and of the one before
+    mask             m
 
 One vector a kind, so that the budget sees all the connections at once and a step is a handful of kernels however many
 layers there are. For each tensor there is a view into every vector with the tensor's own shape and memory layout.
-Extra memory: two weight-sized vectors and two bytes a connection (a third vector where masks have momentum).
+Extra memory: two weight-sized vectors and a byte a connection (a third vector where masks have momentum).
 """
 
 import math
@@ -38,7 +38,6 @@ class Store:
         self.mask_variable = self.vector()
         self.velocity = self.vector() if momentum else None
         self.mask = torch.ones(self.count, dtype=torch.bool, device=self.device)
-        self.previous = self.mask.clone()
         self.dense_views = self.views(self.dense)
         self.mask_variable_views = self.views(self.mask_variable)
         self.mask_views = self.views(self.mask)
@@ -58,7 +57,6 @@ class Store:
         nothing = torch.empty(0, dtype=self.dtype, device=self.device)
         self.dense = self.mask_variable = nothing
         self.velocity = None
-        self.previous = self.mask[:0]
         self.dense_views = self.mask_variable_views = []
 
     @property

@@ -7,10 +7,10 @@ from rich import box
 from rich.table import Table
 
 from gossamer import data, models
+from gossamer.methods import METHODS
 from gossamer.recipes import RECIPES, Published, Recipe
 from gossamer.report import Report
 from gossamer.training import networks
-from gossamer.training.methods import METHODS
 
 
 def of_results(results: Sequence[tuple[str, Mapping[str, Any]]]) -> Table:
@@ -30,9 +30,9 @@ def of_results(results: Sequence[tuple[str, Mapping[str, Any]]]) -> Table:
     return table
 
 
-def of_race(rows: Sequence[Sequence[str]]) -> Table:
+def of_race(rows: Sequence[Sequence[str]], title: str) -> Table:
     """One row a method and sparsity: mean ± standard deviation over seeds."""
-    table = _table("method", "zeros", "test accuracy", "training loss", "seeds", left=1)
+    table = _table("method", "zeros", "test accuracy", "training loss", "seeds", left=1, title=title)
     for row in rows:
         table.add_row(*row)
     return table
@@ -42,6 +42,14 @@ def of_map_fitting(rows: Sequence[Sequence[str]]) -> Table:
     """One row an estimator: error and share of masks recovered, raw and normalised."""
     columns = [f"{scale}, {rate}" for scale in ("raw", "normalised") for rate in ("rate 0.1", "constant", "cosine")]
     table = _table("estimator", *columns, left=1)
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def of_rows(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    """A table that is ready made, such as those in the docs."""
+    table = _table(*head, left=1)
     for row in rows:
         table.add_row(*row)
     return table
@@ -84,9 +92,9 @@ def of_everything() -> tuple[Table, ...]:
     sets = _table("data set", "", left=2, title=f"{len(data.names())} data sets")
     for name, description in data.table():
         sets.add_row(name, description)
-    methods = _table("method", left=1, title=f"{len(METHODS)} methods")
-    for name in METHODS:
-        methods.add_row(name)
+    methods = _table("method", "", left=2, title=f"{len(METHODS)} methods")
+    for name, rule in METHODS.items():
+        methods.add_row(name, rule.title)
     recipes = _table("recipe", "", "epochs", "paper", left=2, title=f"{len(RECIPES)} recipes")
     for recipe in RECIPES:
         recipes.add_row(recipe.name, recipe.about, str(recipe.run.epochs), _published(recipe.expected()))

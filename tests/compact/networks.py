@@ -90,6 +90,26 @@ def tagger(kind: type[nn.RNNBase], layers: int = 2, bidirectional: bool = True) 
     return Tagger(kind, layers, bidirectional)
 
 
+class Attentive(nn.Module):
+    """Embedding, two transformer layers of torch, attention by hand with a gate, a mean over positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(20, 12)
+        layer = nn.TransformerEncoderLayer(12, 4, 10, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.qkv, self.out = nn.Linear(12, 24), nn.Linear(8, 12)
+        self.gate, self.head = nn.Linear(12, 14), nn.Linear(7, 4)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.encoder(self.embedding(tokens))
+        q, k, v = self.qkv(x).chunk(3, dim=-1)
+        q, k, v = (each.view(each.size(0), -1, 4, 2).transpose(1, 2) for each in (q, k, v))
+        x = x + self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        value, gate = self.gate(x).split(7, dim=-1)
+        return self.head((value * torch.sigmoid(gate)).mean(1))
+
+
 def prepare(model: nn.Module, generator: torch.Generator) -> nn.Module:
     """Evaluation mode, with biases and statistics that are not the trivial ones."""
     for module in model.modules():

@@ -345,6 +345,47 @@ def test_axes_come_and_go() -> None:
     assert_same(found.model, model, whole(3, 1, 3, 7))
 
 
+def test_layers_that_have_the_names_of_functions() -> None:
+    class Named(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.split, self.add = nn.GRU(4, 6, batch_first=True), nn.Bilinear(6, 6, 3)
+            self.view, self.masked_fill = nn.Linear(3, 5), nn.Linear(5, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            outputs, _ = self.split(x)
+            return self.masked_fill(torch.relu(self.view(self.add(outputs, outputs))))
+
+    model = Named().double().eval()
+    zero_(model.masked_fill.weight, slice(None), 1)
+    found = compact(model, torch.randn(2, 7, 4).double())
+    assert shapes(found.model)["view.weight"] == (4, 3)
+    assert_same(found.model, model, torch.randn(5, 9, 4).double(), 1e-14)
+
+
+class TwoPieces(nn.Module):
+    """The same channels of two layers, one behind the other along the positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two, self.head = nn.Conv1d(3, 6, 1), nn.Conv1d(3, 6, 2), nn.Linear(6, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.cat((self.one(x), self.two(x)), 2).transpose(1, 2))
+
+
+def test_positions_one_behind_the_other() -> None:
+    model = integers_(TwoPieces())
+    zero_(model.head.weight, slice(None), 1)
+    for layer, dead in ((model.one, [2, 3]), (model.two, [3, 4])):
+        zero_(layer.weight, dead)
+        zero_(layer.bias, dead)
+    found = compact(model, whole(2, 3, 7))
+    assert shapes(found.model)["one.weight"] == (4, 3, 1), "one of which nobody reads, one that is zero in both"
+    assert shapes(found.model)["two.weight"] == (4, 3, 2)
+    assert_same(found.model, model, whole(5, 3, 9))
+
+
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
 def test_a_state_that_is_given_out_keeps_its_units(kind: type[nn.RNNBase]) -> None:
     model = Recurrent(kind, give_state=True).eval()
@@ -359,6 +400,41 @@ def test_embedding_columns() -> None:
     found = compact(model, torch.tensor([[1, 2]]))
     assert shapes(found.model)["0.weight"] == (9, 3)
     assert_same(found.model, model, torch.arange(9), 1e-6)
+
+
+@pytest.mark.parametrize("padding", [None, 0, 4])
+def test_rows_of_zeros_of_an_embedding_become_one(padding: int | None) -> None:
+    model = integers_(nn.Sequential(nn.Embedding(30, 6, padding_idx=padding), nn.Linear(6, 3)))
+    dead = [4, 5, 8, *range(12, 29)]
+    zero_(model[0].weight, dead)
+    found = compact(model, torch.tensor([[1, 2]]))
+    embedding = found.model.get_submodule("0")
+    assert embedding.weight.shape == (30 - len(dead) + 1, 6)
+    assert embedding.num_embeddings == 11
+    assert embedding.padding_idx == {None: None, 0: 0, 4: 4}[padding]
+    assert found.report.rows == len(dead) - 1
+    assert "19 rows of zeros of embeddings are one with another" in str(found)
+    assert_same(found.model, model, torch.arange(30).view(5, 6))
+    again = compact(found.model, torch.tensor([[1, 2]]))
+    assert again.report.rows == 0
+    assert shapes(again.model) == shapes(found.model)
+
+
+def test_rows_that_are_zero_where_columns_are_left() -> None:
+    """Columns that nobody reads go first; then a row may have nothing left."""
+    model = nn.Sequential(nn.Embedding(9, 5), nn.Linear(5, 3)).double()
+    zero_(model[1].weight, slice(None), [0, 3])
+    zero_(model[0].weight, slice(2, 8), [1, 2, 4])
+    found = compact(model, torch.tensor([[1, 2]]))
+    assert shapes(found.model)["0.weight"] == (4, 3)
+    assert_same(found.model, model, torch.arange(9), 1e-14)
+
+
+def test_few_rows_of_zeros_stay() -> None:
+    """The table of whole numbers would be larger than what it saves."""
+    model = nn.Sequential(nn.Embedding(9, 2), nn.Linear(2, 3))
+    zero_(model[0].weight, [0, 3, 5])
+    assert compact(model, torch.tensor([[1, 2]])).model.get_submodule("0").weight.shape == (9, 2)
 
 
 def test_a_layer_that_is_used_twice_stays() -> None:
@@ -401,6 +477,27 @@ def test_an_activation_in_place_that_others_see() -> None:
     with torch.no_grad():
         model.first.bias[2] = -3
     assert_same(compact(model, torch.randn(2, 4)).model, model, torch.randn(6, 4), 1e-6)
+
+
+def test_an_addition_in_place_that_others_see() -> None:
+    """The branch is constant; what it is added to in place of the branch's result is used again."""
+
+    class Onto(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.branch, self.head = nn.Linear(4, 5), nn.Linear(5, 5), nn.Linear(5, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.first(x)
+            y = self.branch(x)
+            y += x
+            return self.head(y) + self.head.weight.sum() * x[:, :3]
+
+    model = Onto().eval()
+    zero_(model.branch.weight)
+    found = compact(model, torch.randn(2, 4))
+    assert len(found.report.branches) == 1
+    assert_same(found.model, model, torch.randn(6, 4), 1e-6)
 
 
 def test_a_dead_layer_keeps_one_unit() -> None:

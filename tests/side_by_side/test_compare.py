@@ -1,13 +1,20 @@
 """Comparisons: records, going on after an interruption, the command."""
 
+import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from gossamer import cli
+import gossamer
+from gossamer import cli, models
+from gossamer.methods import METHODS
+from gossamer.results import race_blocks
+from gossamer.side_by_side import Race, plot
 from gossamer.side_by_side import compare as module
 from gossamer.side_by_side.compare import Comparison, compare
+from gossamer.side_by_side.race import Running
 
 CPU = torch.device("cpu")
 SMALL = Comparison(
@@ -62,16 +69,113 @@ def test_one_record_a_run_and_none_twice(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.usefixtures("tiny")
+def test_networks_are_left_beside_their_records(tmp_path: Path) -> None:
+    (record,) = compare(replace(SMALL, methods=("scl",)), tmp_path, device=CPU, save_models=True)
+    (path,) = tmp_path.glob("*.safetensors")
+    assert path.with_suffix(".json").exists()
+    network = models.create("lenet300")
+    gossamer.load(path, model=network)
+    assert gossamer.report(network).sparsity == pytest.approx(record["sparsity"])
+    images = module.data.load("mnist").test
+    normal = (images.images.float() / 255 - 0.5) / 0.25
+    accuracy = 100 * (network.eval()(normal).argmax(1) == images.labels).float().mean()
+    assert float(accuracy) == pytest.approx(record["accuracy"])
+
+
+@pytest.mark.usefixtures("tiny")
 def test_the_command_shows_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit_:
         cli.main(
             f"compare --out {tmp_path} --net lenet300 --data mnist --methods scl magnitude --sparsity 0.8 --seeds 2 "
-            "--epochs 4 --validation 16 --device cpu".split()
+            f"--tier final --epochs 4 --validation 16 --device cpu --plot {tmp_path / 'race.png'}".split()
         )
     assert exit_.value.code == 0
     shown = capsys.readouterr().out
     assert "gossamer (learned masks)" in shown
     assert "80 %" in shown
+    assert (tmp_path / "race.png").read_bytes().startswith(b"\x89PNG")
+    assert {json.loads(path.read_text())["tier"] for path in tmp_path.glob("*.json")} == {"final"}
+
+
+@pytest.mark.usefixtures("tiny")
+def test_a_race_that_is_cut_short_goes_on_to_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Killed after every epoch, with every method in the race."""
+    methods = tuple(name for name, rule in METHODS.items() if not rule.structured)
+    comparison = replace(SMALL, methods=methods, epochs=5)
+    whole = compare(comparison, tmp_path / "whole", device=CPU)
+    real, epochs = Running.epoch, []
+
+    def one_epoch(self: Running, number: int) -> None:
+        if epochs and epochs[-1] == number - 1 and number not in epochs:
+            epochs.append(number)
+            raise KeyboardInterrupt
+        epochs.append(number)
+        real(self, number)
+
+    monkeypatch.setattr(Running, "epoch", one_epoch)
+    while True:
+        try:
+            again = compare(comparison, tmp_path / "again", device=CPU, checkpoint_minutes=0)
+            break
+        except KeyboardInterrupt:
+            epochs.append(-9)
+    assert [number for number in epochs if number >= 0] == [0, 1, 1, 2, 2, 3, 3, 4, 4]
+    same = ["method", "seed", "sparsity", "accuracy", "validation_accuracy", "train_loss", "connections_by_tensor"]
+    assert [[each[key] for key in same] for each in again] == [[each[key] for key in same] for each in whole]
+    assert not list((tmp_path / "again").glob("*.safetensors"))
+
+
+@pytest.mark.usefixtures("tiny")
+def test_checkpoints_of_other_races_and_other_files_are_refused(tmp_path: Path) -> None:
+    race, members, path = SMALL.race(), SMALL.members(), tmp_path / "race.safetensors"
+    images = module.data.load("mnist")
+
+    def running(race: Race) -> Running:
+        return Running(race, members, images, lambda: models.create("lenet300"), device=CPU, dtype=torch.float32)
+
+    begun = running(race)
+    assert begun.go_on_from(path) == 0
+    begun.epoch(0)
+    begun.save(path, 1)
+    assert running(race).go_on_from(path) == 1
+    with pytest.raises(ValueError, match="of another race: delete it"):
+        running(replace(race, learning_rate=0.2)).go_on_from(path)
+    path.write_bytes(b"not a checkpoint")
+    with pytest.raises(ValueError, match="expected the checkpoint of a race in"):
+        running(race).go_on_from(path)
+
+
+def test_the_plot_has_a_line_a_method(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    about = {"net": "resnet20", "data": "cifar10", "epochs": 50}
+    points = [("dense", 0.0, 92.0), ("scl", 0.9, 91.0), ("scl", 0.9, 91.5), ("scl", 0.5, 92.0), ("slimming", 0.5, 90.0)]
+    records = [{"method": m, "asked_sparsity": s, "accuracy": a, **about} for m, s, a in points]
+    scl = plot.lines(records)[1]
+    assert (scl.sparsity, scl.accuracy) == ((50.0, 90.0), (92.0, 91.25))
+    assert scl.spread == (0.0, pytest.approx(0.5 / 2**0.5))
+    plot.accuracy_against_sparsity(records, tmp_path / "race.svg")
+    drawn = (tmp_path / "race.svg").read_text()
+    assert all(METHODS[name].title in drawn for name in ("dense", "scl", "slimming"))
+    monkeypatch.setattr(plot.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ImportError, match="pip install 'gossamer\\[plot\\]'"):
+        plot.accuracy_against_sparsity(records, tmp_path / "race.svg")
+
+
+@pytest.mark.usefixtures("tiny")
+def test_what_whole_filters_cannot_do_is_left_out(tmp_path: Path) -> None:
+    told: list[str] = []
+    comparison = replace(SMALL, methods=("dense", "l1_filter"))
+    records = compare(comparison, tmp_path, device=CPU, progress=told.append)
+    assert [record["method"] for record in records] == ["dense"]
+    assert "left out: l1_filter with seed 0: sparsity=0.9 cannot be met by whole filters" in told[0]
+
+
+def test_tables_keep_whole_filters_apart() -> None:
+    common = {"settings": {"seed": 0}, "asked_sparsity": 0.5, "accuracy": 90.0, "train_loss": 0.1}
+    blocks = race_blocks([{"method": name, **common} for name in ("slimming", "scl", "dpf")])
+    assert [(title, [row[0] for row in rows]) for title, rows in blocks] == [
+        ("single connections", [METHODS["scl"].title, METHODS["dpf"].title]),
+        ("whole filters", [METHODS["slimming"].title]),
+    ]
 
 
 def test_too_few_epochs_and_no_gpu_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

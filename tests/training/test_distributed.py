@@ -1,4 +1,4 @@
-"""Two processes that share every batch come to the result of one."""
+"""Two processes that share every batch come to the result of one: on a CPU, and where there are two GPUs on these."""
 
 import json
 import os
@@ -12,17 +12,19 @@ import torch
 from distributed_run import all_of_them
 from safetensors.torch import load_file
 
+needs_two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs")
 
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+
+@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=needs_two_gpus)])
+def folders(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> tuple[Path, Path]:
     """The run in this process, and in two that torchrun starts; sharding means nothing to a process alone."""
     one, two = tmp_path_factory.mktemp("one"), tmp_path_factory.mktemp("two")
-    all_of_them(one, ("ddp",))
+    all_of_them(one, ("ddp",), request.param)
     program = str(Path(__file__).with_name("distributed_run.py"))
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     with open(two / "log.txt", "w") as log:
         process = subprocess.Popen(
-            [*launcher, program, str(two)], stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+            [*launcher, program, str(two), request.param], stdout=log, stderr=subprocess.STDOUT, start_new_session=True
         )
         try:
             process.wait(timeout=120)

@@ -20,6 +20,7 @@ RUN = Run(
     epochs=10,
     batch_size=64,
     checkpoint_steps=3,
+    device="cpu",
 )
 SERVER = multiprocessing.get_context("forkserver")  # imports torch once, and its children begin from there
 

@@ -17,9 +17,20 @@ from gossamer.models import create
 from gossamer.training import Interrupted, LossNotFinite, Run, networks, train
 from gossamer.training.progress import JsonLines, Status, TensorBoard
 
-DENSE = Run(model="digits_cnn", model_options={"width": 4}, data="digits", epochs=4, batch_size=8, log_steps=3)
+DENSE = Run(
+    model="digits_cnn", model_options={"width": 4}, data="digits", epochs=4, batch_size=8, log_steps=3, device="cpu"
+)
 SPARSE = DENSE.with_settings(["method=scl", "sparsity=0.8"])
-WORDS = Run(model="lstm_lm", model_options={"hidden": 8}, data="wikitext2", epochs=2, batch_size=4, bptt=7, lr=1.0)
+WORDS = Run(
+    model="lstm_lm",
+    model_options={"hidden": 8},
+    data="wikitext2",
+    epochs=2,
+    batch_size=4,
+    bptt=7,
+    lr=1.0,
+    device="cpu",
+)
 
 
 class At:
@@ -110,7 +121,8 @@ def test_accuracy_is_that_of_the_written_model(images: ImageSet, tmp_path: Path)
     ("run", "step"),
     [(DENSE, 9)]
     + [(SPARSE, step) for step in (3, 4, 6, 9, 12, 15)]  # in every phase and at the end of an epoch
-    + [(SPARSE.with_settings(["optimizer=adamw", "lr=0.01"]), 8)],
+    + [(SPARSE.with_settings(["optimizer=adamw", "lr=0.01"]), 8)]
+    + [(SPARSE.with_settings([f"method={name}"]), 9) for name in ("rigl", "lottery", "l0", "str", "narang")],
 )
 def test_a_run_that_died_goes_on_to_the_same_bits(images: ImageSet, tmp_path: Path, run: Run, step: int) -> None:
     run = run.with_settings(["checkpoint_steps=2", "validation=8"])  # 4 epochs of 4 steps

@@ -144,6 +144,31 @@ def test_two_optimizers_equal_one_with_all_parameters() -> None:
         assert not differences(two.sparsifier.masks, one.sparsifier.masks), step
 
 
+def test_an_optimizer_that_evaluates_again_sees_the_weights_of_the_other_one_sparse() -> None:
+    model = MLP.fresh()
+    run = start(MLP)
+    run = Run(MLP, model, run.optimizer, run.sparsifier, model)
+    weights = list(model.parameters())
+    optimizers = [optim.LBFGS(weights[:2], lr=0.2, max_iter=3), SGD(weights[2:], lr=0.05)]
+    run.sparsifier = Sparsifier(model, optimizers, sparsity=SPARSITY, total_steps=TOTAL)
+    evaluations = 0
+    for step in range(TOTAL):
+
+        def closure(step: int = step) -> torch.Tensor:
+            nonlocal evaluations
+            evaluations += 1
+            masks, named = run.sparsifier.masks, dict(model.named_parameters())
+            assert all(not named[name][~mask].any() for name, mask in masks.items())
+            model.zero_grad()
+            loss = run.loss(step)
+            loss.backward()
+            return loss
+
+        optimizers[0].step(closure)
+        optimizers[1].step()
+    assert evaluations > TOTAL
+
+
 def test_a_weight_in_no_optimizer_or_in_two_is_refused() -> None:
     model = MLP.fresh()
     parameters = list(model.parameters())

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from gossamer.compaction.groups import Features, Groups, Hold, Reason
-from gossamer.compaction.trace import shape
+from gossamer.compaction.nodes import shape
 
 
 class Rule(Protocol):

@@ -16,10 +16,13 @@ import torch
 from torch import fx, nn
 
 from gossamer.compaction.analysis import Analysis
-from gossamer.compaction.pointwise import ADDITIONS
+from gossamer.compaction.expand import expand_attention
+from gossamer.compaction.nodes import measure, shape
+from gossamer.compaction.pointwise import ADDITIONS, changes_what_others_see
+from gossamer.compaction.rows import merge_zero_rows
 from gossamer.compaction.rules import rules_of
-from gossamer.compaction.summary import Compaction, CompactionReport, compare, sizes, what_stayed
-from gossamer.compaction.trace import measure, shape, trace
+from gossamer.compaction.summary import Compaction, CompactionReport, compare, sizes, tied_layers, what_stayed
+from gossamer.compaction.trace import trace
 from gossamer.verify import verify
 
 
@@ -31,14 +34,17 @@ def compact(model: nn.Module, example_input: object, *, tolerance: float | None 
     """A smaller model with the same outputs, in evaluation mode, and a report of what went.
 
     ``example_input`` is a tensor, a tuple of inputs or a mapping of keyword inputs; the smaller model takes
-    other batch sizes too. The model is left as it is. Raises ``UntraceableError`` where ``torch.fx`` cannot
-    trace it, and ``CompactionError`` if the outputs for the example differ by more than ``tolerance`` times
-    the largest output, as they do for a model whose output is random. None means 1e-4, and more for half precision.
+    other batch sizes too. The model is left as it is. Raises ``UntraceableError`` where neither ``torch.fx`` nor
+    ``torch.export`` can trace it, and ``CompactionError`` if the outputs for the example differ by more than
+    ``tolerance`` times the largest output, as they do for a model whose output is random. None means 1e-4, and more
+    for half precision.
     """
-    smaller = trace(copy.deepcopy(model).eval(), example_input)
+    smaller, tool = trace(copy.deepcopy(model).eval(), example_input)
     _tidy(smaller)
     before, parameters_before = sizes(model), _parameters(model)
-    folded, branches = 0, list[str]()
+    measure(smaller, example_input)
+    folded, branches = expand_attention(smaller) + int(smaller.meta.get("folded", 0)), list[str]()
+    _tidy(smaller)
     while True:
         measure(smaller, example_input)
         analysis = Analysis(smaller, rules_of(smaller))
@@ -53,6 +59,8 @@ def compact(model: nn.Module, example_input: object, *, tolerance: float | None 
         folded += sum(analysis.folded.values())
         _tidy(smaller)
 
+    rows = merge_zero_rows(smaller, rules_of(smaller))
+
     def run(*inputs: Any, **named: Any) -> Any:
         return smaller(*inputs, **named)
 
@@ -64,10 +72,12 @@ def compact(model: nn.Module, example_input: object, *, tolerance: float | None 
             "The model is left as it is; is its forward pass random, or does it change with the input's values?"
         )
     report = CompactionReport(
-        layers=compare(before, smaller),
+        layers=compare(before, smaller, tied_layers(model)),
         stayed=what_stayed(analysis),
         folded=folded,
         branches=tuple(branches),
+        rows=rows,
+        traced_by=tool,
         parameters_before=parameters_before,
         parameters_after=_parameters(smaller),
         difference=verification.max_relative,
@@ -79,7 +89,12 @@ def _cut_constant_branches(graph_module: fx.GraphModule, analysis: Analysis) -> 
     """Replace the sides of additions that are constants as a whole; gives the names of those additions."""
     found = []
     for node in list(graph_module.graph.nodes):
-        if node.target not in ADDITIONS or node not in analysis.features:
+        if (
+            node.target not in ADDITIONS
+            or len(node.args) != 2
+            or node.kwargs
+            or changes_what_others_see(analysis, node)
+        ):
             continue
         for side, other in (node.args, node.args[::-1]):
             features = analysis.of(side)
@@ -103,7 +118,8 @@ def _replace(graph_module: fx.GraphModule, analysis: Analysis, node: fx.Node, si
     name = f"constant_{re.sub(r'[^0-9a-zA-Z]', '_', node.name)}"
     graph_module.register_buffer(name, values)
     with graph_module.graph.inserting_before(node):
-        node.args = (other, graph_module.graph.get_attr(name))
+        # Never in place: what now comes first may be seen by others.
+        node.op, node.target, node.args = "call_function", torch.add, (other, graph_module.graph.get_attr(name))
 
 
 def _tidy(graph_module: fx.GraphModule) -> None:

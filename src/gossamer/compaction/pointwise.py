@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from gossamer.compaction.analysis import Analysis
 from gossamer.compaction.groups import Features, Hold, Reason
-from gossamer.compaction.trace import bound, constants_like, shape
+from gossamer.compaction.nodes import bound, constants_like, shape
 
 UNARY_MODULES: tuple[type[nn.Module], ...] = (
     *(nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.SELU, nn.CELU, nn.GELU, nn.SiLU, nn.Mish, nn.Softplus, nn.Softsign),
@@ -42,8 +42,8 @@ class Unary:
         source = analysis.of(node.args[0]) if node.args else None
         if source is None or len(node.all_input_nodes) != 1 or shape(node) is None or _random(node):
             return None
-        if _in_place(analysis, node) and len(node.all_input_nodes[0].users) > 1:
-            return None  # the other users see another value than the one that the graph shows
+        if changes_what_others_see(analysis, node):
+            return None
         given = constants_like(node, source.dim, source.constant)
         return Features(source.dim, source.ids, _evaluate(analysis, node, given))
 
@@ -52,6 +52,12 @@ class Unary:
 
     def rewrite(self, analysis: Analysis, node: fx.Node) -> None:
         """It has nothing for single features."""
+
+
+def changes_what_others_see(analysis: Analysis, node: fx.Node) -> bool:
+    """Whether an operation in place gives other users of its input another value than the one the graph shows."""
+    first = node.args[0]
+    return _in_place(analysis, node) and isinstance(first, fx.Node) and len(first.users) > 1
 
 
 def _random(node: fx.Node) -> bool:
@@ -93,8 +99,7 @@ class Binary:
         dim, count = wide[0].dim, wide[0].count
         if not all(_fits(each, features, dim, count) for each, features in zip(node.args, sides, strict=True)):
             return None
-        first = node.args[0]
-        if _in_place(analysis, node) and isinstance(first, fx.Node) and len(first.users) > 1:
+        if changes_what_others_see(analysis, node):
             return None
         for features in wide[1:]:
             analysis.groups.join(wide[0].ids, features.ids)

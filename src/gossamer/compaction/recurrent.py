@@ -17,8 +17,9 @@ from torch import Tensor, fx, nn
 
 from gossamer.compaction.analysis import Analysis
 from gossamer.compaction.groups import Features, Hold, Reason
+from gossamer.compaction.heads import SPLITS, places_of_parts
 from gossamer.compaction.layers import parameter_like
-from gossamer.compaction.trace import shape
+from gossamer.compaction.nodes import shape
 
 _CANDIDATE = {"LSTM": 2, "GRU": 2, "RNN_TANH": 0, "RNN_RELU": 0}
 """Which block of rows of the weights makes the value that a unit takes in."""
@@ -119,7 +120,7 @@ class Recurrent:
 
 
 class Item:
-    """The outputs or the last state of a recurrent layer, or a choice of positions of a tensor."""
+    """The outputs or the last state of a recurrent layer, a part of a split, or a choice of positions of a tensor."""
 
     def forward(self, analysis: Analysis, node: fx.Node) -> Features | None:
         first, index = node.args
@@ -127,15 +128,18 @@ class Item:
         if source is None or not isinstance(first, fx.Node):
             return None
         size = shape(first)
+        places = places_of_parts(analysis, first) if first.op != "call_module" and first.target in SPLITS else None
+        if places is not None and isinstance(index, int):
+            return Features(source.dim, source.ids[places[index]], source.constant[places[index]])
         if size is None:
             return source if _has_the_same_units(analysis, first, index) else None
-        places = index if isinstance(index, tuple) else (index,)
-        if not all(isinstance(each, int | slice) for each in places) or len(node.all_input_nodes) > 1:
+        picked = index if isinstance(index, tuple) else (index,)
+        if not all(isinstance(each, int | slice) for each in picked) or len(node.all_input_nodes) > 1:
             return None
         axis = len(size) + source.dim
-        if axis < len(places) and places[axis] != slice(None):
+        if axis < len(picked) and picked[axis] != slice(None):
             return None
-        behind = sum(isinstance(each, int) for each in places[axis + 1 :])
+        behind = sum(isinstance(each, int) for each in picked[axis + 1 :])
         return Features(source.dim + behind, source.ids, source.constant)
 
     def backward(self, analysis: Analysis, node: fx.Node, needed: Tensor) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor, fx, nn
 from torch.nn import functional
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
-from gossamer.compaction import pointwise, shapes
+from gossamer.compaction import heads, pointwise, reshapes, shapes
 from gossamer.compaction.analysis import Rule
 from gossamer.compaction.layers import Attribute, Embedded, Grouped, Normalised, Weighted
 from gossamer.compaction.recurrent import Item, Recurrent
@@ -21,17 +21,22 @@ _MODULES: dict[type[nn.Module], Rule] = {
     **dict.fromkeys(pointwise.UNARY_MODULES, pointwise.Unary()),
     **dict.fromkeys(shapes.POOL_MODULES, shapes.Pool()),
     nn.Embedding: Embedded(),
-    nn.Flatten: shapes.Reshape(),
+    nn.Flatten: reshapes.Reshape(),
+    nn.Softmax: heads.Mixed(),
 }
 _CALLS: dict[object, Rule] = {
     **dict.fromkeys((*pointwise.UNARY_FUNCTIONS, *pointwise.UNARY_METHODS), pointwise.Unary()),
     **dict.fromkeys(pointwise.BINARY, pointwise.Binary()),
     **dict.fromkeys(shapes.POOL_FUNCTIONS, shapes.Pool()),
     **dict.fromkeys(shapes.REDUCTIONS, shapes.Reduction()),
-    **dict.fromkeys(shapes.RESHAPES, shapes.Reshape()),
+    **dict.fromkeys(reshapes.RESHAPES, reshapes.Reshape()),
+    **dict.fromkeys(heads.MATRIX_PRODUCTS, heads.MatrixProduct()),
+    **dict.fromkeys((*heads.SOFTMAXES, *heads.FILLS), heads.Mixed()),
+    **dict.fromkeys((*heads.SPLITS, *heads.UNBINDS), heads.Parts()),
     **dict.fromkeys(shapes.CONCATENATIONS, shapes.Concatenation()),
     **dict.fromkeys(shapes.MOVES, shapes.Move()),
     **dict.fromkeys(shapes.NEW_AXES, shapes.NewAxis()),
+    functional.scaled_dot_product_attention: heads.Attended(),
     functional.pad: shapes.Padding(),
     operator.getitem: Item(),
 }

@@ -1,8 +1,7 @@
-"""Operations that move, join or summarise positions: pooling, flattening, concatenation, padding."""
+"""Operations that move, join or summarise positions: pooling, concatenation, padding, other orders of axes."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -13,7 +12,7 @@ from torch.nn.modules.padding import _ConstantPadNd
 
 from gossamer.compaction.analysis import Analysis
 from gossamer.compaction.groups import Features, Hold, Reason
-from gossamer.compaction.trace import bound, shape
+from gossamer.compaction.nodes import bound, shape
 
 POOL_MODULES: tuple[type[nn.Module], ...] = (
     *(nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d, nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d),
@@ -26,7 +25,6 @@ _AVERAGES = (functional.avg_pool1d, functional.avg_pool2d, functional.avg_pool3d
 _MAXIMA = (functional.max_pool1d, functional.max_pool2d, functional.max_pool3d)
 POOL_FUNCTIONS: tuple[Callable[..., Any], ...] = (*_EXACT_POOLS, *_AVERAGES, *_MAXIMA, functional.interpolate)
 REDUCTIONS: tuple[Any, ...] = (torch.mean, "mean", torch.amax, "amax")
-RESHAPES: tuple[Any, ...] = (torch.flatten, "flatten", torch.reshape, "reshape", "view")
 CONCATENATIONS: tuple[Any, ...] = (torch.cat, torch.concat)
 NEW_AXES: tuple[Any, ...] = (torch.squeeze, "squeeze", torch.unsqueeze, "unsqueeze")
 MOVES: tuple[Any, ...] = (torch.permute, "permute", torch.transpose, "transpose")
@@ -91,64 +89,6 @@ class Reduction:
         """It has nothing for single features."""
 
 
-class Reshape:
-    """Flattening, and reshapes that leave the axis of features whole.
-
-    Flattened, one feature of a picture becomes as many as it has pixels; they go together.
-    """
-
-    def forward(self, analysis: Analysis, node: fx.Node) -> Features | None:
-        source, before, after = analysis.of(node.args[0]), shape(cast(fx.Node, node.args[0])), shape(node)
-        if source is None or before is None or after is None or not before:
-            return None
-        axis = len(before) + source.dim
-        form = self._form(axis, before, after)
-        sizes = _sizes(node)
-        if node.target in (torch.reshape, "reshape", "view") and (node.kwargs or len(sizes) != len(after)):
-            return None
-        if form is None or (form != "flat" and sizes and not isinstance(sizes[-1 if form == "last" else 1], int)):
-            return None
-        repeats = math.prod(before[2:]) if form == "flat" else 1
-        dim = 1 - len(after) if form == "second" else -1
-        return Features(dim, source.ids.repeat_interleave(repeats), source.constant.repeat_interleave(repeats))
-
-    def backward(self, analysis: Analysis, node: fx.Node, needed: Tensor) -> None:
-        analysis.pass_on(node, needed)
-
-    def rewrite(self, analysis: Analysis, node: fx.Node) -> None:
-        kept, sizes = analysis.kept(node), _sizes(node)
-        features = analysis.features[node]
-        assert kept is not None
-        if kept.all() or not sizes:
-            return
-        after = shape(node)
-        assert after is not None
-        if len(after) == 2 and features.dim == -1:
-            sizes = [sizes[0], -1] if sizes[0] != -1 else [-1, int(kept.sum())]
-        else:
-            place = len(after) + features.dim
-            sizes = [int(kept.sum()) if at == place and each != -1 else each for at, each in enumerate(sizes)]
-        node.args = (node.args[0], tuple(sizes))
-
-    @staticmethod
-    def _form(axis: int, before: tuple[int, ...], after: tuple[int, ...]) -> str | None:
-        if axis == 1 and len(after) == 2 and after[0] == before[0]:
-            return "flat"
-        if axis == 1 and len(after) > 2 and after[:2] == before[:2]:
-            return "second"
-        if axis == len(before) - 1 and after[-1] == before[-1]:
-            return "last"
-        return None
-
-
-def _sizes(node: fx.Node) -> list[Any]:
-    """The sizes that a call asks for; none where it flattens."""
-    if node.op == "call_module" or node.target in (torch.flatten, "flatten"):
-        return []
-    rest = node.args[1:]
-    return list(rest[0]) if len(rest) == 1 and isinstance(rest[0], tuple | list) else list(rest)
-
-
 class Move:
     """Axes in another order."""
 
@@ -197,7 +137,8 @@ class NewAxis:
 
 
 class Concatenation:
-    """Features of several tensors one after the other. Those that come from elsewhere stay."""
+    """Features of several tensors one after the other, where those that come from elsewhere stay; or positions of
+    tensors with the same features, which then go together."""
 
     def forward(self, analysis: Analysis, node: fx.Node) -> Features | None:
         given, size = bound(node, "tensors", "dim", dim=0), shape(node)
@@ -205,6 +146,9 @@ class Concatenation:
         if not isinstance(parts, tuple | list) or not isinstance(dim, int) or size is None:
             return None
         axis = dim - len(size) if dim >= 0 else dim
+        known = [features for features in map(analysis.of, parts) if features is not None]
+        if known and len(known) == len(parts) and all(features.dim != axis for features in known):
+            return self._along_positions(analysis, known)
         pieces = [self._piece(analysis, node, part, axis) for part in parts]
         if any(piece is None for piece in pieces) or not any(analysis.of(part) for part in parts):
             return None
@@ -212,10 +156,26 @@ class Concatenation:
         return Features(axis, torch.cat([each.ids for each in found]), torch.cat([each.constant for each in found]))
 
     def backward(self, analysis: Analysis, node: fx.Node, needed: Tensor) -> None:
-        analysis.pass_on(node, needed)
+        parts = cast(list[Any], bound(node, "tensors", "dim", dim=0)["tensors"])
+        first = analysis.of(parts[0])
+        if first is not None and first.count == needed.numel() and len(parts) > 1:
+            for part in parts:
+                analysis.read(part, needed)
+        else:
+            analysis.pass_on(node, needed)
 
     def rewrite(self, analysis: Analysis, node: fx.Node) -> None:
         """Its parts have become smaller."""
+
+    @staticmethod
+    def _along_positions(analysis: Analysis, parts: list[Features]) -> Features | None:
+        first = parts[0]
+        if any(features.dim != first.dim or features.count != first.count for features in parts):
+            return None
+        for features in parts[1:]:
+            analysis.groups.join(first.ids, features.ids)
+        same = torch.stack([features.constant == first.constant for features in parts]).all(0)
+        return Features(first.dim, first.ids, first.constant.where(same, torch.nan))
 
     @staticmethod
     def _piece(analysis: Analysis, node: fx.Node, part: Any, axis: int) -> Features | None:

@@ -46,6 +46,10 @@ class CompactionReport:
     """Constants that moved into a bias."""
     branches: tuple[str, ...]
     """Additions of which one side was a constant."""
+    rows: int
+    """Rows of zeros of embeddings that became one with another."""
+    traced_by: str
+    """torch.fx or torch.export: the latter may have fixed sizes, and paths that depend on sizes, as in the example."""
     parameters_before: int
     parameters_after: int
     difference: float
@@ -57,6 +61,10 @@ class CompactionReport:
             f"{self.parameters_before:,} parameters before, {self.parameters_after:,} after ({share:.1%}); "
             f"largest relative difference of the outputs {self.difference:.1e}"
         ]
+        if self.traced_by != "torch.fx":
+            lines.append(
+                f"  traced by {self.traced_by}, with the sizes of the example where it could not leave them open"
+            )
         changed = [layer for layer in self.layers if layer.after != layer.before]
         width = max((len(layer.name) for layer in changed), default=0)
         for layer in changed:
@@ -66,6 +74,8 @@ class CompactionReport:
             lines.append("  nothing could be taken out")
         if self.folded:
             lines.append(f"  {self.folded} constant{'s' if self.folded > 1 else ''} folded into biases and weights")
+        if self.rows:
+            lines.append(f"  {self.rows} rows of zeros of embeddings are one with another")
         lines += [f"  {name}: one side was a constant; that branch is gone" for name in self.branches]
         lines += [f"  {each}" for each in self.stayed]
         return "\n".join(lines)
@@ -82,19 +92,40 @@ class Compaction:
         return str(self.report)
 
 
-def sizes(model: nn.Module) -> dict[str, tuple[str, tuple[int, ...], int]]:
+Sizes = dict[str, tuple[str, tuple[int, ...], int]]
+
+
+def sizes(model: nn.Module) -> Sizes:
     """Type, shape of the weight and number of parameters of all layers that have parameters of their own."""
     found = {}
     for name, module in model.named_modules():
         own = list(module.parameters(recurse=False))
         if own:
             main = max(own, key=lambda each: each.ndim)
-            found[name or "(model)"] = type(module).__name__, tuple(main.shape), sum(each.numel() for each in own)
+            kind = type(module).__name__.replace("NonDynamicallyQuantizable", "")  # the linear layer in an attention
+            found[name or "(model)"] = kind, tuple(main.shape), sum(each.numel() for each in own)
     return found
 
 
-def compare(before: dict[str, tuple[str, tuple[int, ...], int]], after: nn.Module) -> tuple[Layer, ...]:
+def tied_layers(model: nn.Module) -> dict[str, list[str]]:
+    """For every layer those that share a tensor with it."""
+    owners: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        owners.setdefault(id(parameter), []).append(name.rpartition(".")[0])
+    return {name: names for names in owners.values() if len(names) > 1 for name in names}
+
+
+def compare(before: Sizes, after: nn.Module, tied: dict[str, list[str]]) -> tuple[Layer, ...]:
     now = sizes(after)
+    for name in before.keys() - now.keys():
+        # An attention that was written out: as if its three projections were still one tensor.
+        parts = [now[f"{name}.{part}"] for part in ("q_proj", "k_proj", "v_proj") if f"{name}.{part}" in now]
+        twins = [now[twin] for twin in tied.get(name, ()) if twin in now]
+        if len(parts) == 3:
+            shape = (sum(part[1][0] for part in parts), *parts[0][1][1:])
+            now[name] = "", shape, sum(part[2] for part in parts)
+        elif twins:
+            now[name] = twins[0]  # a tensor of two layers may be left in one of them only
     return tuple(
         Layer(name, kind, shape, now[name][1] if name in now else None, count, now[name][2] if name in now else 0)
         for name, (kind, shape, count) in before.items()

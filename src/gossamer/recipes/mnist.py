@@ -9,14 +9,14 @@ from dataclasses import replace
 from gossamer.recipes.recipe import Published, Recipe, variants
 from gossamer.training.run import Run
 
-_TABLE = "MNIST, table of λ1"
+DECAY_TABLE = "MNIST, table of λ1"
 _PUBLISHED = (
-    Published(_TABLE, accuracy=0.9835, sparsity=0.0),
-    Published(_TABLE, accuracy=0.9847, sparsity=0.340, decay=0.0),
-    Published(_TABLE, accuracy=0.9824, sparsity=0.913, decay=0.01),
-    Published(_TABLE, accuracy=0.9801, sparsity=0.962, decay=0.03),
-    Published(_TABLE, accuracy=0.9464, sparsity=0.988, decay=0.08),
-    Published(_TABLE, accuracy=0.7846, sparsity=0.998, decay=0.1),
+    Published(DECAY_TABLE, accuracy=0.9835, sparsity=0.0),
+    Published(DECAY_TABLE, accuracy=0.9847, sparsity=0.340, decay=0.0),
+    Published(DECAY_TABLE, accuracy=0.9824, sparsity=0.913, decay=0.01),
+    Published(DECAY_TABLE, accuracy=0.9801, sparsity=0.962, decay=0.03),
+    Published(DECAY_TABLE, accuracy=0.9464, sparsity=0.988, decay=0.08),
+    Published(DECAY_TABLE, accuracy=0.7846, sparsity=0.998, decay=0.1),
     Published("MNIST, table of estimators", accuracy=0.9839, sparsity=0.95),
 )
 _BASE = Run(model="fc_densenet_mnist", data="mnist", epochs=55)

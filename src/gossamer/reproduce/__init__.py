@@ -1,1 +1,1 @@
-"""Exhibits of the paper that need no trained network: each a function that writes its runs and returns them."""
+"""Exhibits of the paper, each a function that writes its records and returns them."""

@@ -1,7 +1,7 @@
 """Methods against each other: the same network, data, epochs and seeds, side by side, one record a run.
 
-A record that is there already is not trained again, so a comparison that was cut short goes on where it stopped, and
-one with more methods, sparsities or seeds adds to the records.
+A record that is there already is not trained again, so one with more methods, sparsities or seeds adds to the records;
+and a race that is cut short goes on from its last checkpoint when the same comparison is asked for again.
 """
 
 import dataclasses
@@ -9,15 +9,33 @@ import hashlib
 import json
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
+from torch import nn
 
 from gossamer import data, models
+from gossamer.checkpoint import save
 from gossamer.data.sets import ImageSet
-from gossamer.side_by_side.race import METHODS, Member, Outcome, Race, run_race
+from gossamer.methods import METHODS, Layout
+from gossamer.methods.filters import check_reach
+from gossamer.select import select
+from gossamer.side_by_side.entries import Member, Outcome, Race
+from gossamer.side_by_side.race import run_race
+
+
+@dataclasses.dataclass(frozen=True)
+class Tier:
+    """How thoroughly is compared."""
+
+    epochs: int
+    validation: int  # training images held out; 0 trains on all of them
+
+
+TIERS: Mapping[str, Tier] = MappingProxyType({"screening": Tier(50, 5000), "final": Tier(350, 0)})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,12 +44,13 @@ class Comparison:
 
     net: str
     data: str
-    methods: tuple[str, ...] = METHODS
+    methods: tuple[str, ...] = tuple(METHODS)
     sparsity: tuple[float, ...] = (0.9, 0.95, 0.98)
     seeds: int = 3
     epochs: int = 50
     validation: int = 5000  # training images held out; 0 trains on all of them
     commit: str = "unknown"
+    tier: str = "screening"
 
     def race(self) -> Race:
         """The phases in the shares that are the default of the Sparsifier."""
@@ -56,18 +75,29 @@ def compare(
     *,
     device: torch.device,
     together: int = 32,
+    checkpoint_minutes: float = 5.0,
+    save_models: bool = False,
     progress: Callable[[str], None] = lambda line: None,
 ) -> list[dict[str, Any]]:
-    """Train what has no record in `out` yet, `together` runs at a time, and return all the records."""
+    """Train what has no record in `out` yet, `together` runs at a time, and return all the records.
+
+    With `save_models` each network is left beside its record, as a file for `gossamer.load`.
+    """
     race, paths = comparison.race(), {}
-    for member in comparison.members():
-        paths[member] = out / f"{comparison.net}-{member.method}-{_name(comparison, race, member)}.json"
+    for member in _possible(comparison, progress):
+        paths[member] = out / f"{comparison.net}-{member.method}-{_name(comparison, race, [member])}.json"
     missing = [member for member, path in paths.items() if not path.exists()]
     images = _images(comparison) if missing else None
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+
+    def keep(member: Member, network: nn.Module) -> None:
+        out.mkdir(parents=True, exist_ok=True)
+        save(network, paths[member].with_suffix(".safetensors"))
+
     for first in range(0, len(missing), together):
         assert images is not None
         runs = missing[first : first + together]
+        checkpoint = out / f"{comparison.net}-{_name(comparison, race, runs)}.race.safetensors"
         progress(f"{len(runs)} runs of {race.epochs} epochs side by side, {len(missing) - first} to go")
         start = time.perf_counter()
         classes = images.num_classes
@@ -79,6 +109,9 @@ def compare(
             device=device,
             dtype=dtype,
             progress=progress,
+            checkpoint=checkpoint,
+            checkpoint_minutes=checkpoint_minutes,
+            keep=keep if save_models else None,
         )
         seconds = time.perf_counter() - start
         out.mkdir(parents=True, exist_ok=True)
@@ -87,6 +120,7 @@ def compare(
             temporary = paths[outcome.member].with_suffix(".partial")
             temporary.write_text(json.dumps(content, indent=1))
             temporary.replace(paths[outcome.member])
+        checkpoint.unlink(missing_ok=True)
     return [json.loads(path.read_text()) for path in paths.values()]
 
 
@@ -104,7 +138,7 @@ def record(outcome: Outcome, race: Race, seconds: float, together: int) -> dict[
         "accuracy": outcome.accuracy,
         "validation_accuracy": outcome.validation_accuracy,
         "train_loss": outcome.train_loss,
-        "settings": dataclasses.asdict(member),
+        "settings": member.to_dict(),
         "race": dataclasses.asdict(race),
         "connections_by_tensor": outcome.connections_by_tensor,
         "versions": {"torch": torch.__version__, "python": sys.version.split()[0]},
@@ -114,9 +148,26 @@ def record(outcome: Outcome, race: Race, seconds: float, together: int) -> dict[
     }
 
 
+def _possible(comparison: Comparison, progress: Callable[[str], None]) -> list[Member]:
+    """The runs that are asked for, without those that whole filters are too coarse for; these are told."""
+    weights = select(models.create(comparison.net))
+    layout = Layout(
+        tuple(weight.name for weight in weights), tuple(tuple(weight.parameter.shape) for weight in weights)
+    )
+    found = []
+    for member in comparison.members():
+        try:
+            if member.rule.structured:
+                check_reach(layout, member.sparsity)
+            found.append(member)
+        except ValueError as error:
+            progress(f"left out: {member.method} with seed {member.seed}: {error}")
+    return found
+
+
 def _shared(comparison: Comparison) -> dict[str, Any]:
     return {
-        "tier": "compare",
+        "tier": comparison.tier,
         "net": comparison.net,
         "data": comparison.data,
         "validation_images": comparison.validation,
@@ -124,15 +175,18 @@ def _shared(comparison: Comparison) -> dict[str, Any]:
     }
 
 
-def _name(comparison: Comparison, race: Race, member: Member) -> str:
-    """A short name for all that decides the outcome of a run."""
-    parts: Sequence[Any] = (
-        comparison.net,
-        comparison.data,
-        comparison.validation,
-        dataclasses.asdict(race),
-        dataclasses.asdict(member),
-    )
+def _name(comparison: Comparison, race: Race, members: Sequence[Member]) -> str:
+    """A short name for all that decides the outcome of runs. Settings count where they are not the defaults, so that
+    one that is added later leaves the names as they are."""
+    asked = [
+        {
+            name: value
+            for name, value in member.to_dict().items()
+            if value != Member(member.seed, member.method).to_dict()[name] or name in ("seed", "method", "sparsity")
+        }
+        for member in members
+    ]
+    parts = (comparison.net, comparison.data, comparison.validation, dataclasses.asdict(race), asked)
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:12]
 
 

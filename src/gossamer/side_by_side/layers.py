@@ -1,8 +1,10 @@
 """Convolution and batch norm that know how to be stacked.
 
-`vmap` can map both by itself, but takes batch norm apart into many passes over memory, in higher precision. Here the
-stacked networks' channels are laid side by side instead, and one grouped convolution or one wide batch norm does the
-work of all: the arithmetic is that of the ordinary layers.
+`vmap` can map both by itself, but takes batch norm apart into many passes over memory, in higher precision. Here one
+operation does the work of all networks. On CUDA GPUs that is a kernel of ours, with the images of each network lying
+together (`conv_kernels.py`, `norm_kernels.py`); elsewhere, and for convolutions other than 3 × 3, the networks'
+channels are laid side by side for one grouped convolution or one wide batch norm. The arithmetic is that of the
+ordinary layers.
 """
 
 import importlib.util
@@ -12,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gossamer.models.resnet import BasicBlock, ZeroPadShortcut
+from gossamer.models.resnet import BasicBlock, ResNet, ZeroPadShortcut
 
 _FEWEST_CHANNELS = 16  # of a group in a convolution; with fewer, GPU libraries take the groups one by one
 
@@ -35,7 +37,7 @@ def _change_classes(module: nn.Module, classes: dict[type[nn.Module], type[nn.Mo
 
 class _StackableConv2d(nn.Conv2d):
     def forward(self, input: Tensor) -> Tensor:
-        if self.bias is not None or self.padding_mode != "zeros" or isinstance(self.padding, str):
+        if not _is_plain(self):
             return super().forward(input)
         options = (self.stride, self.padding, self.dilation, self.groups)
         return _Convolution.apply(input, self.weight, *options)  # type: ignore[no-any-return, no-untyped-call]
@@ -43,17 +45,49 @@ class _StackableConv2d(nn.Conv2d):
 
 class _StackableBatchNorm2d(nn.BatchNorm2d):
     def forward(self, input: Tensor) -> Tensor:
-        if not self.affine or not self.track_running_stats or self.momentum is None:
+        if not _is_usual(self):
             return super().forward(input)
-        return _norm(self, input, None, rectify=False)
+        options = (self.training, self.momentum, self.eps, False)
+        return _BatchNorm.apply(input, None, *_tensors(self), *options)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _StackableBatchNorm1d(nn.BatchNorm1d):
+    def forward(self, input: Tensor) -> Tensor:
+        if not _is_usual(self) or input.dim() != 2:
+            return super().forward(input)
+        options = (self.training, self.momentum, self.eps, False)
+        pixels: Tensor = _BatchNorm.apply(input[:, :, None, None], None, *_tensors(self), *options)  # type: ignore[no-untyped-call]
+        return pixels[:, :, 0, 0]
+
+
+class _StackableSequential(nn.Sequential):
+    """Convolution, batch norm and ReLU that follow each other are done together."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        layers, position = list(self), 0
+        while position < len(layers):
+            match layers[position : position + 3]:
+                case [_StackableConv2d() as conv, _StackableBatchNorm2d() as bn, nn.ReLU()] if _can_join(conv, bn):
+                    input, position = _convolution_and_norm(conv, bn, input, None), position + 3
+                case [first, *_]:
+                    input, position = first(input), position + 1
+        return input
+
+
+class _StackableResNet(ResNet):
+    def forward(self, x: Tensor) -> Tensor:
+        x = _convolution_and_norm(self.conv, self.bn, x, None)
+        x = self.stage3(self.stage2(self.stage1(x)))
+        logits: Tensor = self.classifier(torch.mean(x, dim=(2, 3)))
+        return logits
 
 
 class _StackableBasicBlock(BasicBlock):
-    """The block of a residual network, with its normalisation, addition and rectification done together."""
+    """The block of a residual network, with convolution, normalisation, addition and rectification done together."""
 
     def forward(self, x: Tensor) -> Tensor:
-        y = _norm(self.bn1, self.conv1(x), None, rectify=True)
-        return _norm(self.bn2, self.conv2(y), self.shortcut(x), rectify=True)
+        y = _convolution_and_norm(self.conv1, self.bn1, x, None)
+        return _convolution_and_norm(self.conv2, self.bn2, y, self.shortcut(x))
 
 
 class _StackableShortcut(ZeroPadShortcut):
@@ -63,16 +97,43 @@ class _StackableShortcut(ZeroPadShortcut):
 
 _STACKABLE: dict[type[nn.Module], type[nn.Module]] = {
     nn.Conv2d: _StackableConv2d,
+    nn.BatchNorm1d: _StackableBatchNorm1d,
     nn.BatchNorm2d: _StackableBatchNorm2d,
+    nn.Sequential: _StackableSequential,
+    ResNet: _StackableResNet,
     BasicBlock: _StackableBasicBlock,
     ZeroPadShortcut: _StackableShortcut,
 }
 
 
-def _norm(bn: nn.BatchNorm2d, x: Tensor, shortcut: Tensor | None, *, rectify: bool) -> Tensor:
-    options = (bn.training, bn.momentum, bn.eps, rectify)
-    tensors = (x, shortcut, bn.weight, bn.bias, bn.running_mean, bn.running_var)
-    return _BatchNorm.apply(*tensors, *options)  # type: ignore[no-any-return, no-untyped-call]
+def _is_plain(conv: nn.Conv2d) -> bool:
+    return conv.bias is None and conv.padding_mode == "zeros" and not isinstance(conv.padding, str)
+
+
+def _is_usual(bn: nn.BatchNorm1d | nn.BatchNorm2d) -> bool:
+    return bn.affine and bn.track_running_stats and bn.momentum is not None
+
+
+def _can_join(conv: nn.Conv2d, bn: nn.BatchNorm2d) -> bool:
+    return _is_plain(conv) and _is_usual(bn)
+
+
+def _tensors(bn: nn.BatchNorm1d | nn.BatchNorm2d) -> tuple[Tensor | None, ...]:
+    return bn.weight, bn.bias, bn.running_mean, bn.running_var
+
+
+def _convolution_and_norm(conv: nn.Conv2d, bn: nn.BatchNorm2d, x: Tensor, shortcut: Tensor | None) -> Tensor:
+    """relu(bn(conv(x)) + shortcut)"""
+    tensors = (x, conv.weight, shortcut, *_tensors(bn))
+    options = (conv.stride, conv.padding, conv.dilation, conv.groups, bn.training, bn.momentum, bn.eps)
+    return _ConvolutionAndNorm.apply(*tensors, *options)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def _by_network(images: Tensor, axis: int | None) -> Tensor:
+    """As the kernels have it: (networks, batch, height, width, channels); without networks if all share the images."""
+    if axis is None:
+        return images.permute(0, 2, 3, 1).contiguous()
+    return images.movedim(axis, 0).permute(0, 1, 3, 4, 2).contiguous()
 
 
 def _beside(images: Tensor, axis: int | None, networks: int) -> Tensor:
@@ -102,19 +163,37 @@ class _Stacked(torch.autograd.Function):
 class _Convolution(_Stacked):
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Tensor, int]:
-        images, weight, stride, padding, dilation, groups = args
-        networks = info.batch_size
-        shared = in_dims[0] is None and groups == 1
-        weight = weight.movedim(in_dims[1], 0).flatten(0, 1)
-        if not shared:
-            images, groups = _beside(images, in_dims[0], networks), groups * networks
-        plain_3x3 = weight.shape[2:] == (3, 3) and padding == (1, 1) and dilation == (1, 1)
-        if stride == (2, 2) and plain_3x3 and images.shape[2] % 2 == 0 == images.shape[3] % 2:
-            result = _halving_convolution(images, weight, groups)
-        else:
-            images, weight = _wide_enough(images, weight, groups)
-            result = F.conv2d(images, weight, None, stride, padding, dilation, groups)
-        return _apart(result, networks), 1
+        images, weight, *options = args
+        if _has_kernel(images, weight, in_dims[0], *options):
+            result, _ = _convolve(images, in_dims[0], weight, in_dims[1], options[0])
+            return result.permute(0, 1, 4, 2, 3), 0
+        return _grouped_convolution(info.batch_size, images, in_dims[0], weight, in_dims[1], *options), 1
+
+
+def _convolve(images: Tensor, axis: int | None, weight: Tensor, weight_axis: int | None, stride: Any) -> Any:
+    from gossamer.side_by_side.conv_kernels import Convolution  # needs Triton
+
+    assert weight_axis is not None
+    filters = weight.movedim(weight_axis, 0).permute(0, 1, 3, 4, 2)
+    if not filters[0].is_contiguous():
+        filters = filters.contiguous()
+    return Convolution.apply(_by_network(images, axis), filters, stride[0])  # type: ignore[no-untyped-call]
+
+
+def _grouped_convolution(
+    networks: int, images: Tensor, axis: int | None, weight: Tensor, weight_axis: int | None, stride: Any, padding: Any,
+    dilation: Any, groups: int,
+) -> Tensor:  # fmt: skip
+    assert weight_axis is not None
+    shared = axis is None and groups == 1
+    weight = weight.movedim(weight_axis, 0).flatten(0, 1)
+    if not shared:
+        images, groups = _beside(images, axis, networks), groups * networks
+    plain_3x3 = weight.shape[2:] == (3, 3) and padding == (1, 1) and dilation == (1, 1)
+    if stride == (2, 2) and plain_3x3 and images.shape[2] % 2 == 0 == images.shape[3] % 2:
+        return _apart(_halving_convolution(images, weight, groups), networks)
+    images, weight = _wide_enough(images, weight, groups)
+    return _apart(F.conv2d(images, weight, None, stride, padding, dilation, groups), networks)
 
 
 def _wide_enough(images: Tensor, weight: Tensor, groups: int) -> tuple[Tensor, Tensor]:
@@ -150,22 +229,43 @@ class _BatchNorm(_Stacked):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Tensor, int]:
-        images, shortcut, weight, bias, mean, variance, training, momentum, eps, rectify = args
+        images, shortcut, *vectors, training, momentum, eps, rectify = args
+        if training and rectify and _on_gpu(images):
+            result = _normalise(_by_network(images, in_dims[0]), None, shortcut, in_dims[1], vectors, momentum, eps)
+            return result.permute(0, 1, 4, 2, 3), 0
         networks = info.batch_size
-        weight, bias, mean, variance = (vector.view(-1) for vector in (weight, bias, mean, variance))
+        weight, bias, mean, variance = (vector.reshape(-1) for vector in vectors)
         images = _beside(images, in_dims[0], networks)
-        if shortcut is not None:
-            shortcut = _beside(shortcut, in_dims[1], networks)
-        if training and rectify and _has_kernels(images):
-            from gossamer.side_by_side.norm_kernels import NormAddReLU  # needs Triton
-
-            tensors = (_channels_last(images), None if shortcut is None else _channels_last(shortcut), weight, bias)
-            result = NormAddReLU.apply(*tensors, mean, variance, momentum, eps)  # type: ignore[no-untyped-call]
-            return _apart(result, networks), 1
         result = F.batch_norm(images, mean, variance, weight, bias, training, momentum, eps)
         if shortcut is not None:
-            result = result + shortcut
+            result = result + _beside(shortcut, in_dims[1], networks)
         return _apart(F.relu(result) if rectify else result, networks), 1
+
+
+def _normalise(
+    images: Tensor, sums: Tensor | None, shortcut: Tensor | None, axis: int | None, vectors: Any, momentum: float,
+    eps: float,
+) -> Tensor:  # fmt: skip
+    from gossamer.side_by_side.norm_kernels import NormAddReLU  # needs Triton
+
+    short = None if shortcut is None else _by_network(shortcut, axis)
+    return NormAddReLU.apply(images, sums, short, *vectors, momentum, eps)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _ConvolutionAndNorm(_Stacked):
+    """relu(batch_norm(convolution) + shortcut)"""
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Tensor, int]:
+        images, weight, shortcut, *vectors, stride, padding, dilation, groups, training, momentum, eps = args
+        options = (stride, padding, dilation, groups)
+        if training and _has_kernel(images, weight, in_dims[0], *options):
+            images, sums = _convolve(images, in_dims[0], weight, in_dims[1], stride)
+            result = _normalise(images, sums, shortcut, in_dims[2], vectors, momentum, eps)
+            return result.permute(0, 1, 4, 2, 3), 0
+        images, axis = _Convolution.vmap(info, in_dims[:2], images, weight, *options)
+        axes = (axis, *in_dims[2:7])
+        return _BatchNorm.vmap(info, axes, images, shortcut, *vectors, training, momentum, eps, True)
 
 
 class _PoolAndPad(_Stacked):
@@ -175,15 +275,25 @@ class _PoolAndPad(_Stacked):
     def vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Tensor, int]:
         images, new_channels = args
         networks = info.batch_size
+        if _on_gpu(images) and images.shape[-1] % 2 == 0 == images.shape[-2] % 2:
+            from gossamer.side_by_side.pool_kernels import PoolAndPad  # needs Triton
+
+            rows = _by_network(images, in_dims[0])
+            return PoolAndPad.apply(rows, new_channels).permute(0, 1, 4, 2, 3), 0  # type: ignore[no-untyped-call]
         rows = _beside(images, in_dims[0], networks).permute(0, 2, 3, 1)
         batch, height, width, channels = rows.shape
         squares = rows.reshape(batch, height // 2, 2, width // 2, 2, networks, channels // networks)
         return F.pad(squares.mean((2, 4)), (0, new_channels)).permute(0, 3, 4, 1, 2), 1
 
 
-def _channels_last(images: Tensor) -> Tensor:
-    return images.contiguous(memory_format=torch.channels_last)
+def _has_kernel(
+    images: Tensor, weight: Tensor, axis: int | None, stride: Any, padding: Any, dilation: Any, groups: int
+) -> bool:
+    plain_3x3 = weight.shape[-2:] == (3, 3) and padding == (1, 1) and dilation == (1, 1) and groups == 1
+    needs_gradient = axis is None and images.requires_grad
+    return _on_gpu(images) and plain_3x3 and stride in ((1, 1), (2, 2)) and not needs_gradient
 
 
-def _has_kernels(images: Tensor) -> bool:
-    return images.is_cuda and images.dim() == 4 and importlib.util.find_spec("triton") is not None
+def _on_gpu(images: Tensor) -> bool:
+    known = images.dtype in (torch.bfloat16, torch.float16)  # products of float32 would have no fast hardware
+    return images.is_cuda and known and importlib.util.find_spec("triton") is not None

@@ -1,86 +1,31 @@
-"""A race: runs that differ in seed, method and settings, from one warmed-up trunk a seed, over the same epochs."""
+"""A race: runs that differ in seed, method and settings, from one warmed-up trunk a seed, over the same epochs.
 
-import math
+Methods that are sparse from the first step on have rows of their own from the beginning; all others branch off the
+dense trunk of their seed where masks begin to learn.
+"""
+
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 
-from gossamer import method
 from gossamer.data.sets import ImageSet, Labelled
-from gossamer.schedule import Phase, Plan, connections_left
+from gossamer.methods import Layout, Request, Timeline
+from gossamer.methods.dense import Dense
+from gossamer.methods.filters import gains_of
+from gossamer.methods.lottery import rewound
+from gossamer.schedule import Phase, Plan
 from gossamer.side_by_side.capture import Captured
+from gossamer.side_by_side.checkpoint import random_state, read, set_random_state, write
+from gossamer.side_by_side.entries import Member, Outcome, Race, by_kind
 from gossamer.side_by_side.feed import Feed
-from gossamer.side_by_side.learner import Columns, StackedLearner, Tables
+from gossamer.side_by_side.learner import StackedLearner, Tables, Team
 from gossamer.side_by_side.stack import NetworkStack
-
-METHODS = ("dense", "scl", "magnitude", "gradual", "one_shot")
-
-
-@dataclass(frozen=True)
-class Member:
-    """One run of a race."""
-
-    seed: int
-    # dense; scl: learned masks; magnitude: the largest |w̃| of the network, re-chosen every step, with dense gradients
-    # (DPF); gradual: the same, but what is removed never returns (Zhu & Gupta, global); one_shot: all at once, for good
-    # (Han), and fine-tuning from then on
-    method: str = "scl"
-    sparsity: float = 0.95
-    mask_lr: float = 0.01
-    global_power: float = 1.0
-    feature_power: float = 0.0
-    weight_decay: float = 1e-4
-
-    def __post_init__(self) -> None:
-        if self.method not in METHODS:
-            raise ValueError(f"expected a method out of {', '.join(METHODS)}, got {self.method!r}")
-
-
-@dataclass(frozen=True)
-class Race:
-    """What all runs of a race share. Durations in epochs."""
-
-    warmup: int
-    sparsify: int
-    stabilise: int
-    finetune: int
-    batch_size: int = 64
-    learning_rate: float = 0.1
-    schedule: str = "cosine"  # to zero over all epochs; staged: the paper's steps, with a cosine in the mask phases
-    momentum: float = 0.9
-    floor: float = 0.001
-    label_smoothing: float = 0.0
-
-    @property
-    def epochs(self) -> int:
-        return self.warmup + self.sparsify + self.stabilise + self.finetune
-
-    def rate(self, epoch: float) -> float:
-        """The learning rate of the weights at a (fractional) epoch."""
-        if self.schedule == "cosine":
-            return self.learning_rate * method.cosine(epoch / self.epochs)
-        masks = self.sparsify + self.stabilise
-        if epoch < self.warmup:
-            return self.learning_rate
-        if epoch < self.warmup + masks:
-            return self.learning_rate * (0.1 + 0.9 * method.cosine((epoch - self.warmup) / masks))
-        return self.learning_rate * (0.1 if epoch < self.warmup + masks + self.finetune / 2 else 0.01)
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """One finished run."""
-
-    member: Member
-    sparsity: float
-    accuracy: float  # on the test set, at the last epoch
-    validation_accuracy: float | None
-    train_loss: float  # of the last epoch
-    connections_by_tensor: tuple[int, ...]
 
 
 def run_race(
@@ -92,62 +37,236 @@ def run_race(
     device: torch.device,
     dtype: torch.dtype = torch.bfloat16,
     progress: Callable[[str], None] = lambda line: None,
+    checkpoint: Path | None = None,
+    checkpoint_minutes: float = 5.0,
+    keep: Callable[[Member, nn.Module], None] | None = None,
 ) -> list[Outcome]:
-    """Train all members side by side: the warm-up once for each seed, then every member from its seed's trunk."""
-    seeds = sorted({member.seed for member in members})
-    networks = []
-    for seed in seeds:
-        torch.manual_seed(seed)
-        networks.append(make_network())
-    stack = NetworkStack(networks, device=device, dtype=dtype)
-    feed = Feed(data, seeds, race.batch_size, device=device, dtype=dtype)
-    plan = Plan(*(epochs * feed.steps for epochs in (race.warmup, race.sparsify, race.stabilise, race.finetune)))
-    trunk = [Member(seed, "dense") for seed in seeds]
-    learner = StackedLearner(stack, _columns(trunk, device), momentum=race.momentum, floor=race.floor)
-    tables = _tables(race, plan, trunk, stack, feed.steps)
-    which = torch.arange(len(seeds), device=device)
-    losses = torch.zeros(len(seeds), device=device)
-    train_loss, captured, phase = losses, None, None
-    started = time.perf_counter()
-    for epoch in range(race.epochs):
-        moment = plan.at(epoch * feed.steps)
-        if moment.phase is not phase:
-            if moment.phase is Phase.SPARSIFY:
-                learner.branch([seeds.index(member.seed) for member in members], _columns(members, device))
-                learner.begin_masks()
-                tables = _tables(race, plan, members, stack, feed.steps)
-                which = torch.tensor([seeds.index(member.seed) for member in members], device=device)
-                losses = torch.zeros(len(members), device=device)
-            if phase is None or moment.phase is not Phase.STABILISE:
-                captured = Captured(_step(moment.phase, learner, feed, tables, which, losses, race), device)
-            phase = moment.phase
-        assert captured is not None
-        feed.begin_epoch(epoch)
-        losses.zero_()
-        for step in range(feed.steps):
-            if phase.masks_train and (epoch * feed.steps + step - plan.warmup) % 100 == 0:
-                learner.choose_floor()
-            captured()
-        train_loss = losses / feed.steps
+    """Train all members side by side: the warm-up once for each seed, then every member from its seed's trunk.
+
+    With a `checkpoint` the race is written there now and then, after an epoch, and goes on from there if it is cut
+    short; who calls removes it once the outcomes are safe. `keep` is handed every finished network.
+    """
+    run = Running(race, members, data, make_network, device=device, dtype=dtype)
+    first = 0 if checkpoint is None else run.go_on_from(checkpoint)
+    if first:
+        progress(f"goes on after epoch {first} of {race.epochs}")
+    started = written = time.perf_counter()
+    for epoch in range(first, race.epochs):
+        run.epoch(epoch)
+        if checkpoint is not None and time.perf_counter() - written >= 60 * checkpoint_minutes:
+            run.save(checkpoint, epoch + 1)
+            written = time.perf_counter()
         if epoch % max(1, race.epochs // 20) == 0 or epoch == race.epochs - 1:
             took = time.perf_counter() - started
-            loss = [round(value, 3) for value in train_loss.tolist()]
-            progress(f"epoch {epoch + 1}/{race.epochs} {phase} {took:.1f}s loss {loss}")
-    test = evaluate(stack, feed, data.test)
-    validation = None if data.validation is None else evaluate(stack, feed, data.validation)
-    assert learner.mask is not None
-    by_tensor = [part.sum(1) for part in torch.split(learner.mask, stack.connection_sizes, dim=1)]
-    return [
-        Outcome(
-            member=member,
-            sparsity=learner.sparsity()[row],
-            accuracy=test[row],
-            validation_accuracy=None if validation is None else validation[row],
-            train_loss=float(train_loss[row]),
-            connections_by_tensor=tuple(int(counts[row]) for counts in by_tensor),
-        )
-        for row, member in enumerate(members)
-    ]
+            loss = [round(value, 3) for value in run.train_loss.tolist()]
+            progress(f"epoch {epoch + 1}/{race.epochs} {run.phase} {took:.1f}s loss {loss}")
+    outcomes = run.outcomes()
+    if keep is not None:
+        for member, network in run.networks():
+            keep(member, network)
+    return outcomes
+
+
+class Running:
+    """A race while it is run: `epoch` after `epoch`, then `outcomes`.
+
+    The rows are the members that are sparse from the start, method by method, then during the warm-up one dense trunk
+    for each seed of the others, and after it these others, method by method.
+    """
+
+    def __init__(
+        self,
+        race: Race,
+        members: Sequence[Member],
+        data: ImageSet,
+        make_network: Callable[[], nn.Module],
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        self.race, self._members, self._data = race, list(members), data
+        groups = by_kind(self._members)
+        self._early = [group for group in groups if self._members[group[0]].rule.from_start]
+        self._late = [group for group in groups if not self._members[group[0]].rule.from_start]
+        self._order = [index for group in (*self._early, *self._late) for index in group]  # row -> member
+        late_seeds = {self._members[index].seed for group in self._late for index in group}
+        self._trunks = [Member(seed, "dense") for seed in sorted(late_seeds)]
+        self._rows = [self._members[index] for group in self._early for index in group] + self._trunks
+        seeds = sorted({member.seed for member in self._members})
+        networks = []
+        for member in self._rows:
+            torch.manual_seed(member.seed)
+            networks.append(make_network())
+        stack = NetworkStack(networks, device=device, dtype=dtype)
+        self.feed = Feed(data, seeds, race.batch_size, device=device, dtype=dtype)
+        self._seeds = seeds
+        lengths = [epochs * self.feed.steps for epochs in (race.warmup, race.sparsify, race.stabilise, race.finetune)]
+        self.plan = Plan(*lengths)
+        self._early_plan = Plan(0, lengths[0] + lengths[1], lengths[2], lengths[3])
+        self.learner = StackedLearner(stack, momentum=race.momentum)
+        self.phase = Phase.WARMUP
+        self.captured: Captured | None = None
+        teams = [self._team(group, start, self._early_plan) for group, start in _starts(self._early, 0)]
+        if self._trunks:
+            teams.append(self._trunk_team(len(self._rows) - len(self._trunks)))
+        self._seat(teams)
+
+    def epoch(self, number: int) -> None:
+        """Train all runs for one epoch."""
+        first = number * self.feed.steps
+        phase = self.plan.at(first).phase
+        if phase is not self.phase or self.captured is None:
+            self.enter(phase)
+        assert self.captured is not None
+        self.feed.begin_epoch(number)
+        self._losses.zero_()
+        for step in range(first, first + self.feed.steps):
+            self.captured()
+            if not self.learner.frozen:
+                self.learner.refresh([step + 1 - team.timeline.plan.warmup for team in self.learner.teams])
+        self.train_loss.copy_(self._losses / self.feed.steps)
+
+    def save(self, path: Path, epochs: int) -> None:
+        """Write all that is needed to go on after so many epochs."""
+        tensors = {**self.learner.tensors(), "train_loss": self.train_loss}
+        about = {"epochs": epochs, **self._identity()}
+        write(path, {**tensors, **random_state(self.learner.stack.device)}, about)
+
+    def go_on_from(self, path: Path) -> int:
+        """Be where the race was when it was written; returns the epochs that are done, 0 where nothing was written."""
+        found = read(path)
+        if found is None:
+            return 0
+        tensors, about = found
+        if {name: about.get(name) for name in self._identity()} != self._identity():
+            raise ValueError(f"the checkpoint in {path} is of another race: delete it, or choose another file")
+        phase = self.plan.at(about["epochs"] * self.feed.steps - 1).phase
+        if phase is not Phase.WARMUP:
+            self.enter(Phase.SPARSIFY)
+        self.enter(phase)
+        for name, tensor in {**self.learner.tensors(), "train_loss": self.train_loss}.items():
+            tensor.copy_(tensors[name])
+        self.learner.show()
+        set_random_state(tensors, self.learner.stack.device)
+        return int(about["epochs"])
+
+    def _identity(self) -> dict[str, Any]:
+        return {"race": asdict(self.race), "members": [member.to_dict() for member in self._members]}
+
+    def enter(self, phase: Phase) -> None:
+        """Go to a phase from the one before it."""
+        if phase.masks_train and self.phase is Phase.WARMUP:
+            self._branch()
+        if phase is Phase.FINETUNE:
+            self.learner.freeze()
+        if self.captured is None or phase is not Phase.STABILISE or not self.phase.masks_train:
+            self.captured = Captured(self._step(), self.learner.stack.device)
+        self.phase = phase
+
+    def outcomes(self) -> list[Outcome]:
+        """What has come of every member, in their order."""
+        if not self.learner.frozen:
+            self.learner.freeze()
+        stack = self.learner.stack
+        test = evaluate(stack, self.feed, self._data.test)
+        held_out = None if self._data.validation is None else evaluate(stack, self.feed, self._data.validation)
+        by_tensor = [part.sum(1).tolist() for part in torch.split(self.learner.mask, stack.connection_sizes, dim=1)]
+        sparsity, loss = self.learner.sparsity(), self.train_loss.tolist()
+        found = {
+            index: Outcome(
+                member=self._members[index],
+                sparsity=sparsity[row],
+                accuracy=test[row],
+                validation_accuracy=None if held_out is None else held_out[row],
+                train_loss=loss[row],
+                connections_by_tensor=tuple(counts[row] for counts in by_tensor),
+            )
+            for row, index in enumerate(self._order)
+        }
+        return [found[index] for index in range(len(self._members))]
+
+    def networks(self) -> Iterator[tuple[Member, nn.Module]]:
+        """Every member with its network as it is now, a plain one."""
+        stack = self.learner.stack
+        for row, member in enumerate(self._rows):
+            yield member, stack.network(row, stack.variables).cpu().eval()
+
+    def _branch(self) -> None:
+        """Every member that is not sparse from the start becomes a copy of its seed's trunk."""
+        early = len(self._rows) - len(self._trunks)
+        trunks = [trunk.seed for trunk in self._trunks]
+        self._rows = [self._members[index] for index in self._order]
+        self.learner.branch([*range(early), *(early + trunks.index(member.seed) for member in self._rows[early:])])
+        kept = self.learner.teams[: len(self._early)]
+        begun = [self._team(group, start, self.plan) for group, start in _starts(self._late, early)]
+        self._seat([*kept, *begun])
+
+    def _seat(self, teams: Sequence[Team]) -> None:
+        device = self.learner.stack.device
+        self.learner.seat(teams)
+        shared = torch.tensor([self._shared_rate(step) for step in range(self.plan.total)])
+        again = [
+            rewound(self.plan, step, shared=self._shared_rate, peak=self.race.learning_rate)
+            for step in range(self.plan.total if any(member.rule.rewinds for member in self._rows) else 0)
+        ]
+        columns = [torch.tensor(again) if member.rule.rewinds else shared for member in self._rows]
+        decay = torch.tensor([[member.weight_decay] for member in self._rows], device=device)
+        self._tables = Tables(torch.stack(columns, dim=1).to(device), decay)
+        self._which = torch.tensor([self._seeds.index(member.seed) for member in self._rows], device=device)
+        self._losses = torch.zeros(len(self._rows), device=device)
+        self.train_loss = torch.zeros_like(self._losses)
+        self.captured = None
+
+    def _shared_rate(self, step: int) -> float:
+        return self.race.rate(step / self.feed.steps)
+
+    def _team(self, group: Sequence[int], start: int, plan: Plan) -> Team:
+        members = [self._members[index] for index in group]
+        requests: list[Request[Any]] = []
+        for member in members:
+            assert member.settings is not None
+            requests.append(Request(member.sparsity, member.seed, member.settings))
+        stack, rows = self.learner.stack, slice(start, start + len(members))
+        timeline = self._timeline(plan, len(members))
+        weights = stack.variables[rows, : stack.connections]
+        rule = members[0].rule(layout_of(stack), requests, timeline, weights, floor=self.race.floor)
+        return Team(rows, rule, timeline)
+
+    def _trunk_team(self, start: int) -> Team:
+        stack, rows = self.learner.stack, slice(start, start + len(self._trunks))
+        timeline = self._timeline(self.plan, len(self._trunks))
+        rule = Dense(layout_of(stack), [], timeline, stack.variables[rows, : stack.connections], floor=0.0)
+        return Team(rows, rule, timeline)
+
+    def _timeline(self, plan: Plan, rows: int) -> Timeline:
+        stack = self.learner.stack
+        return Timeline(plan, rows=rows, device=stack.device, dtype=stack.precise, epoch=self.feed.steps)
+
+    def _step(self) -> Callable[[], None]:
+        learner, tables, which, losses = self.learner, self._tables, self._which, self._losses
+        feed, smoothing, stack = self.feed, self.race.label_smoothing, self.learner.stack
+        update = learner.frozen_step if learner.frozen else learner.mask_step
+
+        def step() -> None:
+            images, labels = feed.take()
+            images, labels = images.index_select(0, which), labels.index_select(0, which)
+            logits = stack(images).float()
+            loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none", label_smoothing=smoothing)
+            loss = loss.view(labels.shape).mean(1)
+            gradients = stack.gradients(loss.sum())
+            with torch.no_grad():
+                losses.add_(loss.detach())
+                update(gradients, tables)
+
+        return step
+
+
+def layout_of(stack: NetworkStack) -> Layout:
+    """Which columns of the stack are which tensor."""
+    tensors = len(stack.connection_sizes)
+    names, others = stack.names[:tensors], zip(stack.names[tensors:], stack.sizes[tensors:], strict=True)
+    shapes = tuple(tuple(stack.shapes[name]) for name in names)
+    return Layout(tuple(names), shapes, gains_of(stack.template, names, list(others)))
 
 
 def evaluate(stack: NetworkStack, feed: Feed, part: Labelled) -> list[float]:
@@ -161,60 +280,10 @@ def evaluate(stack: NetworkStack, feed: Feed, part: Labelled) -> list[float]:
     return (100.0 * right / len(part)).tolist()
 
 
-def _step(
-    phase: Phase, learner: StackedLearner, feed: Feed, tables: Tables, which: Tensor, losses: Tensor, race: Race
-) -> Callable[[], None]:
-    update = {Phase.WARMUP: learner.dense_step, Phase.FINETUNE: learner.frozen_step}.get(phase, learner.mask_step)
-    stack = learner.stack
-
-    def step() -> None:
-        images, labels = feed.take()
-        images, labels = images.index_select(0, which), labels.index_select(0, which)
-        logits = stack(images).float()
-        loss = F.cross_entropy(
-            logits.flatten(0, 1), labels.flatten(), reduction="none", label_smoothing=race.label_smoothing
-        )
-        loss = loss.view(labels.shape).mean(1)
-        for leaf in stack.leaves.values():
-            leaf.grad = None
-        loss.sum().backward()  # type: ignore[no-untyped-call]
-        with torch.no_grad():
-            losses.add_(loss.detach())
-            update(tables)
-
-    return step
-
-
-def _columns(members: Sequence[Member], device: torch.device) -> Columns:
-    def column(*values: float) -> Tensor:
-        return torch.tensor(values, device=device)[:, None]
-
-    return Columns(
-        weight_decay=column(*(member.weight_decay for member in members)),
-        global_power=column(*(member.global_power for member in members)),
-        feature_power=column(*(member.feature_power for member in members)),
-        by_magnitude=column(*(float(member.method in ("magnitude", "gradual", "one_shot")) for member in members)),
-        for_good=column(*(float(member.method in ("gradual", "one_shot")) for member in members)),
-    )
-
-
-def _tables(race: Race, plan: Plan, members: Sequence[Member], stack: NetworkStack, steps: int) -> Tables:
-    total, count = plan.total, stack.connections
-    moments = [plan.at(step) for step in range(total)]
-    settling = torch.tensor([method.cosine(moment.settling) for moment in moments])
-    rates = torch.tensor([race.rate(step / steps) for step in range(total)])
-    targets = [0.0 if member.method == "dense" else member.sparsity for member in members]
-    keep = [count - math.floor(count * target + 0.5) for target in targets]
-    ramps = [1.0 if member.method == "one_shot" else None for member in members]
-    budgets = torch.tensor(
-        [
-            [
-                connections_left(moment.ramp if at is None else at, count, each)
-                for each, at in zip(keep, ramps, strict=True)
-            ]
-            for moment in moments
-        ]
-    )
-    mask_rates = settling[:, None] * torch.tensor([member.mask_lr for member in members])
-    device = stack.device
-    return Tables(rates[:, None].to(device), mask_rates.to(device), budgets.to(device))
+def _starts(groups: Sequence[Sequence[int]], first: int) -> list[tuple[Sequence[int], int]]:
+    """Each group with the row at which it starts."""
+    starts = []
+    for group in groups:
+        starts.append((group, first))
+        first += len(group)
+    return starts

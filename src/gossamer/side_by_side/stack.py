@@ -15,7 +15,7 @@ class NetworkStack:
     """The parameters of all networks, as one matrix with a row for each network, and a forward pass over all of them.
 
     The columns of `variables` are the connections (the weights that can be made sparse), then all other parameters. The
-    forward pass reads copies of them, `leaves`, which may be of lower precision; autograd leaves gradients there.
+    forward pass reads copies of them, `leaves`, which may be of lower precision.
     """
 
     def __init__(self, networks: Sequence[nn.Module], *, device: torch.device, dtype: torch.dtype) -> None:
@@ -28,8 +28,8 @@ class NetworkStack:
         shapes = [self.template.get_parameter(name).shape for name in self.names]
         self.shapes = dict(zip(self.names, shapes, strict=True))
         self.sizes = [shape.numel() for shape in shapes]
-        self.connections = sum(self.sizes[: len(connections)])
         self.connection_sizes = self.sizes[: len(connections)]
+        self.connections = sum(self.connection_sizes)
         self.variables = torch.stack([self._row(network) for network in networks]).to(device, self.precise)
         self.buffers = {
             name: torch.stack([self._buffer(network.get_buffer(name)) for network in networks])
@@ -59,15 +59,20 @@ class NetworkStack:
         self.buffers = {name: buffer.index_select(0, index) for name, buffer in self.buffers.items()}
         self._make_leaves()
 
-    def take_gradients(self) -> Tensor:
+    def gradients(self, loss: Tensor) -> Tensor:
         """The gradients of all parameters as a matrix like `variables`."""
-        return torch.cat([self._columns_of(name, self._gradient(name)) for name in self.names], dim=1).to(self.precise)
+        # Not by backward(), which would rearrange each gradient in memory before it leaves it in a leaf.
+        leaves = [self.leaves[name] for name in self.names]
+        found = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
+        columns = [_storage_order(gradient).reshape(len(self), -1) for gradient in found]
+        connections = columns[: len(self.connection_sizes)]
+        parts = [torch.cat(part, dim=1).to(self.precise) for part in (connections, columns[len(connections) :]) if part]
+        return torch.cat(parts, dim=1)
 
     def show_(self, variables: Tensor) -> None:
         """Put these values into the leaves that the forward pass reads."""
-        parts = variables.split(self.sizes, dim=1)  # type: ignore[no-untyped-call]
-        leaves = [_storage_order(leaf) for leaf in self.leaves.values()]
-        torch._foreach_copy_(leaves, [part.view(leaf.shape) for part, leaf in zip(parts, leaves, strict=True)])
+        self._shown_connections.copy_(variables[:, : self.connections])
+        self._shown_others.copy_(variables[:, self.connections :])
 
     def network(self, row: int, variables: Tensor) -> nn.Module:
         """One of the networks as a plain module, with these variables."""
@@ -82,17 +87,24 @@ class NetworkStack:
         return network
 
     def _make_leaves(self) -> None:
-        self.leaves = {name: self._leaf(shape) for name, shape in self.shapes.items()}
-        with torch.no_grad():
-            self.show_(self.variables)
+        """The leaves are views into two matrices, so that all can be filled at once."""
+        count = self.connections
+        self._shown_connections = self.variables[:, :count].to(self.dtype, copy=True)
+        self._shown_others = self.variables[:, count:].clone()
+        columns = [
+            *torch.split(self._shown_connections, self.connection_sizes, dim=1),
+            *torch.split(self._shown_others, self.sizes[len(self.connection_sizes) :], dim=1),
+        ]
+        self.leaves = {
+            name: self._leaf(part, self.shapes[name]) for name, part in zip(self.names, columns, strict=True)
+        }
 
-    def _leaf(self, shape: torch.Size) -> Tensor:
-        dtype = self.dtype if len(shape) > 1 else self.precise
+    def _leaf(self, columns: Tensor, shape: torch.Size) -> Tensor:
         if len(shape) != 4:
-            return torch.zeros(len(self), *shape, dtype=dtype, device=self.device, requires_grad=True)
+            return columns.view(len(self), *shape).detach().requires_grad_()
         out, into, height, width = shape
-        channels_last = torch.zeros(len(self), out, height, width, into, dtype=dtype, device=self.device)
-        return channels_last.permute(0, 1, 4, 2, 3).requires_grad_()
+        channels_last = columns.view(len(self), out, height, width, into)
+        return channels_last.permute(0, 1, 4, 2, 3).detach().requires_grad_()
 
     def _row(self, network: nn.Module) -> Tensor:
         tensors = [network.get_parameter(name).detach()[None] for name in self.names]
@@ -100,13 +112,6 @@ class NetworkStack:
 
     def _buffer(self, buffer: Tensor) -> Tensor:
         return buffer.to(self.device, self.precise if buffer.is_floating_point() else buffer.dtype)
-
-    def _gradient(self, name: str) -> Tensor:
-        gradient = self.leaves[name].grad
-        return torch.zeros_like(self.leaves[name]) if gradient is None else gradient
-
-    def _columns_of(self, name: str, tensor: Tensor) -> Tensor:
-        return _storage_order(tensor).reshape(len(tensor), -1)
 
 
 def _storage_order(stacked: Tensor) -> Tensor:

@@ -163,21 +163,24 @@ def _sync_folder(folder: Path) -> None:
 # --- the random number generators ---
 
 
-def random_states() -> dict[str, Any]:
-    """The state of every generator that training may draw from, as tensors and plain values."""
+def random_states(device: torch.device | None = None) -> dict[str, Any]:
+    """The state of every generator that training on `device` may draw from, as tensors and plain values.
+
+    Of this one GPU alone: to ask the others would take memory on each of them.
+    """
     kind, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
     return {
         "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+        "cuda": [torch.cuda.get_rng_state(device)] if device is not None and device.type == "cuda" else [],
         "python": random.getstate(),
         "numpy": (str(kind), np.asarray(keys).tolist(), int(position), int(has_gauss), float(gauss)),
     }
 
 
-def set_random_states(states: dict[str, Any]) -> None:
+def set_random_states(states: dict[str, Any], device: torch.device | None = None) -> None:
     torch.set_rng_state(states["torch"])
-    if torch.cuda.is_available() and len(states["cuda"]) == torch.cuda.device_count():
-        torch.cuda.set_rng_state_all(states["cuda"])
+    if device is not None and device.type == "cuda" and states["cuda"]:
+        torch.cuda.set_rng_state(states["cuda"][0], device)
     version, internal, gauss = states["python"]
     random.setstate((version, tuple(internal), gauss))
     kind, keys, position, has_gauss, cached = states["numpy"]

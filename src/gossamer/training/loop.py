@@ -13,31 +13,26 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 
 from gossamer.data.batches import seed_for
 from gossamer.schedule import Plan, make_plan
 from gossamer.sparsifier import Sparsifier
-from gossamer.training import networks, result, snapshot
+from gossamer.training import modes, networks, result, snapshot
 from gossamer.training.checkpoint import Checkpoints
 from gossamer.training.methods import SparseTraining, method_of
-from gossamer.training.optimise import PHASED, learning_rate, make_optimizer, set_learning_rate
-from gossamer.training.place import Place, forward_of, join, shard_, synchronise_batch_norm, whole_state
+from gossamer.training.optimise import PHASED, learning_rate, make_optimizer
+from gossamer.training.place import fast_algorithms, forward_of, join, shard_, synchronise_batch_norm, whole_state
 from gossamer.training.progress import Observer, Observers, Status
 from gossamer.training.run import Run
 from gossamer.training.snapshot import Parts
+from gossamer.training.step import Meter, Step
 from gossamer.training.task import make_task
 
 _ASK_EVERY = 10  # steps after which several processes ask each other whether to stop or to write a checkpoint
-_LOOK_EVERY = 50  # steps after which the loss on an accelerator is looked at, as looking means waiting
 
 
 class Interrupted(KeyboardInterrupt):
     """The run was asked to stop, and has stopped after a checkpoint."""
-
-
-class LossNotFinite(ArithmeticError):
-    """The loss has become infinite or not a number."""
 
 
 def train(run: Run, out: Path | str, *, observers: Sequence[Observer] = ()) -> dict[str, Any]:
@@ -49,22 +44,23 @@ def train(run: Run, out: Path | str, *, observers: Sequence[Observer] = ()) -> d
         return done
     if run.batch_size < place.world:
         raise ValueError(f"expected a batch_size of at least one sample a process ({place.world})")
-    task = make_task(run, place)
+    chosen = modes.resolve(run, place)
+    task = make_task(chosen, place)
     if run.schedule == "plateau" and not task.has_validation:
         raise ValueError("schedule=plateau needs a validation part: set validation= to hold some images out")
     total, per_epoch = len(task.source) * run.epochs, len(task.source)
 
     torch.manual_seed(run.seed)
     model = networks.create(run, task.num_classes)
-    model = networks.to_layout(model, run, place.device).train()
+    model = networks.to_layout(model, chosen, place.device).train()
     networks.check_shapes(run, model, task.example(), task.num_classes)
     model = synchronise_batch_norm(model, place)
     shard_(model, run, place)
     torch.manual_seed(seed_for(run.seed, place.rank))  # of dropout, which each process draws for itself
 
-    optimizer = make_optimizer(run, model)
+    optimizer = make_optimizer(chosen, model)
     sparsifier = build_method(run, model, optimizer, total, per_epoch, task.example())
-    forward = forward_of(model, run, place)
+    forward = forward_of(model, chosen, place)
 
     if place.leads:
         folder.mkdir(parents=True, exist_ok=True)
@@ -73,7 +69,8 @@ def train(run: Run, out: Path | str, *, observers: Sequence[Observer] = ()) -> d
     clock = _Clock(snapshot.restore(checkpoints, run, place, parts), run.checkpoint_minutes)
     step = task.source.state.epoch * per_epoch + task.source.state.step
     plan = _plan_without_masks(run, total, per_epoch) if sparsifier is None else None
-    meter = _Meter(place)
+    meter = Meter(place, step)
+    take_step = Step(chosen, place, task, model, optimizer, sparsifier, forward, meter)
 
     def status(*, lr: float, validation: float | None = None) -> Status:
         return Status(
@@ -91,7 +88,8 @@ def train(run: Run, out: Path | str, *, observers: Sequence[Observer] = ()) -> d
             decay=_decay(sparsifier),
         )
 
-    with Observers(observers if place.leads else ()) as watching, _StopSignal() as stop:
+    watching_all = Observers(observers if place.leads else ())
+    with fast_algorithms(place), watching_all as watching, _StopSignal() as stop:
         watching.begin(status(lr=run.lr))
         while step < total:
             if task.source.state.step == 0:
@@ -105,15 +103,9 @@ def train(run: Run, out: Path | str, *, observers: Sequence[Observer] = ()) -> d
                     steps_per_epoch=per_epoch,
                 )
                 lr *= parts.plateau.factor
-                set_learning_rate(optimizer, lr)
-                loss = task.loss(forward, batch)
-                meter.add(loss, step)
-                loss.backward()  # type: ignore[no-untyped-call]
-                if run.clip is not None:
-                    nn.utils.clip_grad_norm_(model.parameters(), run.clip)
-                optimizer.step()
-                optimizer.zero_grad()
+                take_step(batch, lr)
                 step += 1
+                meter.count(step)
 
                 epoch_over = step % per_epoch == 0
                 validation = None
@@ -148,6 +140,7 @@ def train(run: Run, out: Path | str, *, observers: Sequence[Observer] = ()) -> d
         finished = result.make_result(
             run,
             place,
+            mode=str(modes.mode_of(chosen)),
             counted=counted,
             metric=task.metric,
             test=test,
@@ -181,44 +174,8 @@ def _plan_without_masks(run: Run, total: int, per_epoch: int) -> Plan | None:
 def _decay(sparsifier: SparseTraining | None) -> float | None:
     if not isinstance(sparsifier, Sparsifier) or not sparsifier.phase.masks_train:
         return None
-    trace = sparsifier.health().decay
+    trace = sparsifier.health(layers=False).decay
     return trace[-1] if trace else None
-
-
-class _Meter:
-    """The mean loss since it was last read, and the first step whose loss was not finite."""
-
-    def __init__(self, place: Place) -> None:
-        self._place = place
-        self._look_every = 1 if place.device.type == "cpu" else _LOOK_EVERY
-        self._bad_step = torch.full((), -1, dtype=torch.int64, device=place.device)
-        self._sum = torch.zeros((), device=place.device)
-        self._count = 0
-
-    def add(self, loss: Tensor, step: int) -> None:
-        value = loss.detach()
-        self._sum += value
-        self._count += 1
-        is_first = (self._bad_step < 0) & ~torch.isfinite(value)
-        self._bad_step = torch.where(is_first, step, self._bad_step)
-        if step % self._look_every == 0:
-            self.check()
-
-    def check(self) -> None:
-        bad = int(self._bad_step)
-        if bad >= 0:
-            raise LossNotFinite(
-                f"the loss is not finite (infinite or NaN) at step {bad + 1}: try a smaller lr, lr_warmup=1ep, "
-                "clip=1, or precision=float32; checkpoints from before that step are kept"
-            )
-
-    def mean(self) -> float | None:
-        if self._count == 0:
-            return None
-        mean = float(self._place.mean(self._sum)) / self._count
-        self._sum.zero_()
-        self._count = 0
-        return mean
 
 
 class _Clock:

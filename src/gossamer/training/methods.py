@@ -1,6 +1,5 @@
 """The methods that a run can name, all driven through the steps of the optimizer."""
 
-import difflib
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, Protocol
@@ -8,8 +7,12 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from gossamer import methods
+from gossamer.methods.attach import Attached
+from gossamer.methods.lottery import rewound
 from gossamer.schedule import Phase, Plan
 from gossamer.sparsifier import Sparsifier
+from gossamer.training.optimise import learning_rate
 from gossamer.training.run import Run
 
 
@@ -60,12 +63,40 @@ def _scl(
     )
 
 
-METHODS: Mapping[str, Builder] = MappingProxyType({"dense": _dense, "scl": _scl})
+def _peer(
+    run: Run, model: nn.Module, optimizer: Optimizer, total: int, per_epoch: int, example: Tensor
+) -> SparseTraining:
+    if run.sparsity is None or run.leave_at is not None:
+        raise ValueError(
+            f"method={run.method}: expected sparsity= alone; only method=scl knows flops=, decay=, leave_at="
+        )
+
+    def shared(plan: Plan, step: int) -> float:
+        return learning_rate(run, plan, step, total_steps=total, steps_per_epoch=per_epoch)
+
+    def again(plan: Plan, step: int) -> float:
+        return rewound(plan, step, shared=lambda at: shared(plan, at), peak=run.lr)
+
+    return Attached(
+        model,
+        optimizer,
+        run.method,
+        sparsity=run.sparsity,
+        total_steps=total,
+        steps_per_epoch=per_epoch,
+        phases=run.mask_settings,
+        settings=run.method_settings,
+        seed=run.seed,
+        include=run.include or None,
+        exclude=run.exclude or None,
+        rate=again if methods.find(run.method).rewinds else None,
+    )
+
+
+METHODS: Mapping[str, Builder] = MappingProxyType(
+    {name: {"dense": _dense, "scl": _scl}.get(name, _peer) for name in methods.METHODS}
+)
 
 
 def method_of(run: Run) -> Builder:
-    if run.method in METHODS:
-        return METHODS[run.method]
-    near = difflib.get_close_matches(run.method, [*METHODS], n=1)
-    hint = f"did you mean {near[0]!r}?" if near else f"the methods are {', '.join(METHODS)}"
-    raise ValueError(f"unknown method {run.method!r}: {hint}")
+    return METHODS[methods.find(run.method).name]

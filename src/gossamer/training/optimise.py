@@ -16,32 +16,57 @@ The last one alone depends on what has happened; `Plateau` is all its state.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import SGD, AdamW, Optimizer
 
 from gossamer.schedule import Plan, steps_of
 from gossamer.training.run import Run
 
 PHASED = ("phases", "phases_cosine")  # schedules that follow the phases of the masks
+_OF_THE_DEVICE = ("lr", "fused", "foreach", "capturable")  # the learning rate is set anew in each step
 _LEAST_GAIN = 1e-4  # relative: less is no improvement
 
 
 def make_optimizer(run: Run, model: nn.Module) -> Optimizer:
+    """On a GPU in one kernel (`fused`), which reads the learning rate from the device, as a captured step has to.
+
+    Sharded parameters have no such kernel for SGD, and keep to plain numbers. `run` has to be resolved.
+    """
+    parameters = list(model.parameters())
+    fused = all(each.is_cuda and not isinstance(each, DTensor) for each in parameters)
+    captured = fused and bool(run.capture)
+    lr = torch.tensor(run.lr, device=parameters[0].device) if fused else run.lr
     if run.optimizer == "adamw":
-        return AdamW(model.parameters(), lr=run.lr, weight_decay=run.weight_decay)
+        return AdamW(parameters, lr=lr, weight_decay=run.weight_decay, fused=fused or None, capturable=captured)
     return SGD(
-        model.parameters(),
-        lr=run.lr,
+        parameters,
+        lr=lr,
         momentum=run.momentum,
         nesterov=run.nesterov,
         weight_decay=run.weight_decay,
+        fused=fused or None,
     )
 
 
 def set_learning_rate(optimizer: Optimizer, value: float) -> None:
     for group in optimizer.param_groups:
-        group["lr"] = value
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(value)  # in place, where a captured step reads it
+        else:
+            group["lr"] = value
+
+
+def load_optimizer_state(optimizer: Optimizer, state: dict[str, Any]) -> None:
+    """Load a state that may come from another device: how the optimizer computes stays as it was built here."""
+    groups = [
+        {**saved, **{name: own[name] for name in _OF_THE_DEVICE if name in own}}
+        for saved, own in zip(state["param_groups"], optimizer.param_groups, strict=True)
+    ]
+    optimizer.load_state_dict({**state, "param_groups": groups})
 
 
 def learning_rate(run: Run, plan: Plan | None, step: int, *, total_steps: int, steps_per_epoch: int) -> float:

@@ -9,7 +9,8 @@ whole batch, which torch synchronises on accelerators only.
 import atexit
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,13 +88,17 @@ def join(device: str) -> Place:
     """The place of this process; where torchrun has started several, join them."""
     world = int(os.environ.get("WORLD_SIZE", "1"))
     chosen = _device(device)
+    if chosen.type == "cuda":
+        own = os.environ.get("LOCAL_RANK", "0") if world > 1 else chosen.index
+        chosen = _device(f"cuda:{torch.cuda.current_device() if own is None else own}")
+        torch.cuda.set_device(chosen)  # streams, graphs and kernels of Triton are those of the current device
     if world == 1:
         return Place(chosen)
-    if chosen.type == "cuda":
-        chosen = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-        torch.cuda.set_device(chosen)
     if not dist.is_initialized():
-        dist.init_process_group("nccl" if chosen.type == "cuda" else "gloo")
+        if chosen.type == "cuda":
+            dist.init_process_group("nccl", device_id=chosen)
+        else:
+            dist.init_process_group("gloo")
         # Kept for further runs of this process: torchrun's store does not take a second group of the same name.
         atexit.register(_leave)
     return Place(chosen, dist.get_rank(), dist.get_world_size())
@@ -119,6 +124,17 @@ def _device(name: str) -> torch.device:
                 "set device=cpu (or auto), or install the driver and a torch built for CUDA"
             )
     return device
+
+
+@contextmanager
+def fast_algorithms(place: Place) -> Iterator[None]:
+    """Let cuDNN try its algorithms for shapes it has not seen, and take the fastest: here shapes never change."""
+    before = torch.backends.cudnn.benchmark
+    torch.backends.cudnn.benchmark = before or place.device.type == "cuda"
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.benchmark = before
 
 
 def synchronise_batch_norm(model: nn.Module, place: Place) -> nn.Module:

@@ -28,9 +28,18 @@ LAYERS = "layers.json"
 
 
 def make_result(
-    run: Run, place: Place, *, counted: Report, metric: str, test: float, validation: float | None, seconds: float
+    run: Run,
+    place: Place,
+    *,
+    mode: str,
+    counted: Report,
+    metric: str,
+    test: float,
+    validation: float | None,
+    seconds: float,
 ) -> dict[str, Any]:
-    """The result as plain values. `flops` are those of one sample (of a language model: one word)."""
+    """The result as plain values. `mode` is how steps were computed; `flops` are those of one sample (of a language
+    model: one word)."""
     total = counted.total
     result: dict[str, Any] = {
         "run_id": run.run_id,
@@ -48,6 +57,7 @@ def make_result(
         "model": run.model,
         "data": run.data,
         "seconds": seconds,
+        "mode": mode,
         "config": run.to_dict(),
         "versions": versions(),
         "commit": commit(),

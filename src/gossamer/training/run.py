@@ -15,6 +15,7 @@ from functools import cache
 from types import MappingProxyType
 from typing import Any
 
+from gossamer.methods import ALIASES, METHODS, make_options
 from gossamer.schedule import steps_of
 from gossamer.settings import PRESETS, Settings, choose
 from gossamer.training.values import Scalar, guess, parse, typed
@@ -23,11 +24,17 @@ FORMAT = 1  # of the dictionary and of the files that hold it
 
 OPTIMIZERS = ("sgd", "adamw")
 SCHEDULES = ("constant", "cosine", "steps", "phases", "phases_cosine", "plateau")
-PRECISIONS = ("float32", "bf16")
+AUTO = "auto"
+PRECISIONS = (AUTO, "float32", "bf16")
 SHARDINGS = ("ddp", "fsdp2")
 
+_SHARED_BY_ALL = ("warmup", "sparsify", "stabilise", "floor")  # settings that every method has
+
 # Where a run is computed and how often it is written down: the same run, whatever these are.
-_NOT_IN_IDENTITY = frozenset({"device", "data_root", "workers", "checkpoint_minutes", "checkpoint_steps", "log_steps"})
+_NOT_IN_IDENTITY = frozenset(
+    {"device", "data_root", "workers", "checkpoint_minutes", "checkpoint_steps", "log_steps"}
+    | {"channels_last", "compile", "capture"}
+)
 
 
 def _no_options() -> Mapping[str, Scalar]:
@@ -79,14 +86,15 @@ class Run:
     lr_factor: float = 0.1  # of each drop; of the end of the mask phases for phases_cosine
 
     # The arithmetic.
-    precision: str = "float32"
-    channels_last: bool = False
-    compile: bool = False
+    precision: str = AUTO  # by measurement, as the switches that are None: see gossamer.training.modes
     sharding: str = "ddp"  # where there are several processes
     evaluate_every: int = 1  # epochs between two looks at the validation part
 
-    # Where, and what is written: not part of the identity.
+    # Where, how fast, and what is written: not part of the identity.
     device: str = "auto"
+    channels_last: bool | None = None
+    compile: bool | None = None
+    capture: bool | None = None  # the whole step as one CUDA graph
     data_root: str | None = None
     workers: int = 4  # processes that decode the images of a folder
     checkpoint_minutes: float = 5.0  # 0 switches off
@@ -112,7 +120,13 @@ class Run:
 
     @property
     def mask_settings(self) -> Settings:
-        return choose(self.preset, self.settings)
+        return choose(self.preset, _shared_settings(self))
+
+    @property
+    def method_settings(self) -> dict[str, Scalar]:
+        """The settings that only the method of this run knows."""
+        shared = _shared_settings(self)
+        return {name: value for name, value in self.settings.items() if name not in shared}
 
     def differences(self) -> dict[str, Any]:
         """The fields whose values are not the defaults, as plain values."""
@@ -186,7 +200,10 @@ def _wrong_choices(run: Run) -> list[str]:
     ]
     if run.preset in PRESETS:
         try:
-            choose(run.preset, run.settings)
+            choose(run.preset, _shared_settings(run))
+            rule = METHODS.get(ALIASES.get(run.method, run.method))
+            if rule is not None:
+                make_options(rule, run.method_settings)
         except (TypeError, ValueError) as error:
             wrong.append(f"settings: {error}")
     return wrong
@@ -238,6 +255,13 @@ def _wrong_durations(run: Run) -> list[str]:
     if (run.schedule == "steps") != bool(run.lr_drops):
         wrong.append(f"lr_drops go with schedule=steps, got schedule={run.schedule} and lr_drops={run.lr_drops}")
     return wrong
+
+
+def _shared_settings(run: Run) -> dict[str, Scalar]:
+    """The settings that are fields of Settings: all of them, but a peer (gossamer.methods) shares only some."""
+    if run.method in ("dense", "scl"):
+        return dict(run.settings)
+    return {name: value for name, value in run.settings.items() if name in _SHARED_BY_ALL}
 
 
 # --- plain values and text ---

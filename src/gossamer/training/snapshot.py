@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from gossamer.data import Position
 from gossamer.training.checkpoint import Checkpoints, random_states, reshard, set_random_states, unshard
 from gossamer.training.methods import SparseTraining
-from gossamer.training.optimise import Plateau
+from gossamer.training.optimise import Plateau, load_optimizer_state
 from gossamer.training.place import Place
 from gossamer.training.run import Run
 from gossamer.training.task import Task
@@ -43,7 +43,7 @@ class Parts:
 
     def load(self, state: dict[str, Any]) -> None:
         self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
+        load_optimizer_state(self.optimizer, state["optimizer"])
         if self.sparsifier is not None:
             self.sparsifier.load_state_dict(state["sparsifier"])
 
@@ -55,7 +55,7 @@ class Parts:
 
 def save(checkpoints: Checkpoints, run: Run, place: Place, parts: Parts, *, step: int, seconds: float) -> bool:
     """Write a checkpoint; all processes have to take part. False where the disk did not take it."""
-    own: dict[str, Any] = {"random": random_states(), "task": unshard(parts.task.state())}
+    own: dict[str, Any] = {"random": random_states(place.device), "task": unshard(parts.task.state())}
     alike: dict[str, Any] = {}
     if parts.mesh() is not None:
         own |= unshard(parts.state())
@@ -95,5 +95,5 @@ def restore(checkpoints: Checkpoints, run: Run, place: Place, parts: Parts) -> f
     parts.task.load_state(own["task"])
     parts.task.source.state = Position(**state["position"])
     parts.plateau = Plateau(**state["plateau"])
-    set_random_states(own["random"])
+    set_random_states(own["random"], place.device)
     return float(state["seconds"])

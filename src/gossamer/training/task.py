@@ -53,6 +53,10 @@ class Task(Protocol):
         """The loss of this process's slice; its mean over processes is the loss of the batch."""
         ...
 
+    def carry(self) -> None:
+        """After the backward pass of a batch: let the next one go on from where it has ended."""
+        ...
+
     def begin_epoch(self) -> None: ...
 
     def evaluate(self, model: nn.Module, part: str) -> float:
@@ -104,8 +108,11 @@ class ImageTask:
         loss = functional.cross_entropy(logits.float(), labels[mine], label_smoothing=self._run.label_smoothing)
         return loss * self._place.weight_of(len(labels)) if self._place.world > 1 else loss
 
-    def begin_epoch(self) -> None:
+    def carry(self) -> None:
         pass  # images are independent of each other
+
+    def begin_epoch(self) -> None:
+        pass
 
     def evaluate(self, model: nn.Module, part: str) -> float:
         right = torch.zeros((), dtype=torch.int64, device=self._place.device)
@@ -129,8 +136,8 @@ def _of_images(run: Run, place: Place, dataset: ImageSet) -> tuple[Source, dict[
         dataset = replace(dataset, padding=0, flip=False)
     dataset = dataset.to(place.device)
     named = {"test": dataset.test, "validation": dataset.validation}
-    return Batches.training(dataset, run.batch_size, seed=run.seed, channels_last=run.channels_last), {
-        name: Batches.evaluation(dataset, part, _EVALUATION_BATCH, channels_last=run.channels_last)
+    return Batches.training(dataset, run.batch_size, seed=run.seed, channels_last=bool(run.channels_last)), {
+        name: Batches.evaluation(dataset, part, _EVALUATION_BATCH, channels_last=bool(run.channels_last))
         for name, part in named.items()
         if part is not None
     }
@@ -148,7 +155,7 @@ def _of_folder(run: Run, place: Place, dataset: FolderSet) -> tuple[Source, dict
         "resize": size * 256 // 224,
         "workers": run.workers,
         "device": place.device,
-        "channels_last": run.channels_last,
+        "channels_last": bool(run.channels_last),
     }
     training = FolderBatches(dataset, dataset.train, run.batch_size, training=True, seed=run.seed, **common)
     return training, {"test": FolderBatches(dataset, dataset.validation, run.batch_size, training=False, **common)}
@@ -164,7 +171,9 @@ class TextTask:
         self._run, self._place, self._dataset = run, place, dataset
         self.num_classes = len(dataset.vocabulary)
         self.source: Source = TextBatches(dataset.train, run.batch_size, length=run.bptt, device=place.device)
+        # In its own place on the device, where a captured step finds it again.
         self._hidden: tuple[Tensor, ...] | None = None
+        self._next: tuple[Tensor, ...] = ()
 
     def example(self) -> Tensor:
         return torch.zeros(1, 2, dtype=torch.int64, device=self._place.device)
@@ -174,14 +183,23 @@ class TextTask:
         tokens, following = (part[:, self._place.slice_of(count)] for part in batch)
         with autocast(self._run, self._place):
             logits, hidden = forward(tokens, self._hidden)
-        self._hidden = tuple(part.detach() for part in hidden)
+        self._next = tuple(part.detach() for part in hidden)
         loss = functional.cross_entropy(
             logits.float().flatten(0, 1), following.flatten(), label_smoothing=self._run.label_smoothing
         )
         return loss * self._place.weight_of(count) if self._place.world > 1 else loss
 
+    def carry(self) -> None:
+        if self._hidden is None:
+            self._hidden = tuple(part.clone() for part in self._next)
+        else:
+            for kept, new in zip(self._hidden, self._next, strict=True):
+                kept.copy_(new)
+        self._next = ()
+
     def begin_epoch(self) -> None:
-        self._hidden = None
+        for part in self._hidden or ():
+            part.zero_()
 
     def evaluate(self, model: nn.Module, part: str) -> float:
         stream = self._dataset.test if part == "test" else self._dataset.validation

@@ -37,6 +37,8 @@ def parse(kind: Any, name: str, text: str) -> Any:
     if NoneType in allowed and text.lower() in ("none", "null", ""):
         return None
     wanted = next(each for each in allowed if each is not NoneType)
+    if NoneType in allowed and wanted is bool and text.lower() == "auto":
+        return None  # a switch that is left open
     try:
         return _WORDS[text.lower()] if wanted is bool else wanted(text)
     except (ValueError, KeyError):

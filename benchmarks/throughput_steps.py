@@ -1,0 +1,128 @@
+"""What benchmarks/throughput.py measures: a step of training as `gossamer train` takes it, on random data."""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from gossamer import Sparsifier, models
+from gossamer.data import ImageSet, Labelled, TextSet
+from gossamer.recipes import RECIPES
+from gossamer.training import Run, networks
+from gossamer.training.modes import Mode
+from gossamer.training.optimise import make_optimizer
+from gossamer.training.place import Place, forward_of
+from gossamer.training.step import Meter, Step
+from gossamer.training.task import ImageTask, TextTask, autocast
+
+FLAT = ("fc_densenet_mnist", "lenet300", "indrnn")  # they take images as vectors
+TINY_WORDS = 16  # vocabulary and units of the language model in a check
+
+
+def modes_of(entry: models.ModelEntry, *, compiled: bool) -> list[Mode]:
+    """The modes that make sense for a network: layouts for images, compilation for all but cuDNN's LSTM."""
+    bf16 = Mode("bf16")
+    convolutions = not entry.tokens and len(entry.input_shape) == 3 and entry.name not in FLAT
+    if compiled:
+        best = replace(bf16, channels_last=convolutions, compile=True, capture=True)
+        return [] if entry.tokens else [best]
+    plain = [Mode(), replace(Mode(), capture=True), bf16, replace(bf16, capture=True)]
+    if entry.tokens:
+        return plain[:2]  # under autocast torch would compute its LSTM in float16, whose small gradients vanish
+    if not convolutions:
+        return plain
+    return [*plain, replace(bf16, channels_last=True), replace(bf16, channels_last=True, capture=True)]
+
+
+class MapTask:
+    """Regression of a random map on random vectors, for the one network that is no classifier."""
+
+    def __init__(self, run: Run, place: Place, width: int) -> None:
+        self._run, self._place = run, place
+        self.source = [tuple(torch.randn(2, run.batch_size, width, device=place.device))]
+
+    def loss(self, forward: Callable[..., Any], batch: tuple[Tensor, Tensor]) -> Tensor:
+        with autocast(self._run, self._place):
+            fitted = forward(batch[0])
+        return functional.mse_loss(fitted.float(), batch[1])
+
+    def carry(self) -> None:
+        pass
+
+
+@dataclass(frozen=True)
+class Case:
+    """A network with the batches and the optimizer of its recipe."""
+
+    entry: models.ModelEntry
+    run: Run
+    device: torch.device
+
+    @property
+    def samples(self) -> int:
+        """Images, or words, of one step."""
+        return self.run.batch_size * (self.run.bptt if self.entry.tokens else 1)
+
+    def task(self, run: Run, place: Place) -> Any:
+        """Random data of the network's kind."""
+        entry, classes = self.entry, self.classes
+        torch.manual_seed(0)
+        if entry.tokens:
+            stream = torch.randint(classes, (run.batch_size * (50 * run.bptt + 1),))  # no window is short
+            return TextTask(run, place, TextSet("random", stream, stream, stream, tuple(map(str, range(classes)))))
+        if len(entry.input_shape) == 1:
+            return MapTask(run, place, *entry.input_shape)
+        count = run.batch_size * (2 if entry.data == "imagefolder" else 100)
+        channels, augmented = entry.input_shape[0], entry.data == "cifar10"
+        images = torch.randint(256, (count, *entry.input_shape), dtype=torch.uint8)
+        part = Labelled(images, torch.randint(classes, (count,)))
+        names, middle = tuple(map(str, range(classes))), (0.5,) * channels
+        dataset = ImageSet("random", part, part, names, middle, middle, padding=4 * augmented, flip=augmented)
+        return ImageTask(run, place, dataset)
+
+    @property
+    def classes(self) -> int:
+        return TINY_WORDS if self.run.model_options.get("hidden") == TINY_WORDS else self.entry.num_classes
+
+    def build(self) -> nn.Module:
+        options = {key: value for key, value in self.run.model_options.items() if key != "pretrained"}
+        with self.device:  # random weights are drawn much faster on a GPU
+            return models.create(self.entry.name, num_classes=self.classes, **options)
+
+
+def case_of(name: str, device: torch.device, *, tiny: bool) -> Case:
+    entry = models.entry(name)
+    recipes = (recipe.run for recipe in RECIPES if recipe.run.model == name and recipe.run.sparsity is not None)
+    run = next(recipes, Run(model=name, data=entry.data, method="scl", sparsity=0.95))
+    if tiny:
+        options = {"hidden": TINY_WORDS} if entry.tokens else {}
+        run = replace(run, batch_size=4, bptt=5, model_options=options)
+    return Case(entry, run, device)
+
+
+class Trained:
+    """A network with everything that a step needs; calling it takes one step."""
+
+    def __init__(self, case: Case, mode: Mode, *, sparse: bool) -> None:
+        run, place = replace(case.run, **asdict(mode)), Place(case.device)
+        task = case.task(run, place)
+        model = networks.to_layout(case.build(), run, case.device).train()
+        optimizer = make_optimizer(run, model)
+        sparsifier = None
+        if sparse:
+            phases = {"warmup": "0it", "sparsify": "900000it", "stabilise": "0it"}
+            sparsifier = Sparsifier(model, optimizer, sparsity=run.sparsity, total_steps=1_000_000, **phases)
+        forward = forward_of(model, run, place)
+        self._step = Step(run, place, task, model, optimizer, sparsifier, forward, Meter(place, 0))
+        self._batches = endless(task.source)
+
+    def __call__(self) -> None:
+        self._step(next(self._batches), 1e-4)  # so small that random data cannot make it diverge
+
+
+def endless(source: Iterable[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
+    while True:
+        yield from source

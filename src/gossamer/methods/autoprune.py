@@ -1,0 +1,86 @@
+"""AutoPrune: a mask variable a weight whose gradient forgets how large the weight is.
+
+Rule: w̄ = w ⊙ H(m); m follows ∂L/∂w̄ ⊙ sgn(w)·h'(m), h' the derivative of leaky ReLU or softplus, and a constant that
+pushes it down; w follows the gradient of w̄. Published, w learns from the training set and m from another set, in two
+passes.
+Reference: Xiao, Wang & Rajasekaran 2019, AutoPrune: Automatic Network Pruning by Regularizing Auxiliary Parameters.
+Ours: the constant is solved for, so that the budget is met; m starts at |w| of the warmed-up network and its gradient
+is divided by its root mean square over the network, as for SCL. One pass by default, which leaves all batches to the
+weights; `two_pass` gives every other batch to the masks instead.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from gossamer import method
+from gossamer.methods.budgets import GlobalBudget, magnitude
+from gossamer.methods.rule import DenseGradient, Layout, Options, Request, Timeline
+
+ESTIMATORS = ("leaky_relu", "softplus")
+
+
+@dataclass(frozen=True)
+class AutoPruneOptions(Options):
+    mask_lr: float = 0.01
+    estimator: str = "softplus"
+    alpha: float = 0.1  # slope of leaky_relu
+    two_pass: bool = False
+
+    def __post_init__(self) -> None:
+        if self.estimator not in ESTIMATORS:
+            raise ValueError(f"estimator: expected one of {', '.join(ESTIMATORS)}, got {self.estimator!r}")
+
+
+class AutoPrune(DenseGradient[AutoPruneOptions]):
+    name, title, options = "autoprune", "sign rule for masks (AutoPrune)", AutoPruneOptions
+    reference = "Xiao et al. 2019, AutoPrune: Automatic Network Pruning by Regularizing Auxiliary Parameters"
+    apart = ("estimator", "alpha", "two_pass")
+
+    def __init__(
+        self,
+        layout: Layout,
+        requests: Sequence[Request[AutoPruneOptions]],
+        timeline: Timeline,
+        weights: Tensor,
+        *,
+        floor: float,
+    ) -> None:
+        self._settings, self._timeline = requests[0].settings, timeline
+        self._rate = timeline.annealed([request.settings.mask_lr for request in requests])
+        self._budget = GlobalBudget(layout, requests, timeline, magnitude(weights), floor=floor)
+
+    @property
+    def mask(self) -> Tensor:
+        return self._budget.mask
+
+    def learn_(self, gradient: Tensor, weights: Tensor) -> None:
+        direction = method.mask_gradient(
+            gradient,
+            weights.sign(),
+            self._budget.score,
+            estimator=self._settings.estimator,
+            alpha=self._settings.alpha,
+        )
+        size = direction.square().mean(1, keepdim=True).sqrt() + method.EPSILON
+        rate = self._timeline.now(self._rate)
+        if self._settings.two_pass:
+            turn = self._timeline.clock % 2
+            rate = 2.0 * rate * turn  # half as many steps
+            gradient.mul_(1 - turn)
+        self._budget.score.sub_(direction / size * rate)
+        self._budget.meet_()
+
+    def due(self, step: int) -> bool:
+        return self._budget.floor_is_due(step)
+
+    def refresh_(self, weights: Tensor, step: int) -> None:
+        self._budget.choose_floor_()
+
+    def freeze_(self, weights: Tensor) -> Tensor:
+        self._budget.cut_()
+        return self._budget.mask
+
+    def state(self) -> dict[str, Tensor]:
+        return self._budget.state()

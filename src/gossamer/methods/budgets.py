@@ -1,0 +1,121 @@
+"""Choosing which connections stay: over the whole network by one threshold, or tensor by tensor."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gossamer.budget import meet_budgets_
+from gossamer.methods.rule import Layout, Request, Timeline
+
+_FLOOR_EVERY = 100  # steps between two choices of the connections that the floor keeps
+
+
+class GlobalBudget:
+    """Keeps, in each row, the connections with the largest scores: as many as the budget of the step allows.
+
+    `score` is lowered in place by the threshold, so that what stays is above zero (budget.py); the floor keeps the
+    strongest connections of each tensor whatever the threshold is. The `ramp` of the budget is "cubic", "at_once", or
+    "none" where only the final budget is ever met.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        requests: Sequence[Request[Any]],
+        timeline: Timeline,
+        score: Tensor,
+        *,
+        floor: float,
+        ramp: str = "cubic",
+    ) -> None:
+        self._layout, self._timeline, self._floors = layout, timeline, layout.floors(floor)
+        self.score = score
+        self.mask = torch.ones_like(score, dtype=torch.bool)
+        keep = [layout.keep(request.sparsity) for request in requests]
+        for request, left in zip(requests, keep, strict=True):
+            if sum(self._floors) > left:
+                raise ValueError(
+                    f"sparsity={request.sparsity} leaves {left} connections, but the floor keeps {sum(self._floors)} "
+                    "of them: ask for less, or lower floor= (0 lets whole tensors die)"
+                )
+        self._table = None if ramp == "none" else timeline.budgets(layout.count, keep, at_once=ramp == "at_once")
+        self._final = torch.tensor(keep, device=score.device)
+        self._protected = self._strongest() if floor else None
+
+    def meet_(self) -> Tensor:
+        """Meet the budget of this step. Returns the thresholds."""
+        assert self._table is not None
+        return self._meet(self._timeline.now(self._table)[:, 0])
+
+    def cut_(self) -> Tensor:
+        """Meet the final budget, if that has not been done yet. Returns the thresholds."""
+        return self._meet(self._final)
+
+    def floor_is_due(self, step: int) -> bool:
+        return self._protected is not None and step % _FLOOR_EVERY == 0
+
+    def choose_floor_(self) -> None:
+        if self._protected is not None:
+            self._protected.copy_(self._strongest())
+
+    def keep_floor_(self) -> None:
+        """Where no budget is met: what the floor keeps stays above zero."""
+        if self._protected is not None:
+            kept = self.score.gather(1, self._protected).clamp_min(torch.finfo(self.score.dtype).tiny)
+            self.score.scatter_(1, self._protected, kept)
+
+    def state(self) -> dict[str, Tensor]:
+        tensors = {"score": self.score, "mask": self.mask}
+        return tensors if self._protected is None else {**tensors, "protected": self._protected}
+
+    def _meet(self, budget: Tensor) -> Tensor:
+        if self._protected is None:
+            return meet_budgets_(self.score, self.mask, budget)
+        kept = self.score.gather(1, self._protected)
+        self.score.scatter_(1, self._protected, torch.inf)
+        thresholds = meet_budgets_(self.score, self.mask, budget)
+        lowered = (kept - thresholds[:, None]).clamp_min(torch.finfo(kept.dtype).tiny)
+        self.score.scatter_(1, self._protected, lowered)
+        return thresholds
+
+    def _strongest(self) -> Tensor:
+        """Positions, in each row, of the scores of each tensor that the floor keeps."""
+        found, offset = [], 0
+        for part, share in zip(self._layout.split(self.score), self._floors, strict=True):
+            found.append(part.topk(share, dim=1).indices + offset)
+            offset += part.shape[1]
+        return torch.cat(found, dim=1)
+
+
+def magnitude(weights: Tensor) -> Tensor:
+    """|w| as a score, above zero also where a weight is exactly zero."""
+    return weights.abs().clamp_min_(torch.finfo(weights.dtype).tiny)
+
+
+def shares(sizes: Sequence[int], total: int, densities: Sequence[float]) -> list[int]:
+    """Whole numbers near size · density, at least one and at most the size each, whose sum is exactly `total`."""
+    wanted = [size * density for size, density in zip(sizes, densities, strict=True)]
+    counts = [min(size, max(1, int(share))) for size, share in zip(sizes, wanted, strict=True)]
+    while sum(counts) != total:
+        up = sum(counts) < total
+        room = [
+            (wanted[index] - counts[index] if up else counts[index] - wanted[index], index)
+            for index, size in enumerate(sizes)
+            if (counts[index] < size if up else counts[index] > 1)
+        ]
+        if not room:
+            raise ValueError(f"expected a total from {len(sizes)} to {sum(sizes)} connections, got {total}")
+        # The largest remainders first; a tensor with much room takes all that is missing only when others are full.
+        for _, index in sorted(room, reverse=True)[: abs(total - sum(counts))]:
+            counts[index] += 1 if up else -1
+    return counts
+
+
+def largest(scores: Tensor, counts: Sequence[int]) -> Tensor:
+    """For each row its so many largest scores, as a mask; of equal ones the earliest."""
+    order = scores.argsort(dim=1, descending=True, stable=True)
+    rank = torch.arange(scores.shape[1], device=scores.device)
+    chosen = rank < torch.tensor(counts, device=scores.device)[:, None]
+    return torch.zeros_like(chosen).scatter_(1, order, chosen)

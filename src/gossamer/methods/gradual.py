@@ -1,0 +1,62 @@
+"""Gradual magnitude pruning over the whole network, and all of it at once.
+
+Rule: the smallest |w| go, along a cubic from everything to the target; what has gone is zero and never returns. With
+`one_shot` the cut is made in the first step of the mask phases and the rest of the run is fine-tuning.
+References: Zhu & Gupta 2017, To Prune, or Not to Prune; Han et al. 2015, Learning both Weights and Connections.
+Ours: one threshold for the whole network (per layer in gradual_per_layer.py), in every step, with the floor a tensor.
+"""
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from gossamer.methods.budgets import GlobalBudget, magnitude
+from gossamer.methods.rule import Layout, Options, RemovedIsZero, Request, Timeline
+
+
+class _SmallestGo(RemovedIsZero[Options]):
+    """Removes for good, by magnitude over the whole network, what the budget does not allow."""
+
+    options = Options
+    ramp: ClassVar[str]
+
+    def __init__(
+        self, layout: Layout, requests: Sequence[Request[Options]], timeline: Timeline, weights: Tensor, *, floor: float
+    ) -> None:
+        score = magnitude(weights)
+        self._budget = GlobalBudget(layout, requests, timeline, score, floor=floor, ramp=self.ramp)
+
+    @property
+    def mask(self) -> Tensor:
+        return self._budget.mask
+
+    def learn_(self, gradient: Tensor, weights: Tensor) -> None:
+        gone = ~self._budget.mask
+        gradient.masked_fill_(gone, 0.0)
+        self._budget.score.copy_(weights.abs().masked_fill_(gone, -torch.inf))
+        self._budget.meet_()
+
+    def due(self, step: int) -> bool:
+        return self._budget.floor_is_due(step)
+
+    def refresh_(self, weights: Tensor, step: int) -> None:
+        self._budget.choose_floor_()
+
+    def freeze_(self, weights: Tensor) -> Tensor:
+        self._budget.cut_()
+        return self._budget.mask
+
+    def state(self) -> dict[str, Tensor]:
+        return self._budget.state()
+
+
+class Gradual(_SmallestGo):
+    name, title, ramp = "gradual", "gradual magnitude, global (Zhu & Gupta)", "cubic"
+    reference = "Zhu & Gupta 2017, To Prune, or Not to Prune"
+
+
+class OneShot(_SmallestGo):
+    name, title, ramp = "one_shot", "one-shot magnitude + fine-tuning (Han)", "at_once"
+    reference = "Han et al. 2015, Learning both Weights and Connections for Efficient Neural Networks"

@@ -1,0 +1,70 @@
+"""All methods by name."""
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import fields
+from types import MappingProxyType
+from typing import Any
+
+from gossamer.methods.autoprune import AutoPrune
+from gossamer.methods.dense import Dense
+from gossamer.methods.dpf import DPF
+from gossamer.methods.filters import L1Filter, Slimming, SoftFilter
+from gossamer.methods.gradual import Gradual, OneShot
+from gossamer.methods.gradual_per_layer import GradualPerLayer
+from gossamer.methods.hyperflux import Hyperflux
+from gossamer.methods.l0 import L0
+from gossamer.methods.lottery import Lottery
+from gossamer.methods.narang import Narang
+from gossamer.methods.rigl import RigL
+from gossamer.methods.rule import Options, Rule
+from gossamer.methods.scl import SCL
+from gossamer.methods.snip import SNIP
+from gossamer.methods.soft_threshold import STR
+from gossamer.methods.surgery import Surgery
+
+_RULES: tuple[type[Rule[Any]], ...] = (
+    Dense,
+    SCL,
+    DPF,
+    Gradual,
+    GradualPerLayer,
+    OneShot,
+    Narang,
+    Surgery,
+    Lottery,
+    SNIP,
+    RigL,
+    STR,
+    L0,
+    AutoPrune,
+    Hyperflux,
+    SoftFilter,
+    L1Filter,
+    Slimming,
+)
+
+METHODS: Mapping[str, type[Rule[Any]]] = MappingProxyType({rule.name: rule for rule in _RULES})
+ALIASES: Mapping[str, str] = MappingProxyType({"magnitude": "dpf"})
+
+
+def find(name: str) -> type[Rule[Any]]:
+    """The rule of a name, or of an older name for it."""
+    name = ALIASES.get(name, name)
+    if name in METHODS:
+        return METHODS[name]
+    near = difflib.get_close_matches(name, [*METHODS], n=1)
+    hint = f"did you mean {near[0]!r}?" if near else f"the methods are {', '.join(METHODS)}"
+    raise ValueError(f"unknown method {name!r}: {hint}")
+
+
+def make_options(rule: type[Rule[Any]], values: Mapping[str, Any]) -> Options:
+    """The settings of a method from names and values; what is not given has its default."""
+    known = [field.name for field in fields(rule.options)]
+    for name in values:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            there = f"its settings are {', '.join(known)}" if known else "it has none"
+            hint = f"did you mean {near[0]!r}?" if near else there
+            raise ValueError(f"unknown setting {name!r} of {rule.name}: {hint}")
+    return rule.options(**values)

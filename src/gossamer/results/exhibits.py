@@ -1,0 +1,136 @@
+"""The exhibits of the paper."""
+
+import statistics
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from gossamer.results.records import Record, mean_and_spread, read, table
+
+
+def map_fitting_rows(records: Sequence[Record]) -> list[list[str]]:
+    """For each estimator, without and with normalisation: at the paper's rate, and at the best rate of the grid."""
+    rows = []
+    for fits in (record["fits"] for record in records):
+        cells: dict[tuple[str, str, float], list[Record]] = defaultdict(list)
+        for fitted in fits:
+            fit = fitted["fit"]
+            cells[fit["scale"], fit["anneal"], fit["mask_lr"]].append(fitted)
+        row = [fits[0]["fit"]["estimator"]]
+        for scale in ("none", "batch"):
+            row.append(_fitted(cells[scale, "constant", 0.1]))
+            for anneal in ("constant", "cosine"):
+                tried = [group for (s, a, _), group in cells.items() if (s, a) == (scale, anneal)]
+                best = min(tried, key=lambda group: statistics.mean(each["error"] for each in group))
+                row.append(f"{_fitted(best)} at {best[0]['fit']['mask_lr']:g}")
+        rows.append(row)
+    return rows
+
+
+def _fitted(group: Sequence[Record]) -> str:
+    error, recovered = (statistics.mean(each[key] for each in group) for key in ("error", "recovered"))
+    return f"{error:.4f} ({recovered:.0%})"
+
+
+def map_fitting(root: Path) -> str:
+    records = read(root / "map-fitting")
+    steps, seeds = records[0]["steps"], len({fitted["fit"]["seed"] for fitted in records[0]["fits"]})
+    head = ["estimator"]
+    for scale in ("raw", "normalised"):
+        head += [f"{scale}, rate 0.1", f"{scale}, best constant rate", f"{scale}, best cosine rate"]
+    return "\n\n".join(
+        [
+            "## Map fitting",
+            "Masks of a three-layer network learned alone, to match the outputs of a random mask: mean squared error "
+            f"of the last tenth of {steps} steps (share of masks recovered), mean of {seeds} seeds; the best mask "
+            "learning rate of a grid is given behind the error "
+            "(`gossamer reproduce map-fitting --out results/map-fitting`).",
+            table(head, map_fitting_rows(records)),
+        ]
+    )
+
+
+def mnist_decay_table(records: Sequence[Record]) -> tuple[list[str], list[list[str]]]:
+    """The paper's table of λ1, ours under its settings for each length of the mask phase, and our defaults."""
+    by_decay = [record for record in records if record["part"] == "decay"]
+    lengths = sorted({_mask_epochs(record) for record in by_decay})
+    head = ["λ1", "paper: zeros", "accuracy"]
+    for length in lengths:
+        head += [f"its settings, {length:g} mask epochs: zeros", "accuracy"]
+    head += ["our defaults: zeros", "accuracy"]
+    dense = [record for record in records if record["part"] == "dense"]
+    rows = [["dense", "0.0 %", f"{dense[0]['paper_accuracy']:.2f}", *["–"] * (2 * len(lengths)), *_at_zeros(dense)]]
+    for decay in sorted({record["decay"] for record in by_decay}):
+        group = [record for record in by_decay if record["decay"] == decay]
+        sparsity = group[0]["paper_sparsity"]
+        row = [f"{decay:g}", f"{sparsity:.1%}".replace("%", " %"), f"{group[0]['paper_accuracy']:.2f}"]
+        for length in lengths:
+            row += _at_zeros([record for record in group if _mask_epochs(record) == length])
+        ours = [record for record in records if record["part"] == "default" and record["asked_sparsity"] == sparsity]
+        rows.append([*row, *_at_zeros(ours)])
+    return head, rows
+
+
+def mnist_estimator_table(records: Sequence[Record]) -> tuple[list[str], list[list[str]]]:
+    """The paper's table of estimators at 95 %, without and with normalisation, and ours for each mask rate."""
+    tried = [record for record in records if record["part"] == "estimator"]
+    head, kinds = ["estimator"], []
+    for scale, title in (("none", "raw"), ("batch", "normalised")):
+        rates = sorted({r["config"]["settings"]["mask_lr"] for r in tried if r["config"]["settings"]["scale"] == scale})
+        head += [f"paper, {title}", *(f"ours, {title}, mask rate {rate:g}" for rate in rates)]
+        kinds.append((scale, rates))
+    rows = []
+    for estimator in dict.fromkeys(record["config"]["settings"]["estimator"] for record in tried):
+        row = [estimator]
+        for scale, rates in kinds:
+            cells = [
+                [r for r in tried if _setting(r, "estimator", "scale", "mask_lr") == (estimator, scale, rate)]
+                for rate in rates
+            ]
+            row += [f"{cells[0][0]['paper_accuracy']:.2f}", *(_accuracy(cell) for cell in cells)]
+        rows.append(row)
+    return head, rows
+
+
+def _setting(record: Record, *names: str) -> tuple[Any, ...]:
+    return tuple(record["config"]["settings"][name] for name in names)
+
+
+def _mask_epochs(record: Record) -> float:
+    return float(record["config"]["settings"]["sparsify"].removesuffix("ep"))
+
+
+def _at_zeros(group: Sequence[Record]) -> list[str]:
+    return [f"{100 * statistics.mean(record['sparsity'] for record in group):.1f} %", _accuracy(group)]
+
+
+def _accuracy(group: Sequence[Record]) -> str:
+    return mean_and_spread([record["accuracy"] for record in group])
+
+
+def mnist(root: Path) -> str:
+    """Nothing where there are no records of it; of runs of several lengths the longest."""
+    records = read(root / "mnist")
+    if not records:
+        return ""
+    longest = max(record["epochs"] for record in records)
+    records = [record for record in records if record["epochs"] == longest]
+    first, seeds = records[0], len({record["seed"] for record in records})
+    machine = first["hardware"].get("gpu", first["hardware"]["cpu"])
+    ours = [record for record in records if record["part"] == "default" and record["asked_sparsity"] == 0.95]
+    return "\n\n".join(
+        [
+            "## Fully connected DenseNet on MNIST",
+            f"117,152 connections, {first['epochs']} epochs, batch 64; test accuracy in percent at the last epoch, "
+            f"mean ± standard deviation, seeds: {seeds}; {machine}, {first['runs_together']} runs as one stacked "
+            f"network, {first['seconds_of_all_runs_together']:.0f} s together "
+            "(`gossamer reproduce mnist --out results/mnist`).",
+            table(*mnist_decay_table(records)),
+            "Estimators at exactly 95 % zeros, everything but the budget as in the paper; our defaults at 95 %: "
+            f"{_accuracy(ours)}.",
+            table(*mnist_estimator_table(records)),
+            "Connections of each pixel, over all layers, darkest where there are most (numbers in the records):",
+            "![Input connectivity on MNIST](../results/mnist/input-connectivity.png)",
+        ]
+    )

@@ -1,0 +1,150 @@
+"""One step of training: forward, backward, clipping, the optimizer (which the sparsifier hangs on), and the loss noted.
+
+`_compute` is the whole step and never looks at the host, so it can be captured as one CUDA graph and replayed. What
+changes from step to step is then read from fixed places on the device: the batch, the learning rate, the state that the
+task carries along, the counters of the meter, and what `Sparsifier.advance()` sets. Kernels differ between warm-up,
+mask learning and fine-tuning, so each has a graph of its own. A batch of another shape (the short end of a text) runs
+without one. On a CPU there are no graphs, and a captured step simply runs.
+"""
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from gossamer.schedule import Phase
+from gossamer.side_by_side.capture import Captured
+from gossamer.sparsifier import Sparsifier
+from gossamer.training.methods import SparseTraining
+from gossamer.training.optimise import set_learning_rate
+from gossamer.training.place import Place
+from gossamer.training.run import Run
+from gossamer.training.task import Task
+
+_LOOK_EVERY = 50  # steps after which the loss on an accelerator is looked at, as looking means waiting
+
+Batch = tuple[Tensor, Tensor]
+
+
+class LossNotFinite(ArithmeticError):
+    """The loss has become infinite or not a number."""
+
+
+class Meter:
+    """The mean loss since it was last read, and the first step whose loss was not finite."""
+
+    def __init__(self, place: Place, step: int) -> None:
+        """`step` is the number of steps done so far."""
+        self._place = place
+        self._steps = torch.full((), step, dtype=torch.int64, device=place.device)
+        self._bad_step = torch.full((), -1, dtype=torch.int64, device=place.device)
+        self._sum = torch.zeros((), device=place.device)
+        self._count = 0
+
+    def add(self, loss: Tensor) -> None:
+        """The part of a step, in place on the device."""
+        value = loss.detach()
+        self._steps.add_(1)
+        self._sum.add_(value)
+        is_first = (self._bad_step < 0) & ~torch.isfinite(value)
+        self._bad_step.copy_(torch.where(is_first, self._steps, self._bad_step))
+        if self._place.device.type == "cpu":
+            self.check()  # at once, as it costs nothing there
+
+    def count(self, step: int) -> None:
+        """The part of the host, after each step; `step` is the number of steps done."""
+        self._count += 1
+        if step % _LOOK_EVERY == 0:
+            self.check()
+
+    def check(self) -> None:
+        bad = int(self._bad_step)
+        if bad >= 0:
+            raise LossNotFinite(
+                f"the loss is not finite (infinite or NaN) at step {bad}: try a smaller lr, lr_warmup=1ep, "
+                "clip=1, or precision=float32; checkpoints from before that step are kept"
+            )
+
+    def mean(self) -> float | None:
+        if self._count == 0:
+            return None
+        mean = float(self._place.mean(self._sum)) / self._count
+        self._sum.zero_()
+        self._count = 0
+        return mean
+
+
+class Step:
+    """Calling it trains on one batch."""
+
+    def __init__(
+        self,
+        run: Run,
+        place: Place,
+        task: Task,
+        model: nn.Module,
+        optimizer: Optimizer,
+        sparsifier: SparseTraining | None,
+        forward: Callable[..., Any],
+        meter: Meter,
+    ) -> None:
+        """`run` has to be resolved; `forward` is the model, perhaps compiled or wrapped."""
+        self._run, self._device, self._task = run, place.device, task
+        self._model, self._optimizer, self._sparsifier = model, optimizer, sparsifier
+        self._forward, self._meter = forward, meter
+        self._buffers: Batch | None = None
+        self._captured: Captured | None = None
+        self._captured_in: Phase | None = None
+
+    def __call__(self, batch: Batch, lr: float) -> None:
+        set_learning_rate(self._optimizer, lr)
+        if not self._run.capture or not self._fits(batch):
+            self._compute(batch)
+            return
+        captured = self._for_this_phase(batch)
+        if captured.replays:
+            if isinstance(self._sparsifier, Sparsifier):
+                self._sparsifier.advance()  # a step that runs for real advances by itself
+            captured()
+            return
+        with warnings.catch_warnings():
+            # Adam notices that the first steps are not captured, and asks whether that is meant.
+            warnings.filterwarnings("ignore", "This instance was constructed with capturable=True")
+            captured()
+
+    def _compute(self, batch: Batch) -> None:
+        loss = self._task.loss(self._forward, batch)
+        self._meter.add(loss)
+        loss.backward()  # type: ignore[no-untyped-call]
+        self._task.carry()
+        if self._run.clip is not None:
+            nn.utils.clip_grad_norm_(self._model.parameters(), self._run.clip)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+
+    def _fits(self, batch: Batch) -> bool:
+        """Whether a batch has the shape of the one that the buffers were made for."""
+        if self._buffers is None:
+            self._buffers = torch.empty_like(batch[0]), torch.empty_like(batch[1])
+        return all(buffer.shape == part.shape for buffer, part in zip(self._buffers, batch, strict=True))
+
+    def _for_this_phase(self, batch: Batch) -> Captured:
+        assert self._buffers is not None
+        buffers = self._buffers
+        for buffer, part in zip(buffers, batch, strict=True):
+            buffer.copy_(part)
+        phase = self._kernels_of()
+        if self._captured is None or phase is not self._captured_in:
+            self._captured = Captured(lambda: self._compute(buffers), self._device)
+            self._captured_in = phase
+        return self._captured
+
+    def _kernels_of(self) -> Phase:
+        """The phase of the coming step, as far as kernels differ."""
+        if not isinstance(self._sparsifier, Sparsifier):
+            return Phase.WARMUP
+        phase = self._sparsifier.plan.at(self._sparsifier.step).phase
+        return Phase.SPARSIFY if phase.masks_train else phase

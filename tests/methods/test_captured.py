@@ -1,0 +1,68 @@
+"""What a step that is captured in a CUDA graph must not do, seen on a CPU: look at values, bring data, move tensors."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from gossamer.methods import METHODS, Layout
+from gossamer.schedule import Plan
+from methods.toy import begin, gradient_like, shown
+
+LAYOUT = Layout(("a", "b"), ((4, 3, 2), (2, 8)), (slice(0, 4), None))
+SYNCHRONISING = ("_local_scalar_dense", "lift_fresh", "nonzero", "masked_select", "is_nonzero", "equal", "_to_copy")
+
+
+class Watch(TorchDispatchMode):
+    """Notes the operations that would make a GPU wait for the host, or the host for a GPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.__name__.split(".")[0]
+        moves = name == "_to_copy" and "device" in (kwargs or {})
+        if name in SYNCHRONISING and (name != "_to_copy" or moves):
+            self.seen.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_watch_sees_what_it_should() -> None:
+    watch = Watch()
+    with watch:
+        float(torch.ones(()))
+        torch.tensor([1.0])
+        torch.ones(3)[torch.ones(3) > 0]
+    assert set(watch.seen) >= {"_local_scalar_dense", "lift_fresh"}
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_step_can_be_captured(name: str) -> None:
+    settings = {"scl": {"feature_power": 0.5}, "autoprune": {"two_pass": True}}.get(name, {})
+    sparsity = 0.2 if METHODS[name].structured else 0.6
+    rule, weights, timeline = begin(
+        name, sparsity, sparsity, layout=LAYOUT, plan=Plan(0, 20, 5, 5), floor=0.05, **settings
+    )
+    assert not weights.is_contiguous()
+    assert all(tensor.is_contiguous() for tensor in (*rule.state().values(), rule.mask))  # as kernels need them
+    places = {key: tensor.data_ptr() for key, tensor in {**rule.state(), "masks": rule.mask}.items()}
+    others = torch.ones(2, 6, dtype=torch.float64)
+    for number in range(25):
+        gradient = gradient_like(weights, number)
+        rest = torch.zeros_like(others)
+        watch = Watch()
+        out = torch.empty_like(weights)
+        with watch:
+            rule.show_(weights, out)
+            rule.penalise_(rest, others)
+            rule.learn_(gradient, weights)
+            rule.settle_(weights)
+            timeline.clock += 1
+        assert watch.seen == [], f"step {number}"
+        assert torch.equal(shown(rule, weights), shown(rule, weights))  # showing again changes nothing
+        weights.sub_(0.1 * gradient)
+        if rule.due(number + 1):
+            rule.refresh_(weights, number + 1)
+        assert {key: tensor.data_ptr() for key, tensor in {**rule.state(), "masks": rule.mask}.items()} == places

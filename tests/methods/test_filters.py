@@ -1,0 +1,105 @@
+"""Methods that remove whole filters, against their own definitions."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from gossamer.methods import Layout
+from gossamer.methods.filters import channels_to_keep, equal_share, gains_of
+from gossamer.models.resnet import ResNet
+from gossamer.schedule import Plan
+from methods.toy import begin, gradient_like, shown, step
+
+FILTERS = Layout(("a", "b", "c"), ((8, 2, 3), (4, 8, 1), (2, 8)), (slice(0, 8), slice(10, 14), None))  # 48 + 32 + 16
+
+
+def rows(mask: torch.Tensor) -> list[list[bool]]:
+    """Which filters of the two convolutions stay; every filter is whole."""
+    a, b, rest = mask[0, :48].view(8, 6), mask[0, 48:80].view(4, 8), mask[0, 80:]
+    assert bool(rest.all())
+    for part in (a, b):
+        assert torch.equal(part.any(1), part.all(1))
+    return [part.all(1).tolist() for part in (a, b)]
+
+
+def test_equal_shares_come_as_near_as_whole_filters_can() -> None:
+    assert equal_share(FILTERS, 40 / 96) == [4, 2, 2]
+    assert equal_share(FILTERS, 0.0) == [8, 4, 2]
+    with pytest.raises(ValueError, match=r"sparsity=0.9 cannot be met by whole filters.*at most 0\.6875"):
+        equal_share(FILTERS, 0.9)
+
+
+def test_l1_takes_the_filters_with_the_smallest_sum() -> None:
+    rule, weights, timeline = begin("l1_filter", 40 / 96, layout=FILTERS)
+    sums = [np.abs(part).sum(1) for part in (weights[0, :48].view(8, 6).numpy(), weights[0, 48:80].view(4, 8).numpy())]
+    expected = [(each >= np.sort(each)[len(each) // 2]).tolist() for each in sums]
+    assert rows(rule.mask) == expected
+    rule.settle_(weights)
+    _, gradient = step(rule, weights, timeline, 0)
+    assert (gradient[~rule.mask] == 0).all()
+    assert (weights[~rule.mask] == 0).all()
+    assert rows(rule.freeze_(weights)) == expected
+
+
+def test_soft_filters_are_zeroed_after_an_epoch_and_train_on() -> None:
+    rule, weights, timeline = begin("soft_filter", 40 / 96, layout=FILTERS, plan=Plan(0, 20, 4, 4))
+    step(rule, weights, timeline, 0)
+    moved = weights - 0.1 * gradient_like(weights, 1)
+    given, gradient = step(rule, weights, timeline, 1)  # the second step of an epoch of two
+    assert torch.equal(given, gradient)
+    sizes = [part.norm(dim=1).numpy() for part in (moved[0, :48].view(8, 6), moved[0, 48:80].view(4, 8))]
+    expected = [(each >= np.sort(each)[len(each) // 2]).tolist() for each in sizes]
+    assert rows(rule.mask) == expected
+    assert torch.equal(weights, moved * rule.mask)
+    step(rule, weights, timeline, 2)
+    assert bool((weights[~rule.mask] != 0).all())
+    assert torch.equal(shown(rule, weights), weights)
+    final = weights.clone()
+    mask = rule.freeze_(weights)
+    sizes = [part.norm(dim=1).numpy() for part in (final[0, :48].view(8, 6), final[0, 48:80].view(4, 8))]
+    assert rows(mask) == [(each >= np.sort(each)[len(each) // 2]).tolist() for each in sizes]
+
+
+def test_slimming_presses_on_gains_and_cuts_by_them() -> None:
+    rule, weights, timeline = begin("slimming", 40 / 96, layout=FILTERS, penalty=0.5)
+    others = torch.zeros(1, 16, dtype=torch.float64)
+    others[0, :8] = torch.tensor([0.9, -0.1, 0.2, 0.8, 0.7, 0.6, -0.3, 0.5])
+    others[0, 10:14] = torch.tensor([0.15, 0.25, 2.0, 2.0])
+    for number in range(11):
+        gradient = torch.ones_like(others)
+        rule.penalise_(gradient, others)
+        inside = torch.zeros(16, dtype=torch.bool)
+        inside[:8] = inside[10:14] = True
+        pressed = 1.0 + 0.5 * others.sign() * inside if number < 10 else torch.ones_like(others)
+        torch.testing.assert_close(gradient, pressed)
+        step(rule, weights, timeline, number)
+        assert bool(rule.mask.all()) is (number < 9)
+    # In the order of |γ|: a1 (6), b0 (8), a2 (6), b1 (8), a6 (6), a7 (6): 40 weights.
+    assert rows(rule.mask) == [[True, False, False, True, True, True, False, False], [False, False, True, True]]
+    assert (weights[~rule.mask] == 0).all()
+
+
+def test_at_least_one_channel_stays() -> None:
+    kept = channels_to_keep(FILTERS, [0, 1], [0.0] * 8 + [1.0] * 4, 66)
+    assert [sum(each) for each in kept] == [1, 1]
+    with pytest.raises(ValueError, match="slimming needs a batch norm behind every convolution, got none behind a"):
+        begin("slimming", 0.2, layout=Layout(("a",), ((4, 3, 2),), (None,)))
+
+
+def test_gains_are_found_behind_their_convolutions() -> None:
+    model = ResNet(8, 10)
+    weights = [name for name, each in model.named_parameters() if each.dim() > 1]
+    others = [(name, each.numel()) for name, each in model.named_parameters() if each.dim() == 1]
+    flat = torch.cat([each.detach().flatten() for each in model.parameters() if each.dim() == 1])
+    flat[:] = torch.arange(len(flat))
+    places = gains_of(model, weights, others)
+    assert places[-1] is None  # the last layer is linear
+    offsets = np.cumsum([0, *(size for _, size in others)])
+    for name, place in zip(weights[:-1], places[:-1], strict=True):
+        assert place is not None
+        behind = name.replace("conv", "bn") if "conv" in name else None
+        if behind is not None:
+            number = [other for other, _ in others].index(behind)
+            assert (place.start, place.stop) == (offsets[number], offsets[number + 1])
+    assert gains_of(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)), ["0.weight"], [("1.weight", 3)]) == (None,)

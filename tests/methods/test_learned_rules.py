@@ -1,0 +1,171 @@
+"""Methods that learn something beside the weights, each against its own equations."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from gossamer.methods.l0 import chance_of_open, final_gate, sample_gate
+from gossamer.methods.noise import uniform
+from gossamer.methods.soft_threshold import soft_threshold
+from gossamer.schedule import Plan
+from methods.toy import PLAN, begin, gradient_like, left, shown, step, top
+
+
+def cosine(number: int) -> float:
+    return 0.5 * (1 + math.cos(math.pi * number / (PLAN.sparsify + PLAN.stabilise)))
+
+
+def test_scl_with_a_fixed_decay_is_the_papers_rule() -> None:
+    rule, weights, timeline = begin("scl", 0.0, decay=0.5, mask_lr=0.03, start_value=0.1)
+    m = np.full(40, 0.1)
+    for number in range(12):
+        w, g = weights.numpy()[0].copy(), gradient_like(weights, number).numpy()[0]
+        step(rule, weights, timeline, number)
+        m -= 0.03 * cosine(number) * (g * w / np.sqrt(np.mean((g * w) ** 2)) + 0.5)
+        assert np.array_equal(rule.mask.numpy()[0], m > 0)
+    before = rule.mask.clone()
+    assert torch.equal(rule.freeze_(weights), before)  # no budget: the sparsity is what came out
+    assert 5 < int(before.sum()) < 35
+
+
+@pytest.mark.parametrize(
+    ("estimator", "slope"), [("softplus", lambda m: 1 / (1 + np.exp(-m))), ("identity", np.ones_like)]
+)
+def test_scl_estimators_and_feature_scale(estimator: str, slope: object) -> None:
+    rule, weights, timeline = begin(
+        "scl", 0.6, estimator=estimator, mask_lr=0.2, global_power=0.0, feature_power=1.0, anneal="constant"
+    )
+    assert callable(slope)
+    m = np.abs(weights.numpy()[0])
+    for number in range(10):
+        w, g = weights.numpy()[0].copy(), gradient_like(weights, number).numpy()[0]
+        step(rule, weights, timeline, number)
+        direction = g * w * slope(m)
+        rows = [*direction[:24].reshape(4, 6), *direction[24:].reshape(2, 8)]
+        m = m - 0.2 * np.concatenate([row / np.sqrt(np.mean(row**2)) for row in rows])
+        keep = left((number + 1) / 10, 40, 16)
+        assert np.array_equal(rule.mask.numpy()[0], top(m[None], keep)[0])
+        m = m - (np.sort(m)[::-1][keep] if keep < 40 else 0.0)
+        if keep == 40:
+            m = np.maximum(m, 1e-300)
+
+
+@pytest.mark.parametrize("two_pass", [False, True])
+def test_autoprune_forgets_the_size_of_the_weight(two_pass: bool) -> None:
+    options = {"estimator": "leaky_relu", "alpha": 0.2, "mask_lr": 0.1, "two_pass": two_pass}
+    rule, weights, timeline = begin("autoprune", 0.6, **options)
+    m = np.abs(weights.numpy()[0])
+    for number in range(10):
+        w, g = weights.numpy()[0].copy(), gradient_like(weights, number).numpy()[0]
+        _, gradient = step(rule, weights, timeline, number)
+        direction = g * np.sign(w) * np.where(m > 0, 1.0, 0.2)
+        rate = 0.1 * cosine(number)
+        if two_pass:
+            rate *= 2 * (number % 2)
+            assert np.array_equal(gradient.numpy()[0], g if number % 2 == 0 else 0 * g)
+        m = m - rate * direction / np.sqrt(np.mean(direction**2))
+        keep = left((number + 1) / 10, 40, 16)
+        assert np.array_equal(rule.mask.numpy()[0], top(m[None], keep)[0])
+        m = m - np.sort(m)[::-1][keep] if keep < 40 else np.maximum(m, 1e-300)
+
+
+def test_str_follows_its_true_gradients_and_meets_the_budget() -> None:
+    rule, weights, timeline = begin("str", 0.6, momentum=0.0, start=-3.0, rate=0.5)
+    rule.learn_(torch.zeros_like(weights), weights)  # the first push
+    for number in range(1, 6):
+        s = rule.state()["s"].clone().requires_grad_()
+        w = weights.clone().requires_grad_()
+        given = gradient_like(weights, number)
+        reparametrised = w.sign() * torch.relu(
+            w.abs() - torch.repeat_interleave(s.sigmoid(), torch.tensor([24, 16]), dim=1)
+        )
+        assert torch.equal(shown(rule, weights), reparametrised.detach())
+        (reparametrised * given).sum().backward()
+        gradient = given.clone()
+        timeline.clock.fill_(number)
+        rule.learn_(gradient, weights)
+        assert w.grad is not None
+        assert s.grad is not None
+        torch.testing.assert_close(gradient, w.grad)
+        pushed = rule.state()["s"] - (s.detach() - 0.5 * 0.1 * s.grad)
+        torch.testing.assert_close(pushed[:, 0], pushed[:, 1])  # all thresholds rise together
+        above = weights.abs() > torch.repeat_interleave(rule.state()["s"].sigmoid(), torch.tensor([24, 16]), dim=1)
+        keep = left((number + 1) / 10, 40, 16)
+        assert int(rule.mask.sum()) == keep
+        assert int((above != rule.mask).sum()) <= 1  # the first that goes is at the threshold itself
+        weights.sub_(gradient)
+    expected = soft_threshold(weights, torch.zeros(())).sign()
+    mask = rule.freeze_(weights)
+    assert int(mask.sum()) == 16 >= int((weights != 0).sum()) >= 15
+    assert torch.equal(weights.sign(), expected * (weights != 0))
+
+
+def test_gates_have_their_distribution_and_derivative() -> None:
+    log_alpha = torch.linspace(-3, 3, 7, dtype=torch.float64).repeat(20_000, 1).requires_grad_()
+    u = uniform(torch.arange(20_000), torch.zeros(1, dtype=torch.int64), 7, torch.float64)
+    gate, slope = sample_gate(log_alpha.detach(), u)
+    assert float(gate.min()) == 0.0
+    assert float(gate.max()) == 1.0
+    open_ = (gate > 0).double().mean(0)
+    torch.testing.assert_close(open_, chance_of_open(log_alpha[0].detach()), atol=0.02, rtol=0)
+    s = torch.sigmoid((torch.log(u) - torch.log(1 - u) + log_alpha) * 1.5)
+    torch.clamp(s * 1.2 - 0.1, 0, 1).sum().backward()
+    assert log_alpha.grad is not None
+    torch.testing.assert_close(slope, log_alpha.grad, atol=1e-9, rtol=1e-6)
+    assert final_gate(torch.tensor([-9.0, 9.0])).tolist() == [0.0, 1.0]
+
+
+def test_l0_brings_the_expected_count_to_the_budget() -> None:
+    rule, weights, timeline = begin("l0", 0.75, plan=Plan(0, 300, 100, 1), gate_lr=0.02)
+    for number in range(400):
+        out = shown(rule, weights)
+        gate = rule.state()["gate"].clone()
+        assert torch.equal(out, weights * gate)
+        given, gradient = step(rule, weights, timeline, number)
+        assert torch.equal(gradient, given * gate)
+    expected = float(chance_of_open(rule.state()["log_alpha"]).sum())
+    assert expected == pytest.approx(10, abs=0.5)
+    log_alpha, before = rule.state()["log_alpha"].clone(), weights.clone()
+    mask = rule.freeze_(weights)
+    assert np.array_equal(mask.numpy(), top(log_alpha.numpy(), 10))
+    assert torch.equal(weights, before * final_gate(log_alpha))
+
+
+def test_hyperflux_is_adam_under_pressure() -> None:
+    rule, weights, timeline = begin("hyperflux", 0.75, mask_lr=0.03, plan=Plan(0, 20, 5, 5))
+    t = torch.full((1, 40), 0.2, dtype=torch.float64, requires_grad=True)
+    adam = torch.optim.Adam([t], lr=1.0)
+    base = rising = falling = 0.0
+    for number in range(25):
+        flux = gradient_like(weights, number) * weights * 0.25
+        t.grad = flux + flux.square().mean().sqrt() * base**1.5
+        adam.param_groups[0]["lr"] = 0.03 * 0.5 * (1 + math.cos(math.pi * number / 25))
+        adam.step()
+        step(rule, weights, timeline, number)
+        torch.testing.assert_close(rule.state()["t"], t.detach())
+        assert torch.equal(rule.mask, t.detach() >= 0)
+        done = number + 1
+        if done == 20:
+            base = 0.0
+        elif done < 20 and done % 2 == 0:
+            if int((t >= 0).sum()) > left(done / 20, 40, 10):
+                base, rising, falling = base + 0.3 + rising, rising + 0.075, 0.0
+            else:
+                base, rising, falling = max(0.0, base - 0.3 - falling), 0.0, falling + 0.075
+        assert float(rule.state()["base"]) == pytest.approx(base)
+    assert np.array_equal(rule.freeze_(weights).numpy(), top(t.detach().numpy(), 10))
+
+
+def test_noise_is_a_function_of_seed_step_and_place() -> None:
+    seeds, clock = torch.tensor([3, 4]), torch.tensor([5])
+    both = uniform(seeds, clock, 100_000, torch.float64)
+    assert torch.equal(both[1:], uniform(seeds[1:], clock, 100_000, torch.float64))
+    assert not torch.equal(both, uniform(seeds, clock + 1, 100_000, torch.float64))
+    assert float(both.min()) > 0
+    assert float(both.max()) < 1
+    assert float(both.mean()) == pytest.approx(0.5, abs=0.003)
+    assert float(both.var()) == pytest.approx(1 / 12, abs=0.001)
+    assert abs(float(torch.corrcoef(both)[0, 1])) < 0.02
+    assert abs(float(torch.corrcoef(torch.stack([both[0, 1:], both[0, :-1]]))[0, 1])) < 0.02

@@ -1,0 +1,120 @@
+"""The GPU kernels of stacked networks against torch, on a CPU by Triton's interpreter.
+
+A program of its own, because the interpreter has to be switched on before Triton is imported.
+"""
+
+import os
+
+os.environ["TRITON_INTERPRET"] = "1"
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from gossamer.models.resnet import ResNet
+from gossamer.side_by_side import layers
+from gossamer.side_by_side.conv_kernels import Convolution
+from gossamer.side_by_side.norm_kernels import NormAddReLU
+from gossamer.side_by_side.pool_kernels import PoolAndPad
+from gossamer.side_by_side.stack import NetworkStack
+
+
+def leaf(*shape: int) -> Tensor:
+    return torch.randn(shape).requires_grad_()
+
+
+def twin(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone().requires_grad_()
+
+
+def check(ours: list[Tensor], theirs: list[Tensor]) -> None:
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
+def check_gradients(y: Tensor, ours: list[Tensor], expected: Tensor, theirs: list[Tensor]) -> None:
+    gradient = torch.randn_like(expected)
+    check([*torch.autograd.grad(y, ours, gradient)], [*torch.autograd.grad(expected, theirs, gradient)])
+
+
+def convolution(runs: int, batch: int, height: int, width: int, channels: int, outputs: int, stride: int) -> None:
+    x, w = leaf(runs, batch, height, width, channels), leaf(runs, outputs, 3, 3, channels)
+    x2, w2 = twin(x), twin(w)
+    y, sums = Convolution.apply(x, w, stride)
+    reference = [
+        F.conv2d(images.permute(0, 3, 1, 2), filters.permute(0, 3, 1, 2), stride=stride, padding=1).permute(0, 2, 3, 1)
+        for images, filters in zip(x2, w2, strict=True)
+    ]
+    expected = torch.stack(reference)
+    expected_sums = torch.stack([expected.sum((1, 2, 3)), expected.square().sum((1, 2, 3))], 1)
+    check([y, sums], [expected, expected_sums])
+    check_gradients(y, [x, w], expected, [x2, w2])
+
+
+def norm(runs: int, pixels: int, channels: int, *, with_shortcut: bool, sums_known: bool) -> None:
+    shape = (runs, 2, pixels, pixels, channels)
+    ours = [leaf(*shape), leaf(*shape), leaf(runs, channels), leaf(runs, channels)]
+    theirs = [twin(tensor) for tensor in ours]
+    statistics = torch.zeros(runs, channels), torch.ones(runs, channels)
+    copies = [each.clone() for each in statistics]
+    x, shortcut, gamma, beta = ours
+    sums = torch.stack([x.sum((1, 2, 3)), x.square().sum((1, 2, 3))], 1).detach() if sums_known else None
+    y = NormAddReLU.apply(x, sums, shortcut if with_shortcut else None, gamma, beta, *statistics, 0.1, 1e-5)
+    rows = []
+    for row in range(runs):
+        x2, shortcut2, gamma2, beta2 = (tensor[row] for tensor in theirs)
+        normal = F.batch_norm(x2.permute(0, 3, 1, 2), copies[0][row], copies[1][row], gamma2, beta2, True, 0.1, 1e-5)
+        normal = normal.permute(0, 2, 3, 1)
+        rows.append(F.relu(normal + shortcut2 if with_shortcut else normal))
+    expected = torch.stack(rows)
+    check([y, *statistics], [expected, *copies])
+    used = [0, 1, 2, 3] if with_shortcut else [0, 2, 3]
+    check_gradients(y, [ours[index] for index in used], expected, [theirs[index] for index in used])
+
+
+def pool(runs: int, pixels: int, channels: int, new_channels: int) -> None:
+    x = leaf(runs, 2, pixels, pixels, channels)
+    x2 = twin(x)
+    y = PoolAndPad.apply(x, new_channels)
+    expected = F.avg_pool2d(x2.flatten(0, 1).permute(0, 3, 1, 2), 2).permute(0, 2, 3, 1)
+    expected = F.pad(expected, (0, new_channels)).unflatten(0, (runs, 2))
+    check([y], [expected])
+    check_gradients(y, [x], expected, [x2])
+
+
+def small_network() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Conv2d(8, 20, 3, padding=1, bias=False), nn.BatchNorm2d(20), nn.ReLU(), nn.Conv2d(20, 4, 1, bias=False),
+        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3),
+    )  # fmt: skip
+
+
+def stack(make: type[nn.Module] | object, kernels: bool) -> list[Tensor]:
+    layers._on_gpu = lambda images: kernels  # type: ignore[assignment]
+    torch.manual_seed(0)
+    networks = [make() for _ in range(2)]  # type: ignore[operator]
+    stacked = NetworkStack(networks, device=torch.device("cpu"), dtype=torch.float32)
+    stacked.template.train()
+    images = torch.randn(2, 2, 3, 8, 8)
+    output = stacked(images)
+    gradients = stacked.gradients(output.square().sum())
+    stacked.template.eval()
+    with torch.no_grad():
+        evaluated = stacked.on_same_images(images[0])
+    return [output.detach(), gradients, evaluated, *(each.float() for each in stacked.buffers.values())]
+
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    for sizes in [(2, 2, 8, 8, 3, 16, 1), (2, 1, 8, 8, 16, 16, 1), (1, 2, 8, 8, 16, 32, 2), (2, 1, 4, 4, 64, 64, 1),
+                  (2, 1, 6, 6, 12, 20, 1), (1, 1, 7, 5, 8, 16, 2), (1, 1, 4, 4, 80, 72, 1)]:  # fmt: skip
+        convolution(*sizes)
+    for with_shortcut in (False, True):
+        for sums_known in (False, True):
+            norm(2, 8, 16, with_shortcut=with_shortcut, sums_known=sums_known)
+            norm(1, 5, 72, with_shortcut=with_shortcut, sums_known=sums_known)
+    pool(2, 8, 16, 16)
+    pool(1, 4, 20, 5)
+    for make in (small_network, lambda: ResNet(8)):
+        check(stack(make, kernels=True), stack(make, kernels=False))

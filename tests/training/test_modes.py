@@ -1,0 +1,94 @@
+"""What a run leaves open about how it is computed is decided by measurement, and what it says is kept."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from gossamer.training import Run, modes, networks
+from gossamer.training.modes import Mode
+from gossamer.training.place import Place
+
+CPU, GPU = Place(torch.device("cpu")), Place(torch.device("cuda", 0))
+SPARSE = Run(method="scl", sparsity=0.9)
+FASTEST = Mode("bf16", channels_last=True, compile=True, capture=True)
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU on which ResNet-20, and nothing else, was measured."""
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "Some GPU")
+    table = {"Some GPU": {"resnet20": vars(FASTEST)}, "Other GPU": {"resnet56": vars(FASTEST)}}
+    monkeypatch.setattr(modes, "_table", lambda: table)
+
+
+def test_on_a_cpu_everything_is_plain() -> None:
+    assert modes.mode_of(modes.resolve(SPARSE, CPU)) == Mode()
+
+
+@pytest.mark.usefixtures("gpu")
+def test_what_is_left_open_is_what_was_measured() -> None:
+    assert modes.mode_of(modes.resolve(SPARSE, GPU)) == FASTEST
+    other = SPARSE.with_settings(["model=resnet56"])
+    assert modes.mode_of(modes.resolve(other, GPU)) == Mode()  # measured on another GPU only
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        ("precision=float32", Mode("float32", channels_last=True, compile=True, capture=True)),
+        ("channels_last=false", Mode("bf16", channels_last=False, compile=True, capture=True)),
+        ("compile=no", Mode("bf16", channels_last=True, compile=False, capture=True)),
+        ("capture=false", Mode("bf16", channels_last=True, compile=True, capture=False)),
+        ("capture=auto", FASTEST),
+    ],
+)
+def test_what_a_run_says_is_kept(said: str, expected: Mode) -> None:
+    assert modes.mode_of(modes.resolve(SPARSE.with_settings([said]), GPU)) == expected
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize(
+    ("run", "place", "reason"),
+    [
+        (SPARSE, Place(torch.device("cuda", 1), rank=1, world=2), "2 processes have to meet in every step"),
+        (Run(method="scl", decay=0.1, leave_at=0.9), GPU, "with leave_at the host has to look at the sparsity"),
+        (SPARSE.with_settings(["settings.scale=per_sample"]), GPU, "scale=per_sample watches the forward pass"),
+        (SPARSE.with_settings(["data=imagefolder"]), GPU, "the thread that prepares the images of a folder"),
+        (Run(method="peer", sparsity=0.5), GPU, "only steps of dense and scl can be replayed, not of method=peer"),
+    ],
+)
+def test_what_cannot_be_captured_is_left_eager_or_refused(run: Run, place: Place, reason: str) -> None:
+    assert not modes.resolve(run, place).capture
+    with pytest.raises(ValueError, match=f"capture=true was asked for, but {reason}.*set capture=auto"):
+        modes.resolve(run.with_settings(["capture=true"]), place)
+
+
+def test_an_lstm_is_not_computed_in_float16_unasked() -> None:
+    words = Run(model="lstm_lm", data="wikitext2", precision="bf16")
+    assert modes.resolve(words, CPU).precision == "bf16"
+    with pytest.raises(ValueError, match=r"computes cuDNN's LSTM of lstm_lm in float16.*: set precision=float32"):
+        modes.resolve(words, GPU)
+
+
+def test_the_identity_of_a_run_does_not_depend_on_its_speed() -> None:
+    changed = SPARSE.with_settings(["capture=true", "compile=true", "channels_last=true"])
+    assert changed.run_id == SPARSE.run_id
+    assert SPARSE.with_settings(["precision=bf16"]).run_id != SPARSE.run_id
+
+
+def test_the_committed_table_is_of_known_networks_and_modes() -> None:
+    table = json.loads(Path(modes.__file__).with_name("modes.json").read_text())
+    for device, measured in table.items():
+        assert device
+        for network, mode in measured.items():
+            assert network in networks.names()
+            assert Mode(**mode).precision in ("float32", "bf16")
+        assert measured.get("lstm_lm", {}).get("precision", "float32") == "float32"
+
+
+def test_a_mode_in_words() -> None:
+    assert str(Mode()) == "float32"
+    assert str(FASTEST) == "bf16, channels-last, compiled, graph"

@@ -1,0 +1,95 @@
+"""What a run refuses, with a message that says what to do: states of other versions, other places, missing GPUs."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gossamer.data import ImageSet
+from gossamer.training import Run, place, train
+from gossamer.training.checkpoint import Checkpoints
+from gossamer.training.progress import Status
+
+RUN = Run(
+    model="digits_cnn",
+    model_options={"width": 4},
+    data="digits",
+    epochs=2,
+    batch_size=8,
+    log_steps=1,
+    checkpoint_steps=2,
+    device="cpu",
+)
+
+
+class Dies:
+    def begin(self, status: Status) -> None: ...
+
+    def tell(self, status: Status) -> None:
+        if status.step == 5:
+            raise MemoryError
+
+    def close(self) -> None: ...
+
+
+@pytest.fixture
+def torn(images: ImageSet, tmp_path: Path) -> Path:
+    """A run that has died, with a checkpoint."""
+    with pytest.raises(MemoryError):
+        train(RUN, tmp_path, observers=[Dies()])
+    return tmp_path
+
+
+def change(folder: Path, **values: Any) -> None:
+    checkpoints = Checkpoints(folder)
+    state = checkpoints.load()
+    assert state is not None
+    checkpoints.save({**state, **values}, state["step"])
+
+
+def test_a_checkpoint_of_a_newer_version(torn: Path) -> None:
+    change(torn, format=2)
+    with pytest.raises(
+        ValueError, match="expected a checkpoint in format 1, got 2: go on with the version of gossamer"
+    ):
+        train(RUN, torn)
+
+
+def test_a_checkpoint_of_more_processes(torn: Path) -> None:
+    change(torn, ranks=[{}, {}])
+    with pytest.raises(ValueError, match="expected 2 processes, as when the run began, got 1: start as many"):
+        train(RUN, torn)
+
+
+def test_a_checkpoint_of_another_run(torn: Path) -> None:
+    (torn / "run.json").unlink()
+    with pytest.raises(ValueError, match="is of another run, which differs in lr: choose another folder"):
+        train(RUN.with_settings(["lr=0.05"]), torn)
+
+
+def test_a_process_without_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    with pytest.raises(ValueError, match=r"device=cuda:1 was asked for, but torch .* finds 1 CUDA devices here"):
+        place.join("cuda")
+
+
+def test_a_gpu_that_is_asked_for_becomes_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", taken.append)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    places = [place.join(name).device for name in ("cuda:3", "cuda", "auto")]
+    assert places == taken == [torch.device("cuda", 3), torch.device("cuda", 2), torch.device("cuda", 2)]
+
+
+def test_a_graph_where_there_can_be_none(images: ImageSet, tmp_path: Path) -> None:
+    run = RUN.with_settings(["method=scl", "decay=0.1", "leave_at=0.5", "capture=true"])
+    with pytest.raises(ValueError, match="capture=true was asked for, but with leave_at"):
+        train(run, tmp_path / "out")
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,133 @@
+"""The benchmark of all networks: runs on a CPU, survives a failure, goes on where it stopped."""
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from gossamer import results
+from gossamer.training.modes import Mode
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def benchmark(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    spec = importlib.util.spec_from_file_location("throughput", ROOT / "benchmarks" / "throughput.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "throughput", module)  # where dataclasses look for their module
+    spec.loader.exec_module(module)
+    return module
+
+
+def run(benchmark: ModuleType, monkeypatch: pytest.MonkeyPatch, out: Path, *more: str) -> dict[str, Any]:
+    monkeypatch.setattr(sys, "argv", ["throughput.py", "--tiny", "--out", str(out), *more])
+    benchmark.main()
+    found: dict[str, Any] = json.loads(out.read_text())["networks"]
+    return found
+
+
+def test_every_kind_of_network_is_measured_and_a_failure_survived(
+    benchmark: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    whole = benchmark.models.create
+
+    def broken(name: str, **options: Any) -> Any:
+        if name == "lenet300":
+            raise RuntimeError("no such luck")
+        return whole(name, **options)
+
+    monkeypatch.setattr(benchmark.models, "create", broken)
+    names = ["lenet300", "lenet5", "lstm_lm", "map_fit"]
+    found = run(benchmark, monkeypatch, tmp_path / "out.json", "--networks", *names)
+    assert [*found] == names
+    assert found["lenet300"]["tried"]["float32"] == {"error": "RuntimeError: no such luck"}
+    assert "alone" not in found["lenet300"]
+    for name, samples in (("lenet5", 4), ("lstm_lm", 20), ("map_fit", 4)):
+        alone = found[name]["alone"]
+        assert alone["per_second"] == pytest.approx(1e3 * samples / alone["sparse_ms"])
+        assert alone["mode"] in found[name]["tried"]
+    alone = found["lenet5"]["alone"]
+    assert alone["epoch_s"] == pytest.approx(alone["sparse_ms"] * 1e-3 * 60_000 / 4)
+
+
+def test_the_same_command_measures_only_what_is_missing(
+    benchmark: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    first = run(benchmark, monkeypatch, tmp_path / "out.json", "--networks", "lenet300")
+    both = run(benchmark, monkeypatch, tmp_path / "out.json", "--networks", "lenet300", "map_fit")
+    assert both["lenet300"] == first["lenet300"]
+    assert "alone" in both["map_fit"]
+
+
+@pytest.mark.parametrize(
+    ("milliseconds", "expected"),
+    [
+        ({"float32": 10.0, "bf16": 9.9}, Mode()),  # a gain of one percent is none
+        ({"float32": 10.0, "bf16": 8.0, "bf16, channels-last": 5.0}, Mode("bf16", channels_last=True)),
+        ({"float32": 10.0, "bf16, channels-last, compiled, graph": 9.5}, Mode()),  # too little for the time it takes
+        (
+            {"float32, graph": 10.0, "bf16, channels-last, compiled, graph": 6.0},
+            Mode("bf16", channels_last=True, compile=True, capture=True),
+        ),
+    ],
+)
+def test_the_table_of_modes_gets_the_simplest_that_is_fast(
+    benchmark: ModuleType, tmp_path: Path, milliseconds: dict[str, float], expected: Mode
+) -> None:
+    case = benchmark.case_of("resnet20", benchmark.torch.device("cpu"), tiny=True)
+    tried = {name: {"sparse_ms": value} for name, value in milliseconds.items()} | {"bf16, graph": {"error": "no"}}
+    table = tmp_path / "modes.json"
+    table.write_text('{"Some GPU": {"resnet20": {}, "resnet56": {"precision": "bf16"}}}')
+    benchmark.write_modes(
+        table, {"hardware": "Some GPU", "networks": {"resnet20": {"tried": tried}}}, {"resnet20": case}
+    )
+    written = json.loads(table.read_text())["Some GPU"]
+    assert Mode(**written["resnet20"]) == expected
+    assert written["resnet56"] == {"precision": "bf16"}
+
+
+def test_a_faster_mode_that_fails_leaves_the_slower_one(
+    benchmark: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    book = benchmark.Book(tmp_path / "out.json", {"hardware": "CPU"})
+    case = benchmark.case_of("lenet300", benchmark.torch.device("cpu"), tiny=True)
+    found = book.of(case)
+    found["tried"]["float32"] = {"sparse_ms": 2.0, "peak_gib": None}
+    monkeypatch.setattr(benchmark, "alone", lambda case, mode, seconds: {"dense_ms": 1.0, "sparse_ms": 2.0})
+    benchmark.measure_alone(book, case, [], 0.01)
+    assert found["alone"]["mode"] == "float32"
+
+    def fails(case: object, mode: object, seconds: float) -> None:
+        raise RuntimeError("out of memory")
+
+    found["tried"]["bf16"] = {"sparse_ms": 1.0, "peak_gib": None}
+    monkeypatch.setattr(benchmark, "alone", fails)
+    benchmark.measure_alone(book, case, [], 0.01)
+    assert (found["alone"]["mode"], found["alone"]["sparse_ms"]) == ("float32", 2.0)
+    assert found["alone"]["error"] == "RuntimeError: out of memory"
+    monkeypatch.setattr(benchmark, "alone", lambda case, mode, seconds: pytest.fail("measured again"))
+    benchmark.measure_alone(book, case, [], 0.01)
+
+
+def test_the_table_of_the_docs_is_there_once_it_was_measured(tmp_path: Path) -> None:
+    assert results.throughput(tmp_path) == ""
+    alone = {"mode": "bf16, graph", "epoch_s": 1.234, "per_second": 40_519.0, "sparsifier_share": 0.11, "peak_gib": 0.5}
+    networks = {
+        "resnet20": {"batch_size": 64, "unit": "images", "alone": alone, "side_by_side": {"runs": 8, "epoch_s": 0.3}},
+        "vgg16": {"batch_size": 128, "unit": "images", "alone": {"error": "no"}, "side_by_side": {"error": "no"}},
+    }
+    record = {"networks": networks, "hardware": "Some GPU", "command": "python it.py"}
+    (tmp_path / "throughput").mkdir()
+    (tmp_path / "throughput" / "h200.json").write_text(json.dumps(record))
+    page = results.throughput(tmp_path)
+    assert "| resnet20 | 64 | bf16, graph | 1.23 | 40,519 images | 11.0% | 0.50 | 0.300 |" in page
+    assert "| vgg16 | 128 | – | – | – images | – | – | – |" in page
+    assert "8 runs side by side |" in page
