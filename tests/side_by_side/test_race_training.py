@@ -291,6 +291,11 @@ def test_names_of_settings_do_not_clash_and_defaults_leave_no_trace() -> None:
     assert {name: told[name] for name in told if name in NAMES} == {"distil": 0.5}
 
 
+def test_the_docs_name_every_setting() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "methods.md").read_text().partition("## Beside the method")[2]
+    assert [name for name in NAMES if f"`{name}`" not in page] == []
+
+
 @pytest.mark.parametrize("method", ["dense", "scl", "dpf"])
 def test_committed_records_keep_their_names(method: str) -> None:
     comparison = Comparison("resnet20", "cifar10", sparsity=(0.95,))
