@@ -128,6 +128,7 @@ def record(outcome: Outcome, race: Race, seconds: float, together: int) -> dict[
     """One finished run as plain values."""
     member = outcome.member
     dense = member.method == "dense"
+    plain = {"accuracy": outcome.plain_accuracy, "validation_accuracy": outcome.plain_validation_accuracy}
     return {
         "method": member.method,
         "preset": "side-by-side",
@@ -137,6 +138,7 @@ def record(outcome: Outcome, race: Race, seconds: float, together: int) -> dict[
         "epochs": race.epochs,
         "accuracy": outcome.accuracy,
         "validation_accuracy": outcome.validation_accuracy,
+        **({} if outcome.plain_accuracy is None else {"of_the_last_weights": plain}),
         "train_loss": outcome.train_loss,
         "settings": member.to_dict(),
         "race": dataclasses.asdict(race),
@@ -182,7 +184,7 @@ def _name(comparison: Comparison, race: Race, members: Sequence[Member]) -> str:
         {
             name: value
             for name, value in member.to_dict().items()
-            if value != Member(member.seed, member.method).to_dict()[name] or name in ("seed", "method", "sparsity")
+            if value != Member(member.seed, member.method).to_dict().get(name) or name in ("seed", "method", "sparsity")
         }
         for member in members
     ]

@@ -1,23 +1,25 @@
 """What is raced: the epochs and learning rates that all runs share, the runs, and what comes out of each."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from itertools import groupby
 from typing import Any
 
 from gossamer import method
 from gossamer.methods import Options, Rule, find, make_options
+from gossamer.side_by_side.training import NAMES, Training
 
 
 @dataclass(frozen=True)
 class Member:
-    """One run of a race. `settings` are those of its method (gossamer.methods)."""
+    """One run of a race. `settings` are those of its method (gossamer.methods), `training` those that any can have."""
 
     seed: int
     method: str = "scl"
     sparsity: float = 0.95
     weight_decay: float = 1e-4
     settings: Options | None = None  # None: the defaults of the method
+    training: Training = field(default_factory=Training)
 
     def __post_init__(self) -> None:
         rule = find(self.method)
@@ -33,8 +35,9 @@ class Member:
     def of(
         seed: int, method: str = "scl", sparsity: float = 0.95, weight_decay: float = 1e-4, **settings: Any
     ) -> "Member":
-        """A run with settings of its method by name."""
-        return Member(seed, method, sparsity, weight_decay, make_options(find(method), settings))
+        """A run with settings of its method, and of its training, by name."""
+        training = Training(**{name: settings.pop(name) for name in NAMES if name in settings})
+        return Member(seed, method, sparsity, weight_decay, make_options(find(method), settings), training)
 
     @property
     def rule(self) -> type[Rule[Any]]:
@@ -46,10 +49,10 @@ class Member:
         return self.method, *(getattr(self.settings, name) for name in self.rule.apart)
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything that was asked, as plain values in one level."""
+        """Everything that was asked, as plain values in one level; of the training what differs from the defaults."""
         assert self.settings is not None
         told = {"seed": self.seed, "method": self.method, "sparsity": self.sparsity, "weight_decay": self.weight_decay}
-        return {**told, **asdict(self.settings)}
+        return {**told, **asdict(self.settings), **self.training.changes()}
 
 
 @dataclass(frozen=True)
@@ -91,8 +94,10 @@ class Outcome:
     sparsity: float
     accuracy: float  # on the test set, at the last epoch
     validation_accuracy: float | None
-    train_loss: float  # of the last epoch
+    train_loss: float  # cross-entropy in the last epoch
     connections_by_tensor: tuple[int, ...]
+    plain_accuracy: float | None = None  # of the last weights, where `accuracy` is of averaged or recalibrated ones
+    plain_validation_accuracy: float | None = None
 
 
 def by_kind(members: Sequence[Member]) -> list[list[int]]:

@@ -31,6 +31,9 @@ class Tables:
 
     learning_rate: Tensor  # (steps, runs)
     weight_decay: Tensor  # (runs, 1)
+    frozen_weight_decay: Tensor | None = None  # (runs, 1), once masks are frozen; None: as before
+    removed_decay: Tensor | None = None  # (runs, 1), the factor of weight decay behind the masks; None: 1
+    averaging: Tensor | None = None  # (steps, runs), see averaging.py; None: no average is kept
 
 
 class StackedLearner:
@@ -43,18 +46,20 @@ class StackedLearner:
         self.step = torch.zeros(1, dtype=torch.int64, device=stack.device)
         self._removed: Tensor | None = None  # in the frozen phase
         self._shown = stack.variables
+        self.average: Tensor | None = None  # of the variables, as they are shown to nobody before the end
 
     def branch(self, rows: Sequence[int]) -> None:
         """Go on with copies: run i of the new ones from run rows[i] of those that were."""
         self.stack.branch(rows)
         self.velocity = self.velocity[torch.tensor(rows, device=self.velocity.device)]
 
-    def seat(self, teams: Sequence[Team]) -> None:
-        """Give every row its rule."""
+    def seat(self, teams: Sequence[Team], *, averages: bool = False) -> None:
+        """Give every row its rule; with `averages` a mean of the variables is kept as well."""
         self.teams = list(teams)
         for team in teams:
             team.rule.settle_(self.weights(team))  # what is not there from the start
         self._shown = self.stack.variables.clone()
+        self.average = self.stack.variables.clone() if averages else None
         self._show()
 
     def weights(self, team: Team) -> Tensor:
@@ -68,10 +73,11 @@ class StackedLearner:
             if team.rule.penalises:
                 team.rule.penalise_(gradient[team.rows, count:], self.stack.variables[team.rows, count:])
             team.rule.learn_(gradient[team.rows, :count], self.weights(team))
-        self._descend(gradient, rate, tables)
+        self._descend(gradient, rate, tables.weight_decay, tables)
         for team in self.teams:
             team.rule.settle_(self.weights(team))
             team.timeline.clock += 1
+        self._average(tables)
         self._show()
         self.step += 1
 
@@ -96,15 +102,26 @@ class StackedLearner:
         self.stack.show_(self.stack.variables)
 
     def frozen_step(self, gradient: Tensor, tables: Tables) -> None:
-        self._descend(gradient, self._rate(tables), tables)
+        later = tables.frozen_weight_decay
+        self._descend(gradient, self._rate(tables), tables.weight_decay if later is None else later, tables)
         self._keep_zeros()
+        self._average(tables)
         self.stack.show_(self.stack.variables)
         self.step += 1
+
+    def take_average(self) -> None:
+        """Go on with the averaged variables under the final masks; runs that average nothing stay as they are."""
+        assert self.average is not None
+        self.stack.variables.copy_(self.average)
+        self._keep_zeros()
+        self.stack.show_(self.stack.variables)
 
     def tensors(self) -> dict[str, Tensor]:
         """All that changes from step to step, to be saved or to be copied into; then `show`."""
         found = {"variables": self.stack.variables, "velocity": self.velocity, "step": self.step}
         found |= {f"buffer.{name}": buffer for name, buffer in self.stack.buffers.items()}
+        if self.average is not None:
+            found["average"] = self.average
         if self._removed is not None:
             return {**found, "removed": self._removed}
         for number, team in enumerate(self.teams):
@@ -144,8 +161,20 @@ class StackedLearner:
     def _rate(self, tables: Tables) -> Tensor:
         return tables.learning_rate.index_select(0, self.step).view(-1, 1)
 
-    def _descend(self, gradient: Tensor, rate: Tensor, tables: Tables) -> None:
+    def _descend(self, gradient: Tensor, rate: Tensor, decay: Tensor, tables: Tables) -> None:
         """SGD with momentum and L2, as torch has it."""
-        variables = self.stack.variables
-        self.velocity.mul_(self._momentum).add_(gradient).addcmul_(variables, tables.weight_decay)
+        variables, count = self.stack.variables, self.stack.connections
+        self.velocity.mul_(self._momentum).add_(gradient)
+        if tables.removed_decay is None or self.frozen:
+            self.velocity.addcmul_(variables, decay)
+        else:
+            kept = self.mask.to(decay.dtype)
+            self.velocity[:, :count].addcmul_(
+                variables[:, :count], decay * kept.lerp(torch.ones_like(kept), tables.removed_decay)
+            )
+            self.velocity[:, count:].addcmul_(variables[:, count:], decay)
         variables.sub_(self.velocity * rate)
+
+    def _average(self, tables: Tables) -> None:
+        if tables.averaging is not None and self.average is not None:
+            self.average.lerp_(self.stack.variables, tables.averaging.index_select(0, self.step).view(-1, 1))

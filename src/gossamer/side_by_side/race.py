@@ -20,12 +20,16 @@ from gossamer.methods.dense import Dense
 from gossamer.methods.filters import gains_of
 from gossamer.methods.lottery import rewound
 from gossamer.schedule import Phase, Plan
+from gossamer.side_by_side.averaging import averaging_rates, recalibrate_
 from gossamer.side_by_side.capture import Captured
 from gossamer.side_by_side.checkpoint import random_state, read, set_random_state, write
 from gossamer.side_by_side.entries import Member, Outcome, Race, by_kind
 from gossamer.side_by_side.feed import Feed
 from gossamer.side_by_side.learner import StackedLearner, Tables, Team
 from gossamer.side_by_side.stack import NetworkStack
+from gossamer.side_by_side.teaching import FrozenTrunks, Lessons, check_teachers
+
+_RECALIBRATION = 200  # training batches whose statistics batch norms get anew
 
 
 def run_race(
@@ -85,6 +89,8 @@ class Running:
         dtype: torch.dtype,
     ) -> None:
         self.race, self._members, self._data = race, list(members), data
+        check_teachers(self._members)
+        self._frozen_trunks: FrozenTrunks | None = None
         groups = by_kind(self._members)
         self._early = [group for group in groups if self._members[group[0]].rule.from_start]
         self._late = [group for group in groups if not self._members[group[0]].rule.from_start]
@@ -128,7 +134,7 @@ class Running:
 
     def save(self, path: Path, epochs: int) -> None:
         """Write all that is needed to go on after so many epochs."""
-        tensors = {**self.learner.tensors(), "train_loss": self.train_loss}
+        tensors = self._tensors()
         about = {"epochs": epochs, **self._identity()}
         write(path, {**tensors, **random_state(self.learner.stack.device)}, about)
 
@@ -144,11 +150,15 @@ class Running:
         if phase is not Phase.WARMUP:
             self.enter(Phase.SPARSIFY)
         self.enter(phase)
-        for name, tensor in {**self.learner.tensors(), "train_loss": self.train_loss}.items():
+        for name, tensor in self._tensors().items():
             tensor.copy_(tensors[name])
         self.learner.show()
         set_random_state(tensors, self.learner.stack.device)
         return int(about["epochs"])
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        trunks = {} if self._frozen_trunks is None else self._frozen_trunks.tensors()
+        return {**self.learner.tensors(), **trunks, "train_loss": self.train_loss}
 
     def _identity(self) -> dict[str, Any]:
         return {"race": asdict(self.race), "members": [member.to_dict() for member in self._members]}
@@ -164,12 +174,15 @@ class Running:
         self.phase = phase
 
     def outcomes(self) -> list[Outcome]:
-        """What has come of every member, in their order."""
+        """What has come of every member, in their order; to be asked once, when the race is over."""
         if not self.learner.frozen:
             self.learner.freeze()
         stack = self.learner.stack
-        test = evaluate(stack, self.feed, self._data.test)
-        held_out = None if self._data.validation is None else evaluate(stack, self.feed, self._data.validation)
+        test, held_out = self._accuracies()
+        last = (test, held_out)
+        if any(member.training.fresh_statistics for member in self._rows):
+            self._take_averages()
+            test, held_out = self._accuracies()
         by_tensor = [part.sum(1).tolist() for part in torch.split(self.learner.mask, stack.connection_sizes, dim=1)]
         sparsity, loss = self.learner.sparsity(), self.train_loss.tolist()
         found = {
@@ -180,10 +193,25 @@ class Running:
                 validation_accuracy=None if held_out is None else held_out[row],
                 train_loss=loss[row],
                 connections_by_tensor=tuple(counts[row] for counts in by_tensor),
+                **_plain(self._members[index], *last, row),
             )
             for row, index in enumerate(self._order)
         }
         return [found[index] for index in range(len(self._members))]
+
+    def _accuracies(self) -> tuple[list[float], list[float] | None]:
+        """On the test set, and on the images held out."""
+        stack, held_out = self.learner.stack, self._data.validation
+        test = evaluate(stack, self.feed, self._data.test)
+        return test, None if held_out is None else evaluate(stack, self.feed, held_out)
+
+    def _take_averages(self) -> None:
+        """Averaged weights, and statistics of their own, for the runs that ask for them."""
+        if self.learner.average is not None:
+            self.learner.take_average()
+        fresh = torch.tensor([member.training.fresh_statistics for member in self._rows], device=self._which.device)
+        stack, epoch = self.learner.stack, self.race.epochs  # the epoch after the last: images as they were never seen
+        recalibrate_(stack, self.feed, self._which, fresh, epoch=epoch, batches=_RECALIBRATION)
 
     def networks(self) -> Iterator[tuple[Member, nn.Module]]:
         """Every member with its network as it is now, a plain one."""
@@ -195,6 +223,10 @@ class Running:
         """Every member that is not sparse from the start becomes a copy of its seed's trunk."""
         early = len(self._rows) - len(self._trunks)
         trunks = [trunk.seed for trunk in self._trunks]
+        if any(member.training.distil and member.training.teacher == "trunk" for member in self._members):
+            places = [self._seeds.index(seed) for seed in trunks]
+            rows = range(early, early + len(trunks))
+            self._frozen_trunks = FrozenTrunks(self.learner.stack, rows, places)
         self._rows = [self._members[index] for index in self._order]
         self.learner.branch([*range(early), *(early + trunks.index(member.seed) for member in self._rows[early:])])
         kept = self.learner.teams[: len(self._early)]
@@ -203,7 +235,10 @@ class Running:
 
     def _seat(self, teams: Sequence[Team]) -> None:
         device = self.learner.stack.device
-        self.learner.seat(teams)
+        averaging = averaging_rates(
+            [member.training for member in self._rows], first=self.plan.warmup, total=self.plan.total
+        )
+        self.learner.seat(teams, averages=averaging is not None)
         shared = torch.tensor([self._shared_rate(step) for step in range(self.plan.total)])
         again = [
             rewound(self.plan, step, shared=self._shared_rate, peak=self.race.learning_rate)
@@ -211,7 +246,16 @@ class Running:
         ]
         columns = [torch.tensor(again) if member.rule.rewinds else shared for member in self._rows]
         decay = torch.tensor([[member.weight_decay] for member in self._rows], device=device)
-        self._tables = Tables(torch.stack(columns, dim=1).to(device), decay)
+        self._tables = Tables(
+            torch.stack(columns, dim=1).to(device),
+            decay,
+            frozen_weight_decay=_column(self._rows, "finetune_weight_decay", device),
+            removed_decay=_column(self._rows, "removed_weight_decay", device),
+            averaging=None if averaging is None else averaging.to(device, self.learner.stack.precise),
+        )
+        taught = any(member.training.distil for member in self._rows)
+        seeds = [trunk.seed for trunk in self._trunks]
+        self._lessons = Lessons(self._rows, self._frozen_trunks, seeds).on(device) if taught else None
         self._which = torch.tensor([self._seeds.index(member.seed) for member in self._rows], device=device)
         self._losses = torch.zeros(len(self._rows), device=device)
         self.train_loss = torch.zeros_like(self._losses)
@@ -246,14 +290,16 @@ class Running:
         learner, tables, which, losses = self.learner, self._tables, self._which, self._losses
         feed, smoothing, stack = self.feed, self.race.label_smoothing, self.learner.stack
         update = learner.frozen_step if learner.frozen else learner.mask_step
+        lessons = self._lessons
 
         def step() -> None:
-            images, labels = feed.take()
-            images, labels = images.index_select(0, which), labels.index_select(0, which)
+            of_seeds, labels = feed.take()
+            images, labels = of_seeds.index_select(0, which), labels.index_select(0, which)
             logits = stack(images).float()
             loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none", label_smoothing=smoothing)
             loss = loss.view(labels.shape).mean(1)
-            gradients = stack.gradients(loss.sum())
+            wanted = loss if lessons is None else lessons.loss(loss, logits, of_seeds)
+            gradients = stack.gradients(wanted.sum())
             with torch.no_grad():
                 losses.add_(loss.detach())
                 update(gradients, tables)
@@ -278,6 +324,23 @@ def evaluate(stack: NetworkStack, feed: Feed, part: Labelled) -> list[float]:
             right += (stack.on_same_images(images).argmax(-1) == labels).sum(1)
     stack.template.train()
     return (100.0 * right / len(part)).tolist()
+
+
+def _column(members: Sequence[Member], name: str, device: torch.device) -> torch.Tensor | None:
+    """A setting of the training that replaces weight decay or scales it; None where all runs have the default."""
+    if not any(name in member.training.changes() for member in members):
+        return None
+    found = [getattr(member.training, name) for member in members]
+    values = [member.weight_decay if value is None else value for member, value in zip(members, found, strict=True)]
+    return torch.tensor(values, device=device)[:, None]
+
+
+def _plain(member: Member, test: list[float], held_out: list[float] | None, row: int) -> dict[str, float | None]:
+    """The accuracies of the last weights, where others are what counts."""
+    if not member.training.fresh_statistics:
+        return {}
+    validation = None if held_out is None else held_out[row]
+    return {"plain_accuracy": test[row], "plain_validation_accuracy": validation}
 
 
 def _starts(groups: Sequence[Sequence[int]], first: int) -> list[tuple[Sequence[int], int]]:
