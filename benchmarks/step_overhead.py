@@ -3,7 +3,8 @@
     python benchmarks/step_overhead.py                    # CPU: ResNet-20 at batch 64, LSTM of 650 units
     python benchmarks/step_overhead.py --device cuda      # ResNet-50 at batch 256, ResNet-20 at 64 as a CUDA graph
 
-Dense and sparse steps are interleaved in one run; the ratio is that of the medians. The sparse step is one of the
+Dense and sparse steps are interleaved in one run; the ratio is the median over rounds of a sparse step over the dense
+one next to it, which a machine that is slower for a while does not change. The sparse step is one of the
 sparsify phase, where masks learn and the budget is solved in every step; fine-tuning costs less.
 """
 
@@ -76,8 +77,8 @@ def timed(step: Step, device: torch.device) -> float:
     return time.perf_counter() - start
 
 
-def compare(steps: dict[str, Step], device: torch.device, rounds: int, inner: int = 1) -> dict[str, float]:
-    """Median seconds of each step, interleaved."""
+def compare(steps: dict[str, Step], device: torch.device, rounds: int, inner: int = 1) -> dict[str, list[float]]:
+    """Seconds of each step, round by round."""
 
     def several(step: Step) -> Step:
         def run() -> None:
@@ -94,7 +95,7 @@ def compare(steps: dict[str, Step], device: torch.device, rounds: int, inner: in
     for _ in range(rounds):
         for name, loop in loops.items():
             times[name].append(timed(loop, device) / inner)
-    return {name: statistics.median(values) for name, values in times.items()}
+    return times
 
 
 def eager(name: str, build: Callable[[], nn.Module], batch: tuple[Tensor, Tensor], scales: list[str], rounds: int,
@@ -134,8 +135,13 @@ def advancing(graph: Captured, sparsifier: gossamer.Sparsifier) -> Step:
     return step
 
 
-def summary(name: str, seconds: dict[str, float]) -> dict[str, object]:
-    ratios = {scale: round(value / seconds["dense"], 3) for scale, value in seconds.items() if scale != "dense"}
+def summary(name: str, times: dict[str, list[float]]) -> dict[str, object]:
+    ratios = {
+        scale: round(statistics.median(one / other for one, other in zip(values, times["dense"], strict=True)), 3)
+        for scale, values in times.items()
+        if scale != "dense"
+    }
+    seconds = {scale: statistics.median(values) for scale, values in times.items()}
     print(f"{name:40s} dense {1e3 * seconds['dense']:8.2f} ms   sparse / dense: {ratios}")
     return {"case": name, "seconds": seconds, "ratios": ratios}
 
@@ -159,7 +165,7 @@ def hardware(device: torch.device) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     device, rounds = torch.device(arguments.device), arguments.rounds
