@@ -1,5 +1,6 @@
 """Comparisons: records, going on after an interruption, the command."""
 
+import functools
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from gossamer.results import race_blocks
 from gossamer.side_by_side import Race, plot
 from gossamer.side_by_side import compare as module
 from gossamer.side_by_side.compare import Comparison, compare
+from gossamer.side_by_side.entries import lanes_of
 from gossamer.side_by_side.race import Running
 
 CPU = torch.device("cpu")
@@ -131,7 +133,9 @@ def test_checkpoints_of_other_races_and_other_files_are_refused(tmp_path: Path) 
     images = module.data.load("mnist")
 
     def running(race: Race) -> Running:
-        return Running(race, members, images, lambda: models.create("lenet300"), device=CPU, dtype=torch.float32)
+        lanes = lanes_of(race, members, len(images.train) // race.batch_size)
+        network = functools.partial(models.create, "lenet300")
+        return Running(race.common, lanes, images, network, device=CPU, dtype=torch.float32)
 
     begun = running(race)
     assert begun.go_on_from(path) == 0

@@ -7,7 +7,7 @@ sparsifier's arithmetic is done on one matrix with a row for each run. The runs 
 method, target and settings, and gives what it would give alone, up to the rounding of the convolutions.
 """
 
-from gossamer.side_by_side.entries import Member, Outcome, Race
-from gossamer.side_by_side.race import run_race
+from gossamer.side_by_side.entries import Member, Race, run_race
+from gossamer.side_by_side.lanes import Outcome
 
 __all__ = ["Member", "Outcome", "Race", "run_race"]
