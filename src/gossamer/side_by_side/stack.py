@@ -60,11 +60,13 @@ class NetworkStack:
         self._make_leaves()
 
     def gradients(self, loss: Tensor) -> Tensor:
-        """The gradients of all parameters as a matrix like `variables`."""
+        """The gradients of all parameters as a matrix like `variables`, until the next call."""
         # Not by backward(), which would rearrange each gradient in memory before it leaves it in a leaf.
         leaves = [self.leaves[name] for name in self.names]
         found = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
         columns = [_storage_order(gradient).reshape(len(self), -1) for gradient in found]
+        if self.dtype is self.precise:
+            return torch.cat(columns, dim=1, out=self._gradients)
         connections = columns[: len(self.connection_sizes)]
         parts = [torch.cat(part, dim=1).to(self.precise) for part in (connections, columns[len(connections) :]) if part]
         return torch.cat(parts, dim=1)
@@ -96,6 +98,7 @@ class NetworkStack:
         self._read = self.variables[:, :count].to(self.dtype, copy=True, memory_format=torch.contiguous_format)
         self.shown = self._read if self.dtype is self.precise else self.variables[:, :count].contiguous()
         self._read_others = self.variables[:, count:].clone()
+        self._gradients = torch.empty_like(self.variables)  # memory that is touched already, which counts on a CPU
         columns = [
             *torch.split(self._read, self.connection_sizes, dim=1),
             *torch.split(self._read_others, self.sizes[len(self.connection_sizes) :], dim=1),
