@@ -29,6 +29,7 @@ class SCLOptions(Options):
     anneal: str = "cosine"  # of mask_lr
     start_value: float | None = None  # one constant for all mask variables instead of |w̃|
     decay: float | None = None  # a fixed λ1 instead of the budget
+    l2: float = 0.0  # λ2 in the mask gradient
 
     def __post_init__(self) -> None:
         for name, value, choices in (
@@ -42,7 +43,7 @@ class SCLOptions(Options):
 class SCL(DenseGradient[SCLOptions]):
     name, title, options = "scl", "gossamer (learned masks)", SCLOptions
     reference = "Tang et al., Automatic Sparse Connectivity Learning for Neural Networks"
-    apart = ("estimator", "alpha", "decay")
+    apart = ("estimator", "alpha", "decay", "l2")
 
     def __init__(
         self,
@@ -59,6 +60,7 @@ class SCL(DenseGradient[SCLOptions]):
         self._feature_power = column([each.feature_power for each in settings], weights)
         self._uses_features = any(each.feature_power for each in settings)
         self._estimator, self._alpha, self._decay = settings[0].estimator, settings[0].alpha, settings[0].decay
+        self._l2 = settings[0].l2
         self._rate = timeline.annealed([each.mask_lr for each in settings], [each.anneal for each in settings])
         start = magnitude(weights)
         for row, each in enumerate(settings):
@@ -73,7 +75,7 @@ class SCL(DenseGradient[SCLOptions]):
     def learn_(self, gradient: Tensor, weights: Tensor) -> None:
         mask_variable = self._budget.score
         direction = method.mask_gradient(
-            gradient, weights, mask_variable, estimator=self._estimator, alpha=self._alpha
+            gradient, weights, mask_variable, estimator=self._estimator, alpha=self._alpha, l2=self._l2
         )  # Eq. (step_redefine)
         if self._uses_features:
             direction = self._over_features(direction)

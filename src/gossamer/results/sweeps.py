@@ -1,0 +1,53 @@
+"""Sweeps: the settings in which runs differ, and what has come of them over seeds."""
+
+import json
+import statistics
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+from gossamer.results.records import Record, mean_and_spread
+
+_NOT_SHOWN = {"seed", "device", "data_root"}
+
+
+def sweep_table(records: Sequence[Record]) -> tuple[list[str], list[list[str]]]:
+    """Head and rows: one row for all seeds of the same settings, in the order of the records."""
+    settings = [_flat(record["config"]) for record in records]
+    names = [name for name in dict.fromkeys(name for each in settings for name in each) if name not in _NOT_SHOWN]
+    differ = [name for name in names if len({json.dumps(each.get(name)) for each in settings}) > 1]
+    groups: dict[str, list[tuple[dict[str, Any], Record]]] = defaultdict(list)
+    for each, record in zip(settings, records, strict=True):
+        groups[json.dumps([each.get(name) for name in names])].append((each, record))
+    head = [*(differ or ["model"]), "test accuracy", "validation", "sparsity", "connections", "training loss", "seeds"]
+    return head, [_row(group, differ or ["model"]) for group in groups.values()]
+
+
+def _row(group: Sequence[tuple[dict[str, Any], Record]], differ: Sequence[str]) -> list[str]:
+    records = [record for _, record in group]
+    sound = [record for record in records if not record["diverged"]]
+    held_out = [100 * record["validation_accuracy"] for record in sound if record["validation_accuracy"] is not None]
+    lost = len(records) - len(sound)
+    return [
+        *(_said(group[0][0].get(name)) for name in differ),
+        mean_and_spread([100 * record["accuracy"] for record in sound]) if sound else "diverged",
+        mean_and_spread(held_out) if held_out else "–",
+        f"{statistics.mean(record['sparsity'] for record in sound):.2%}" if sound else "–",
+        f"{round(statistics.mean(record['connections'] for record in sound)):,}" if sound else "–",
+        f"{statistics.mean(record['train_loss'] for record in sound):.3f}" if sound else "–",
+        f"{len(sound)} + {lost} diverged" if lost and sound else str(len(records)),
+    ]
+
+
+def _flat(config: dict[str, Any]) -> dict[str, Any]:
+    """Settings in one level, those of masks and networks by their names in full."""
+    flat: dict[str, Any] = {}
+    for name, value in config.items():
+        flat |= {f"{name}.{key}": each for key, each in value.items()} if isinstance(value, dict) else {name: value}
+    return flat
+
+
+def _said(value: Any) -> str:
+    if value is None:
+        return "–"
+    return f"{value:g}" if isinstance(value, float) else " ".join(value) if isinstance(value, list) else str(value)
