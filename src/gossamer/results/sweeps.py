@@ -19,7 +19,7 @@ def sweep_table(records: Sequence[Record]) -> tuple[list[str], list[list[str]]]:
     groups: dict[str, list[tuple[dict[str, Any], Record]]] = defaultdict(list)
     for each, record in zip(settings, records, strict=True):
         groups[json.dumps([each.get(name) for name in names])].append((each, record))
-    head = [*(differ or ["model"]), "test accuracy", "validation", "sparsity", "connections", "training loss", "seeds"]
+    head = [*(differ or ["model"]), "test", "validation", "zeros", "connections", "loss", "seeds"]
     return head, [_row(group, differ or ["model"]) for group in groups.values()]
 
 
