@@ -161,3 +161,19 @@ def _peak_resident_bytes(work) -> int:  # type: ignore[no-untyped-def]
     done.set()
     watcher.join()
     return most
+
+
+def test_rows_one_by_one_and_all_at_once_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = torch.randn(4, 20_000, generator=torch.Generator().manual_seed(1))
+    first[:, :40] = 0.25  # ties
+    first[2, 7] = torch.inf  # as what the floor protects
+    budgets = torch.tensor([20, 8_030, 19_999, 20_000])
+    results = []
+    for one_by_one in (True, False):
+        monkeypatch.setattr(budget, "_one_by_one", lambda matrix, answer=one_by_one: answer)
+        values, mask = first.clone(), torch.ones_like(first, dtype=torch.bool)
+        thresholds = budget.meet_budgets_(values, mask, budgets)
+        assert mask.sum(1).tolist() == budgets.tolist()
+        assert torch.equal(values > 0, mask)
+        results.append((values, mask, thresholds))
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(*results, strict=True))

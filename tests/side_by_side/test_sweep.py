@@ -290,12 +290,12 @@ def test_the_command_shows_a_table(tmp_path: Path, capsys: pytest.CaptureFixture
 def test_a_table_has_the_settings_that_differ() -> None:
     def record(seed: int, accuracy: float, **settings: Any) -> dict[str, Any]:
         config = replace(BASE, seed=seed, settings=settings).to_dict()
-        about = {"validation_accuracy": None, "sparsity": 0.8, "connections": 120, "train_loss": 0.25, "diverged": False}
+        about = {"validation_accuracy": None, "sparsity": 0.8, "train_loss": 0.25, "diverged": False}
         return {"config": config, "accuracy": accuracy, **about}
 
     head, rows = sweep_table([record(0, 0.9, mask_lr=0.1), record(1, 0.91, mask_lr=0.1), record(0, 0.8)])
-    assert head == ["settings.mask_lr", "test", "validation", "zeros", "connections", "loss", "seeds"]
-    assert rows[0] == ["0.1", "90.50 ± 0.71", "–", "80.00%", "120", "0.250", "2"]
+    assert head == ["settings.mask_lr", "test", "validation", "zeros", "loss", "seeds"]
+    assert rows[0] == ["0.1", "90.50 ± 0.71", "–", "80.00%", "0.250", "2"]
     assert rows[1][:2] == ["–", "80.00 ± 0.00"]
 
 

@@ -19,23 +19,24 @@ def sweep_table(records: Sequence[Record]) -> tuple[list[str], list[list[str]]]:
     groups: dict[str, list[tuple[dict[str, Any], Record]]] = defaultdict(list)
     for each, record in zip(settings, records, strict=True):
         groups[json.dumps([each.get(name) for name in names])].append((each, record))
-    head = [*(differ or ["model"]), "test", "validation", "zeros", "connections", "loss", "seeds"]
-    return head, [_row(group, differ or ["model"]) for group in groups.values()]
+    shown = differ or ["model"]
+    rows = [[*(_said(group[0][0].get(name)) for name in shown), *_cells(group)] for group in groups.values()]
+    return [*shown, "test", "validation", "zeros", "loss", "seeds"], rows
 
 
-def _row(group: Sequence[tuple[dict[str, Any], Record]], differ: Sequence[str]) -> list[str]:
-    records = [record for _, record in group]
-    sound = [record for record in records if not record["diverged"]]
+def _cells(group: Sequence[tuple[dict[str, Any], Record]]) -> list[str]:
+    """What has come of the runs; those that have diverged are only counted."""
+    sound = [record for _, record in group if not record["diverged"]]
+    lost = len(group) - len(sound)
+    if not sound:
+        return ["diverged", "–", "–", "–", str(lost)]
     held_out = [100 * record["validation_accuracy"] for record in sound if record["validation_accuracy"] is not None]
-    lost = len(records) - len(sound)
     return [
-        *(_said(group[0][0].get(name)) for name in differ),
-        mean_and_spread([100 * record["accuracy"] for record in sound]) if sound else "diverged",
+        mean_and_spread([100 * record["accuracy"] for record in sound]),
         mean_and_spread(held_out) if held_out else "–",
-        f"{statistics.mean(record['sparsity'] for record in sound):.2%}" if sound else "–",
-        f"{round(statistics.mean(record['connections'] for record in sound)):,}" if sound else "–",
-        f"{statistics.mean(record['train_loss'] for record in sound):.3f}" if sound else "–",
-        f"{len(sound)} + {lost} diverged" if lost and sound else str(len(records)),
+        f"{statistics.mean(record['sparsity'] for record in sound):.2%}",
+        f"{statistics.mean(record['train_loss'] for record in sound):.3f}",
+        f"{len(sound)} + {lost} diverged" if lost else str(len(sound)),
     ]
 
 
