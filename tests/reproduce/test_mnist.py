@@ -18,7 +18,6 @@ from gossamer.reproduce.picture import panels
 from gossamer.results import mnist as mnist_section
 from gossamer.results import mnist_decay_table, mnist_estimator_table
 from gossamer.side_by_side.stack import NetworkStack
-from gossamer.side_by_side.stackable import lane_of
 from gossamer.side_by_side.sweeps import train_together
 from gossamer.training.optimise import learning_rate
 from gossamer.training.run import Run
@@ -137,7 +136,7 @@ def test_what_a_stack_cannot_do() -> None:
     def train(*runs: Run) -> None:
         train_together(runs, data, small_network, device=CPU, dtype=torch.float32)
 
-    with pytest.raises(ValueError, match="optimizer='adamw', clip=1.0"):
+    with pytest.raises(ValueError, match=r"optimizer='adamw', clip=1\.0"):
         train(replace(BASE, clip=1.0, optimizer="adamw"))
     with pytest.raises(ValueError, match="per_sample"):
         train(replace(BASE, method="scl", sparsity=0.5, settings={"scale": "per_sample"}))

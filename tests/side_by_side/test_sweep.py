@@ -116,7 +116,9 @@ def test_runs_that_share_trunks_for_a_while_are_the_runs_alone() -> None:
     trained = sweeps.train_together(runs, images(), lambda: networks.create(BASE, 10), device=CPU, dtype=torch.float64)
     for run, (outcome, network) in zip(runs, trained, strict=True):
         expected = alone(run)
-        for (name, ours), theirs in zip(network.double().state_dict().items(), expected.state_dict().values(), strict=True):
+        for (name, ours), theirs in zip(
+            network.double().state_dict().items(), expected.state_dict().values(), strict=True
+        ):
             if "num_batches" not in name:
                 torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6, msg=lambda m, r=run: f"{r}: {m}")
                 assert torch.equal(ours == 0, theirs == 0)

@@ -20,9 +20,8 @@ from gossamer.training.run import Run
 
 _DEFAULT = Run()
 # What runs of one stack may differ in. Everything else they share.
-_OWN = ("method", "sparsity", "decay", "preset", "settings", "seed", "lr", "momentum", "weight_decay", "schedule")
-_OWN += ("lr_warmup", "lr_drops", "lr_factor")
 _RATES = ("lr", "schedule", "lr_warmup", "lr_drops", "lr_factor")
+_OWN = ("method", "sparsity", "decay", "preset", "settings", "seed", "momentum", "weight_decay", *_RATES)
 # What has to stay as it is by default.
 _NOT_IN_A_STACK = ("flops", "leave_at", "include", "exclude", "optimizer", "nesterov", "clip", "sharding")
 _OTHER_DATA = ("imagefolder", "wikitext2", "ptb")
@@ -30,7 +29,9 @@ _OTHER_DATA = ("imagefolder", "wikitext2", "ptb")
 
 def why_not(run: Run) -> list[str]:
     """The settings of a run that a stack cannot follow."""
-    told = [f"{name}={getattr(run, name)!r}" for name in _NOT_IN_A_STACK if getattr(run, name) != getattr(_DEFAULT, name)]
+    told = [
+        f"{name}={getattr(run, name)!r}" for name in _NOT_IN_A_STACK if getattr(run, name) != getattr(_DEFAULT, name)
+    ]
     if run.schedule == "plateau":
         told.append("schedule='plateau'")
     if run.data in _OTHER_DATA:
