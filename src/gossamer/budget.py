@@ -114,6 +114,13 @@ def _lower_by_bracket_(values: Tensor, mask: Tensor, keep: int) -> tuple[Tensor,
         return values.new_zeros(()), torch.tensor(flips)
     threshold, above = _largest_dropped(array, keep)
     missing = keep - above
+    if threshold == -np.inf and not missing:
+        # All that is left to drop was dropped before, by a value of minus infinity: nothing has to be lowered.
+        now = array > threshold
+        flips = int(np.count_nonzero(now != kept))
+        np.maximum(array, torch.finfo(values.dtype).tiny, out=array, where=now)
+        kept[:] = now
+        return values.new_zeros(()), torch.tensor(flips)
     if missing:
         # Connections tied with the first dropped one: the earliest of them are kept.
         ties = _first_equal(array, float(threshold), missing)
@@ -228,6 +235,7 @@ def _lower_rows_by_digits_(
     kept_ties = tied & (spent.cumsum(1) + _spent_by_earlier_processes(spent.sum(1), group) <= left)
     torch.logical_or(keys > cut, kept_ties | fits, out=mask)
     threshold = torch.where(fits, 0.0, _value_of_key(cut, values.dtype))
+    threshold = torch.where(threshold == -torch.inf, 0.0, threshold)  # only what was dropped before lies there
     decay = threshold if cost is None else threshold * cost
     lowered = values - decay
     # Rounding (and ties) may leave a value on the wrong side of zero: the mask decides.

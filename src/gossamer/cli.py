@@ -1,4 +1,5 @@
-"""The command line: `gossamer quickstart`, `train`, `sweep`, `compare`, `reproduce`, `list`, `report`, `speed`, `export`.
+"""The command line: `gossamer quickstart`, `train`, `sweep`, `compare`, `reproduce`, `list`, `report`, `speed` and
+`export`.
 
 Errors are one message on stderr and exit code 2; `--debug` shows the traceback. A run stopped by Ctrl-C exits with 130
 and goes on when the same command is given again.
@@ -72,7 +73,7 @@ class Sweep:
     out: Path
     """Folder for one record a run; runs that have one are not trained again."""
     grid: tyro.conf.UseAppendAction[tuple[tuple[str, ...], ...]]
-    """What the runs differ in, as key=value,value: seed=0,1,2 method=scl,dpf sparsity=0.9,0.95 settings.mask_lr=0.01,0.03."""
+    """What the runs differ in, as key=value,value: seed=0,1,2 method=scl,dpf settings.mask_lr=0.01,0.03."""
     set: tyro.conf.UseAppendAction[tuple[tuple[str, ...], ...]] = ()
     """Changes to the recipe, as key=value, for all runs."""
     together: int = 32

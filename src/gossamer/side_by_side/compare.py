@@ -35,6 +35,9 @@ class Tier:
     validation: int  # training images held out; 0 trains on all of them
 
 
+# Of a race, part of every name.
+_NAMED = frozenset({"warmup", "sparsify", "stabilise", "finetune", "batch_size", "learning_rate", "schedule"})
+_NAMED |= {"momentum", "floor", "label_smoothing"}
 TIERS: Mapping[str, Tier] = MappingProxyType({"screening": Tier(50, 5000), "final": Tier(350, 0)})
 
 
@@ -176,8 +179,8 @@ def _shared(comparison: Comparison) -> dict[str, Any]:
 
 
 def _name(comparison: Comparison, race: Race, members: Sequence[Member]) -> str:
-    """A short name for all that decides the outcome of runs. Settings count where they are not the defaults, so that
-    one that is added later leaves the names as they are."""
+    """A short name for all that decides the outcome of runs. What is added later, to a race or to the settings of a
+    method, counts where it is not the default, so that the names of older records stay as they are."""
     asked = [
         {
             name: value
@@ -186,7 +189,9 @@ def _name(comparison: Comparison, race: Race, members: Sequence[Member]) -> str:
         }
         for member in members
     ]
-    parts = (comparison.net, comparison.data, comparison.validation, dataclasses.asdict(race), asked)
+    usual = dataclasses.asdict(Race(1, 1, 1, 1))
+    shared = {name: value for name, value in dataclasses.asdict(race).items() if name in _NAMED or value != usual[name]}
+    parts = (comparison.net, comparison.data, comparison.validation, shared, asked)
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:12]
 
 

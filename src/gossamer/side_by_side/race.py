@@ -1,7 +1,7 @@
 """Many runs as one stacked network, from the first epoch to the last.
 
 Runs that are still the same dense network share a row, the trunk, and branch off it where their masks begin to learn
-(lanes.py says who sits where). Methods that are sparse from the first step on have rows of their own from the beginning.
+(lanes.py says who sits where). Methods that are sparse from the first step on have rows of their own from the start.
 """
 
 import math

@@ -50,7 +50,7 @@ def check(runs: list[Run]) -> None:
     problems = [f"run {run.run_id}: {', '.join(told)}" for run in runs if (told := why_not(run))]
     if problems:
         raise ValueError(
-            "a stack of runs cannot do everything that a run alone can; train such a run by itself (gossamer train):\n  "
+            "a stack of runs cannot do all that a run alone can; train such a run by itself (gossamer train):\n  "
             + "\n  ".join(problems)
         )
 
