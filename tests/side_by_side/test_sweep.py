@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from methods.test_captured import Watch
 from torch.nn import functional as F
 
 import gossamer
-from gossamer import Sparsifier, cli
+from gossamer import Sparsifier, budget, cli
 from gossamer.data import Batches
 from gossamer.data.sets import ImageSet, Labelled
 from gossamer.methods import METHODS
@@ -21,7 +22,7 @@ from gossamer.schedule import Plan, make_plan
 from gossamer.side_by_side import runs_of, sweep, sweeps
 from gossamer.side_by_side.lanes import seats, turns
 from gossamer.side_by_side.race import Running
-from gossamer.side_by_side.stackable import lane_of
+from gossamer.side_by_side.stackable import common_of, lane_of
 from gossamer.training import networks
 from gossamer.training.optimise import learning_rate
 from gossamer.training.run import Run
@@ -145,6 +146,27 @@ def test_a_trunk_is_shared_until_masks_begin_or_rates_part() -> None:
     assert (at_4.teams, at_4.trunks) == (((0, 1), (6,)), ((2, 3), (4,), (5,)))
     assert at_4.row_of_lanes() == [0, 1, 3, 3, 4, 5, 2]
     assert seats(lanes, 8).trunks == ((3,), (4,), (5,))
+
+
+def test_a_step_with_runs_in_all_phases_can_be_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trunk, masks that learn and masks that are frozen: no look at values, no data from the host."""
+    monkeypatch.setattr(budget, "_one_by_one", lambda matrix: False)  # as on a GPU
+    short = {**PHASES, "warmup": "3it", "sparsify": "3it", "stabilise": "0it"}
+    runs = [replace(BASE, settings=PHASES), replace(BASE, settings=short), replace(BASE, method="dense", sparsity=None)]
+    lanes = [lane_of(run, 6) for run in runs]
+    stack = Running(
+        common_of(BASE), lanes, images(), lambda: networks.create(BASE, 10), device=CPU, dtype=torch.float32
+    )
+    stack.epoch(0)
+    stack.turn(6)
+    assert [type(team.rule).__name__ for team in stack.learner.teams] == ["SCL", "Frozen", "Dense"]
+    stack.feed.begin_epoch(1)
+    places = {name: tensor.data_ptr() for name, tensor in stack.learner.tensors().items()}
+    watch = Watch()
+    with watch:
+        stack.captured()
+    assert watch.seen == []
+    assert {name: tensor.data_ptr() for name, tensor in stack.learner.tensors().items()} == places
 
 
 def test_a_grid_is_every_combination() -> None:

@@ -24,7 +24,7 @@ from gossamer.recipes import find
 from gossamer.recipes.mnist import DECAY_TABLE
 from gossamer.reproduce.picture import draw_input_connections
 from gossamer.side_by_side.lanes import Outcome
-from gossamer.side_by_side.sweeps import train_together
+from gossamer.side_by_side.sweeps import checkpoint_path, train_together
 from gossamer.training.checkpoint import write_atomically
 from gossamer.training.place import Place
 from gossamer.training.result import commit, hardware, versions
@@ -110,12 +110,16 @@ def reproduce(
         progress(f"{len(portion)} runs of {epochs} epochs together")
         started = time.perf_counter()
         runs = [entry.run for entry in portion]
-        trained = train_together(runs, images, _network, device=device, dtype=torch.float32, progress=progress)
+        checkpoint = checkpoint_path(out, runs)
+        trained = train_together(
+            runs, images, _network, device=device, dtype=torch.float32, progress=progress, checkpoint=checkpoint
+        )
         seconds = time.perf_counter() - started
         out.mkdir(parents=True, exist_ok=True)
         for entry, (outcome, network) in zip(portion, trained, strict=True):
             assert isinstance(network, FullyConnectedDenseNet)
             _write(_path(out, entry), record(entry, outcome, network, device, seconds, len(portion)))
+        checkpoint.unlink(missing_ok=True)
     records = [json.loads(_path(out, entry).read_text()) for entry in wanted]
     try:
         draw_input_connections(records, out / PICTURE)

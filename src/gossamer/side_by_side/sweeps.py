@@ -66,6 +66,12 @@ def record_path(out: Path, run: Run) -> Path:
     return out / f"{run.run_id}.json"
 
 
+def checkpoint_path(out: Path, runs: Sequence[Run]) -> Path:
+    """Where a stack of these runs is written while it trains."""
+    name = hashlib.sha256(" ".join(run.run_id for run in runs).encode()).hexdigest()[:12]
+    return out / f"{name}.race.safetensors"
+
+
 def train_together(
     runs: Sequence[Run],
     images: ImageSet,
@@ -119,8 +125,7 @@ def _train_portion(
 ) -> None:
     first = runs[0]
     out.mkdir(parents=True, exist_ok=True)
-    name = hashlib.sha256(" ".join(run.run_id for run in runs).encode()).hexdigest()[:12]
-    checkpoint = out / f"{name}.race.safetensors" if first.checkpoint_minutes else None
+    checkpoint = checkpoint_path(out, runs) if first.checkpoint_minutes else None
     started = time.perf_counter()
     trained = train_together(
         runs,
