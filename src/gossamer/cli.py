@@ -298,7 +298,7 @@ def _sweep(command: Sweep, console: Console) -> None:
     records = sweep(
         runs_of(base, grid),
         command.out,
-        device=join(base.device if command.device == "auto" else command.device).device,
+        device=base.device if command.device == "auto" else command.device,
         together=command.together,
         save_models=command.save_models,
         progress=console.print,

@@ -158,7 +158,7 @@ class Running:
     def phases(self, epoch: int) -> str:
         """The phases in which runs are at the end of an epoch."""
         last = (epoch + 1) * self.feed.steps - 1
-        return ", ".join(dict.fromkeys(str(lane.phase(last)) for lane in self.lanes))
+        return ", ".join(dict.fromkeys(lane.phase(last) for lane in self.lanes))
 
     def outcomes(self) -> list[Outcome]:
         """What has come of every lane, in their order."""

@@ -23,7 +23,7 @@ from gossamer.side_by_side.lanes import Outcome
 from gossamer.side_by_side.race import train_side_by_side
 from gossamer.side_by_side.stackable import check, check_reachable, common_of, images_of, lane_of, shared
 from gossamer.training import networks, result
-from gossamer.training.place import Place
+from gossamer.training.place import Place, join
 from gossamer.training.run import Run
 
 
@@ -31,7 +31,7 @@ def sweep(
     runs: Sequence[Run],
     out: Path | str,
     *,
-    device: torch.device | str = "cpu",
+    device: torch.device | str = "auto",
     together: int = 32,
     save_models: bool = False,
     progress: Callable[[str], None] = lambda line: None,
@@ -39,12 +39,12 @@ def sweep(
     """Train the runs that have no record in `out` yet, up to `together` at a time, and return all the records.
 
     A record is what `result.json` is for a run alone. Runs that cannot share a stack (another network, data set, number
-    of epochs, batch size …) are trained one stack after the other. With `save_models` each network is left beside its
-    record, as a file for `gossamer.load`.
+    of epochs, batch size …) are trained one stack after the other. `device="auto"` takes a GPU where there is one. With
+    `save_models` each network is left beside its record, as a file for `gossamer.load`.
     """
     if together < 1:
         raise ValueError(f"expected at least 1 run at a time, got together={together}")
-    out, device = Path(out), torch.device(device)
+    out, device = Path(out), device if isinstance(device, torch.device) else join(device).device
     wanted = {run.run_id: run for run in runs}
     check([*wanted.values()])
     missing = [run for run in wanted.values() if not record_path(out, run).exists()]
