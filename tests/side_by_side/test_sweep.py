@@ -106,6 +106,7 @@ def test_runs_that_share_trunks_for_a_while_are_the_runs_alone() -> None:
         replace(BASE, settings=PHASES),
         replace(BASE, settings={**PHASES, "warmup": "2ep"}, sparsity=0.5),
         replace(BASE, settings={"warmup": "9it", "sparsify": "5it", "stabilise": "0it", "floor": 0.02}),
+        replace(BASE, settings={"warmup": "0it", "sparsify": "3ep", "stabilise": "1ep", "floor": 0.02}, sparsity=0.6),
         replace(BASE, method="dense", sparsity=None),
         replace(BASE, method="dense", sparsity=None, schedule="phases"),
         replace(BASE, method="dpf", settings=PHASES, weight_decay=1e-3),
