@@ -114,9 +114,10 @@ def _lower_by_bracket_(values: Tensor, mask: Tensor, keep: int) -> tuple[Tensor,
         return values.new_zeros(()), torch.tensor(flips)
     threshold, above = _largest_dropped(array, keep)
     missing = keep - above
-    if threshold == -np.inf and not missing:
+    if threshold == -np.inf:
         # All that is left to drop was dropped before, by a value of minus infinity: nothing has to be lowered.
         now = array > threshold
+        now[_first_equal(array, -np.inf, missing)] = True
         flips = int(np.count_nonzero(now != kept))
         np.maximum(array, torch.finfo(values.dtype).tiny, out=array, where=now)
         kept[:] = now
