@@ -3,9 +3,10 @@
     python benchmarks/speed_table.py --net resnet20 --out results/speed           # random masks at 90, 95, 98 %
     python benchmarks/speed_table.py --models DIR --out results/speed             # trained networks, as sparse files
 
-One thread, engines taking turns in one process, medians. Random masks are uniform: every layer has the same
-share of zeros, so FLOPs fall with the weights. Trained masks keep the layers that cost most denser, and speed
-follows FLOPs: their record has both.
+DIR has sparse files that know their network (by `network=` of gossamer.save, or by a name such as
+resnet20-95.safetensors), or folders of runs. One thread, engines taking turns in one process, medians. Random masks
+are uniform: every layer has the same share of zeros, so FLOPs fall with the weights. Trained masks keep the layers
+that cost most denser, and speed follows FLOPs: their record has both.
 """
 
 import argparse
@@ -59,6 +60,11 @@ def mask_at_random_(model: nn.Module, sparsity: float) -> None:
                 parameter.view(-1)[gone] = 0
 
 
+def trained(folder: Path) -> list[Path]:
+    """Files in a folder, and the sparse models of runs in it."""
+    return sorted([*folder.glob("*.safetensors"), *folder.glob("*/model.sparse.safetensors")])
+
+
 def write(report: SpeedReport, masks: str, title: str, path: Path, command: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     values = {"title": title, "masks": masks, "command": command, **report.to_dict()}
@@ -86,13 +92,15 @@ def main() -> None:
             percent = f"{100 * sparsity:g}"
             command = f"python benchmarks/speed_table.py --net {net} --sparsity {sparsity:g} --out results/speed"
             write(report, "random", title, arguments.out / f"{net}-random-{percent}.json", command)
-    for path in sorted(arguments.models.glob("*.safetensors")) if arguments.models else ():
-        stored = open_network(path)
+    for path in trained(arguments.models) if arguments.models else ():
+        name = path.name.removesuffix(".safetensors").removesuffix(".sparse")
+        name = path.parent.name if name == "model" else name
+        net = name.split("-")[0]
+        stored = open_network(path, net if net in models.names() else None)
         title = NETWORKS[stored.name][0] if stored.name in NETWORKS else stored.name
         batches = arguments.batch or ((1, 20) if stored.tokens else (1, 64))
         report = measure(stored.model, stored.example, name=stored.name, batches=batches, **settings)
-        name = path.name.removesuffix(".safetensors").removesuffix(".sparse")
-        command = f"python benchmarks/speed_table.py --models {arguments.models} --out results/speed"
+        command = "python benchmarks/speed_table.py --models DIR --out results/speed"
         write(report, "trained", title, arguments.out / f"{name}.json", command)
 
 

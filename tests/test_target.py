@@ -1,5 +1,6 @@
 """What a FLOPs budget and a fixed decay leave, counted from outside."""
 
+import re
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import gossamer
+from gossamer.target import make_target
 
 
 def network(seed: int) -> nn.Module:
@@ -78,3 +80,13 @@ def test_all_problems_of_a_request_are_told_at_once() -> None:
         train(network(0), sparsity=0.9, scale="both", power=2)
     with pytest.raises(ValueError, match=r"such as 0\.95, got nan"):
         train(network(0), sparsity=float("nan"))
+
+
+@pytest.mark.parametrize("request_", [{"sparsity": "0.9"}, {"flops": True}, {"decay": [0.03]}], ids=str)
+def test_a_request_that_is_no_number_is_refused(request_: dict[str, object]) -> None:
+    name, value = next(iter(request_.items()))
+    wanted = {"sparsity": None, "flops": None, "decay": None, **request_}
+    with pytest.raises(
+        TypeError, match=rf"expected {name} to be a number, such as 0\.\d+, got {re.escape(repr(value))}"
+    ):
+        make_target([10], positions=[1], floors=[0], **wanted)  # type: ignore[arg-type]

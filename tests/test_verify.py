@@ -172,3 +172,14 @@ def test_wrong_arguments(model: nn.Sequential) -> None:
         verify(model, 3)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="expected 0 or more, got -1"):
         verify(model, model, tolerance=-1)
+
+
+def test_a_copy_in_half_precision_can_be_compared() -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    with torch.no_grad():
+        model[0].weight[::2] = 0.0
+    other = copy.deepcopy(model).bfloat16()
+    assert verify(model, other, torch.randn(3, 4), tolerance=0.05)
+    with torch.no_grad():
+        other[0].weight[1] = 0.0
+    assert not verify(model, other, torch.randn(3, 4), tolerance=0.05)

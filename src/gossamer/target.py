@@ -1,6 +1,7 @@
 """What a user asks for: a sparsity, a share of the FLOPs, or a fixed connectivity decay."""
 
 import math
+import numbers
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -8,6 +9,8 @@ import torch
 
 from gossamer.budget import Costs
 from gossamer.schedule import connections_left
+
+_EXAMPLES = {"sparsity": 0.95, "flops": 0.1, "decay": 0.03}
 
 
 @dataclass(frozen=True)
@@ -42,7 +45,7 @@ def make_target(
 ) -> Target:
     """Check the request and turn it into numbers. `sizes` are the connections of each tensor, `positions` the
     multiply-adds of one connection of each, `floors` how many connections of each tensor must stay."""
-    given = {
+    given: dict[str, object] = {
         name: value for name, value in (("sparsity", sparsity), ("flops", flops), ("decay", decay)) if value is not None
     }
     if len(given) != 1:
@@ -50,6 +53,9 @@ def make_target(
             "expected one of sparsity= (share of zeros), flops= (share of the FLOPs left) and decay= (fixed λ1), "
             f"got {', '.join(given) or 'none of them'}"
         )
+    for name, value in given.items():
+        if isinstance(value, bool) or not isinstance(value, numbers.Real):
+            raise TypeError(f"expected {name} to be a number, such as {_EXAMPLES[name]}, got {value!r}")
     total = sum(sizes)
     if decay is not None:
         if not 0 <= decay < math.inf:

@@ -80,8 +80,8 @@ def verify(
 
     Zeros have to be at exactly the same places. An output may differ by ``tolerance`` times the largest
     absolute value of that output tensor; 0 asks for equal values (NaN equals NaN). Both are run in evaluation
-    mode on copies of ``example_input`` (a tensor, a tuple of inputs or a mapping of keyword inputs), and left
-    as they were found. ``include`` and ``exclude`` are those of ``select``.
+    mode on copies of ``example_input`` (a tensor, a tuple of inputs or a mapping of keyword inputs), in the
+    precision of each model, and left as they were found. ``include`` and ``exclude`` are those of ``select``.
     """
     if not tolerance >= 0:
         raise ValueError(f"tolerance is relative to the largest output, expected 0 or more, got {tolerance}")
@@ -166,8 +166,14 @@ def _filled(model: nn.Module, state: Mapping[str, Tensor], differences: list[str
 
 
 def _run(runnable: Callable[..., Any], example_input: object) -> object:
-    copied = tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, example_input)
-    positional, keyword = arguments(copied)
+    precision = _precision(runnable)
+
+    def copy_of(leaf: object) -> object:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        return leaf.to(precision, copy=True) if precision and leaf.is_floating_point() else leaf.clone()
+
+    positional, keyword = arguments(tree_map(copy_of, example_input))
     with ExitStack() as stack:
         # Both sides draw the same numbers, where they draw any.
         stack.enter_context(torch.random.fork_rng(devices=[]))
@@ -175,6 +181,14 @@ def _run(runnable: Callable[..., Any], example_input: object) -> object:
         if isinstance(runnable, nn.Module):
             stack.enter_context(undisturbed(runnable))
         return runnable(*positional, **keyword)
+
+
+def _precision(runnable: Callable[..., Any]) -> torch.dtype | None:
+    """The one type of all the parameters, where there is one: a copy in half precision wants such inputs."""
+    if not isinstance(runnable, nn.Module):
+        return None
+    types = {parameter.dtype for parameter in runnable.parameters() if parameter.is_floating_point()}
+    return types.pop() if len(types) == 1 else None
 
 
 @dataclass(frozen=True)

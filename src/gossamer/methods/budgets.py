@@ -9,6 +9,7 @@ from torch import Tensor
 from gossamer.budget import meet_budgets_
 from gossamer.methods.rule import Layout, Request, Timeline
 
+RAMPS = ("cubic", "linear", "cosine", "at_once")
 _FLOOR_EVERY = 100  # steps between two choices of the connections that the floor keeps
 
 
@@ -16,8 +17,8 @@ class GlobalBudget:
     """Keeps, in each row, the connections with the largest scores: as many as the budget of the step allows.
 
     `score` is lowered in place by the threshold, so that what stays is above zero (budget.py); the floor keeps the
-    strongest connections of each tensor whatever the threshold is. The `ramp` of the budget is "cubic", "at_once", or
-    "none" where only the final budget is ever met.
+    strongest connections of each tensor whatever the threshold is. The `ramp` of the budget is one of RAMPS, for all
+    rows or for each, or "none" where only the final budget is ever met; `ramp_share` is its length in sparsify phases.
     """
 
     def __init__(
@@ -28,7 +29,8 @@ class GlobalBudget:
         score: Tensor,
         *,
         floor: float,
-        ramp: str = "cubic",
+        ramp: str | Sequence[str] = "cubic",
+        ramp_share: Sequence[float] = (),
     ) -> None:
         self._layout, self._timeline, self._floors = layout, timeline, layout.floors(floor)
         self.score = score
@@ -40,7 +42,8 @@ class GlobalBudget:
                     f"sparsity={request.sparsity} leaves {left} connections, but the floor keeps {sum(self._floors)} "
                     "of them: ask for less, or lower floor= (0 lets whole tensors die)"
                 )
-        self._table = None if ramp == "none" else timeline.budgets(layout.count, keep, at_once=ramp == "at_once")
+        shapes = [ramp] * len(keep) if isinstance(ramp, str) else list(ramp)
+        self._table = None if ramp == "none" else timeline.budgets(layout.count, keep, shapes, ramp_share)
         self._final = torch.tensor(keep, device=score.device)
         self._protected = self._strongest() if floor else None
 
@@ -92,6 +95,12 @@ class GlobalBudget:
 def magnitude(weights: Tensor) -> Tensor:
     """|w| as a score, above zero also where a weight is exactly zero."""
     return weights.abs().clamp_min_(torch.finfo(weights.dtype).tiny)
+
+
+def layer_magnitude(weights: Tensor, layout: Layout) -> Tensor:
+    """|w| over the root mean square of its tensor, times that of the row, so that the size of the whole stays."""
+    parts = [part / part.square().mean(1, keepdim=True).sqrt() for part in layout.split(weights)]
+    return magnitude(torch.cat(parts, dim=1) * weights.square().mean(1, keepdim=True).sqrt())
 
 
 def shares(sizes: Sequence[int], total: int, densities: Sequence[float]) -> list[int]:

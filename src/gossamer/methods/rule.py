@@ -99,9 +99,23 @@ class Timeline:
         """The row of a table for this step, as a column: one number a run."""
         return table.index_select(0, self.clock).view(-1, 1)
 
-    def budgets(self, total: int, keep: Sequence[int], *, at_once: bool = False) -> Tensor:
-        """Connections that are left after each step: along the cubic, or all of the removal in the first step."""
-        columns = [_budgets(self.plan, total, each, at_once) for each in keep]
+    def budgets(
+        self, total: int, keep: Sequence[int], shapes: Sequence[str] = (), shares: Sequence[float] = ()
+    ) -> Tensor:
+        """Connections that are left after each step, for each run along its shape (see `ramped`).
+
+        `shares` are the lengths of the ramps in sparsify phases; if not given, all are 1, and all shapes the cubic.
+        """
+        shapes = shapes or ["cubic"] * len(keep)
+        lengths = [max(1, round(share * self.plan.sparsify)) for share in (shares or [1.0] * len(keep))]
+        if max(lengths) > self.length:
+            raise ValueError(
+                f"expected the target to be met in the {self.length} steps of the mask phases, got a ramp of "
+                f"{max(lengths)} steps: lower ramp_share, or make the stabilise phase longer"
+            )
+        columns = [
+            _budgets(self.length, *each) for each in zip(lengths, [total] * len(keep), keep, shapes, strict=True)
+        ]
         return torch.stack(columns, dim=1).to(self.device)
 
     def annealed(self, values: Sequence[float], kinds: Sequence[str] = ()) -> Tensor:
@@ -121,9 +135,19 @@ def _moments(plan: Plan) -> list[Moment]:
 
 
 @lru_cache(maxsize=64)
-def _budgets(plan: Plan, total: int, keep: int, at_once: bool) -> Tensor:
-    moments = _moments(plan)
-    return torch.tensor([connections_left(1.0 if at_once else moment.ramp, total, keep) for moment in moments])
+def _budgets(steps: int, length: int, total: int, keep: int, shape: str) -> Tensor:
+    # The last step of the ramp is the first one at the full target.
+    return torch.tensor([ramped(shape, min(1.0, (step + 1) / length), total, keep) for step in range(steps)])
+
+
+def ramped(shape: str, share: float, total: int, keep: int) -> int:
+    """The budget when this share of the ramp is done: all of the removal in the first step, or along a curve."""
+    if shape == "at_once":
+        return keep
+    if shape == "cubic":
+        return connections_left(share, total, keep)
+    left = 1.0 - share if shape == "linear" else method.cosine(share)
+    return keep + int((total - keep) * left + 0.5)
 
 
 @lru_cache(maxsize=16)

@@ -5,6 +5,15 @@ follows the dense gradient. Masks start at |w̃|, the learning rate of m̃ goes 
 Ours: λ1 is solved for, so that the budget is met exactly, and the scale is one number for the network. With `decay` λ1
 is fixed as in the paper and the sparsity is what comes out; `feature_power=1, global_power=0` is the paper's scale.
 The same numbers as `gossamer.Sparsifier`, which is what `gossamer train` uses (tests/side_by_side/test_race.py).
+
+To be tried out; each has a default that changes nothing. With d the mask gradient, v̄ the running mean of d² with decay
+`second_moment`, u the mean of m̃ at the start:
+    direction   d, or its running mean (`mask_momentum`), over (√v̄ + ε)^`noise_power`: with both, Adam; then the scales
+                of features, layers and network, whose mean squares may be running means (`scale_memory`)
+    score       what the budget sees: m̃, or its running mean (`score_memory`), + u·`curvature`·√v̄ / mean √v̄ (√v̄ is |w̃|
+                times the root of the diagonal Fisher information: what the loss would rise by, which the mean of d does
+                not tell), + u·`hysteresis` for what is kept already
+    gradient    of what is removed, times `removed_gradient`, in rows that are sparser than `removed_gradient_above`
 """
 
 from collections.abc import Sequence
@@ -14,9 +23,12 @@ import torch
 from torch import Tensor
 
 from gossamer import method
-from gossamer.methods.budgets import GlobalBudget, magnitude
+from gossamer.methods.budgets import RAMPS, GlobalBudget, layer_magnitude, magnitude
 from gossamer.methods.rule import DenseGradient, Layout, Options, Request, Timeline, column
+from gossamer.methods.running import RunningMean, Scale
 from gossamer.settings import ANNEALS
+
+STARTS = ("magnitude", "layer_magnitude")
 
 
 @dataclass(frozen=True)
@@ -30,20 +42,44 @@ class SCLOptions(Options):
     start_value: float | None = None  # one constant for all mask variables instead of |w̃|
     decay: float | None = None  # a fixed λ1 instead of the budget
     l2: float = 0.0  # λ2 in the mask gradient
+    layer_power: float = 0.0  # of the scale of each tensor
+    scale_memory: float = 0.0  # decay of the running means of the scales: 0 takes those of the step
+    mask_momentum: float = 0.0
+    noise_power: float = 0.0
+    second_moment: float = 0.999
+    curvature: float = 0.0
+    score_memory: float = 0.0
+    hysteresis: float = 0.0
+    removed_gradient: float = 1.0
+    removed_gradient_above: float = 0.0
+    start: str = "magnitude"  # layer_magnitude: over the root mean square of its tensor
+    ramp: str = "cubic"  # shape of the budget on its way to the target
+    ramp_share: float = 1.0  # of the sparsify phase, at the end of which the target is met; above 1 it goes on
+    floor: float | None = None  # share of each tensor that is never removed; None: that of the race
 
     def __post_init__(self) -> None:
         for name, value, choices in (
             ("estimator", self.estimator, tuple(method.ESTIMATORS)),
             ("anneal", self.anneal, ANNEALS),
+            ("start", self.start, STARTS),
+            ("ramp", self.ramp, RAMPS),
         ):
             if value not in choices:
                 raise ValueError(f"{name}: expected one of {', '.join(choices)}, got {value!r}")
+        for name in ("scale_memory", "mask_momentum", "second_moment", "score_memory"):
+            if not 0.0 <= getattr(self, name) < 1.0:
+                raise ValueError(f"{name}: expected a decay from 0 to below 1, got {getattr(self, name)}")
+        for name in ("removed_gradient", "removed_gradient_above"):
+            if not 0.0 <= getattr(self, name) <= 1.0:
+                raise ValueError(f"{name}: expected a number from 0 to 1, got {getattr(self, name)}")
+        if self.ramp_share <= 0:
+            raise ValueError(f"ramp_share: expected a number above 0, got {self.ramp_share}")
 
 
 class SCL(DenseGradient[SCLOptions]):
     name, title, options = "scl", "gossamer (learned masks)", SCLOptions
     reference = "Tang et al., Automatic Sparse Connectivity Learning for Neural Networks"
-    apart = ("estimator", "alpha", "decay", "l2")
+    apart = ("estimator", "alpha", "decay", "l2", "floor")
 
     def __init__(
         self,
@@ -55,40 +91,79 @@ class SCL(DenseGradient[SCLOptions]):
         floor: float,
     ) -> None:
         settings = [request.settings for request in requests]
-        self._layout, self._timeline = layout, timeline
-        self._global_power = column([each.global_power for each in settings], weights)
-        self._feature_power = column([each.feature_power for each in settings], weights)
-        self._uses_features = any(each.feature_power for each in settings)
+        self._timeline = timeline
         self._estimator, self._alpha, self._decay = settings[0].estimator, settings[0].alpha, settings[0].decay
         self._l2 = settings[0].l2
         self._rate = timeline.annealed([each.mask_lr for each in settings], [each.anneal for each in settings])
-        start = magnitude(weights)
-        for row, each in enumerate(settings):
-            if each.start_value is not None:
-                start[row] = each.start_value
-        self._budget = GlobalBudget(layout, requests, timeline, start, floor=floor)
+
+        def each_row(name: str) -> Tensor:
+            return column([getattr(each, name) for each in settings], weights)
+
+        def any_row(*names: str) -> bool:
+            """Whether some row has something else than the default."""
+            return any(getattr(each, name) != getattr(SCLOptions(), name) for each in settings for name in names)
+
+        start = self._start(weights, layout, settings)
+        own = settings[0].floor
+        self._budget = GlobalBudget(
+            layout,
+            requests,
+            timeline,
+            start,
+            floor=floor if own is None else own,
+            ramp=[each.ramp for each in settings],
+            ramp_share=[each.ramp_share for each in settings],
+        )
+        memory = each_row("scale_memory") if any_row("scale_memory") else None
+        powers = {"feature": "feature_power", "layer": "layer_power", "network": "global_power"}
+        self._scales = {
+            kind: Scale.over(kind, layout, each_row(power), memory, timeline)
+            for kind, power in powers.items()
+            if kind == "network" or any_row(power)
+        }
+        self._mean = RunningMean(start, each_row("mask_momentum"), timeline) if any_row("mask_momentum") else None
+        noisy = any_row("noise_power", "curvature")
+        self._square = RunningMean(start, each_row("second_moment"), timeline) if noisy else None
+        self._noise_power = each_row("noise_power")
+        # The budget lowers its score in place; where that is not m̃ itself, m̃ is kept beside it.
+        apart = any_row("curvature", "hysteresis", "score_memory")
+        self._variable = start.clone() if apart else self._budget.score
+        self._apart = apart
+        self._memory = RunningMean(start, each_row("score_memory"), timeline) if apart else None
+        unit = start.mean(1, keepdim=True)
+        self._curvature, self._hysteresis = each_row("curvature") * unit, each_row("hysteresis") * unit
+        damped = any_row("removed_gradient")
+        self._damping = (each_row("removed_gradient"), each_row("removed_gradient_above")) if damped else None
 
     @property
     def mask(self) -> Tensor:
         return self._budget.mask
 
     def learn_(self, gradient: Tensor, weights: Tensor) -> None:
-        mask_variable = self._budget.score
         direction = method.mask_gradient(
-            gradient, weights, mask_variable, estimator=self._estimator, alpha=self._alpha, l2=self._l2
+            gradient, weights, self._variable, estimator=self._estimator, alpha=self._alpha, l2=self._l2
         )  # Eq. (step_redefine)
-        if self._uses_features:
-            direction = self._over_features(direction)
-        size = direction.square().mean(1, keepdim=True).sqrt() + method.EPSILON
-        direction = direction / size**self._global_power
+        deviation = None if self._square is None else self._square.update_(direction.square()).sqrt()
+        if self._mean is not None:
+            direction = self._mean.update_(direction)
+        if deviation is not None:
+            direction = direction / (deviation + method.EPSILON) ** self._noise_power
+        for scale in self._scales.values():
+            direction = scale(direction)
+        if self._damping is not None:
+            self._damp_(gradient, *self._damping)
         rate = self._timeline.now(self._rate)
+        push = direction if self._decay is None else direction + self._decay  # Eq. (connectivity)
+        self._variable.copy_(self._variable - push * rate)
+        if self._apart:
+            self._budget.score.copy_(self._score(deviation))
         if self._decay is None:
-            mask_variable.copy_(mask_variable - direction * rate)
-            self._budget.meet_()
+            lowered = self._budget.meet_()
+            if self._apart:
+                self._lower_(lowered[:, None])
             return
-        mask_variable.copy_(mask_variable - (direction + self._decay) * rate)  # Eq. (connectivity)
         self._budget.keep_floor_()
-        torch.gt(mask_variable, 0, out=self._budget.mask)  # Eq. (step)
+        torch.gt(self._budget.score, 0, out=self._budget.mask)  # Eq. (step)
 
     def due(self, step: int) -> bool:
         return self._budget.floor_is_due(step)
@@ -102,13 +177,35 @@ class SCL(DenseGradient[SCLOptions]):
         return self._budget.mask
 
     def state(self) -> dict[str, Tensor]:
-        return self._budget.state()
+        means = {f"{kind}_squares": scale.squares for kind, scale in self._scales.items()}
+        means |= {"mean": self._mean, "square": self._square, "memory": self._memory}
+        found = self._budget.state() | {name: mean.value for name, mean in means.items() if mean is not None}
+        return {**found, "variable": self._variable} if self._apart else found
 
-    def _over_features(self, direction: Tensor) -> Tensor:
-        """Eq. (grad_norm), from the mini-batch, to a power."""
-        parts = []
-        for shape, part in zip(self._layout.shapes, self._layout.split(direction), strict=True):
-            rows = part.reshape(len(part), shape[0], -1)
-            size = rows.square().mean(2, keepdim=True).sqrt() + method.EPSILON
-            parts.append((rows / size ** self._feature_power[:, :, None]).flatten(1))
-        return torch.cat(parts, dim=1)
+    def _score(self, deviation: Tensor | None) -> Tensor:
+        assert self._memory is not None
+        score = self._memory.update_(self._variable) + self._hysteresis * self.mask
+        if deviation is None:
+            return score
+        return score + self._curvature * deviation / (deviation.mean(1, keepdim=True) + method.EPSILON)
+
+    def _lower_(self, threshold: Tensor) -> None:
+        """λ1 acts on the mask variables also where the budget sees something else."""
+        assert self._memory is not None
+        self._variable.sub_(threshold)
+        self._memory.value.sub_(threshold)
+
+    def _damp_(self, gradient: Tensor, factor: Tensor, above: Tensor) -> None:
+        removed = ~self.mask
+        here = removed & (removed.sum(1, keepdim=True) >= above * removed.shape[1])
+        gradient.copy_(torch.where(here, gradient * factor, gradient))
+
+    @staticmethod
+    def _start(weights: Tensor, layout: Layout, settings: Sequence[SCLOptions]) -> Tensor:
+        start = magnitude(weights)
+        for row, each in enumerate(settings):
+            if each.start_value is not None:
+                start[row] = each.start_value
+            elif each.start == "layer_magnitude":
+                start[row] = layer_magnitude(weights[row : row + 1], layout)[0]
+        return start

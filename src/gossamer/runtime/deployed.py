@@ -125,7 +125,7 @@ def deploy(
     if gain < WORTH_IT:
         reason = f"no gain from sparsity: the native kernels take {1 / gain:.2f} times as long as torch; {source}"
         return Deployed(dense, Explanation("torch", reason, batch, shown, lines), native)
-    how = f"{decision.setting.lanes} lanes, {_counted(decision.setting.threads, 'thread')}"
+    how = f"{_counted(decision.setting.lanes, 'lane')}, {_counted(decision.setting.threads, 'thread')}"
     reason = f"{gain:.2f} times as fast as torch; {native.native.variant}, {how}; {source}"
     return Deployed(native, Explanation("native", reason, batch, shown, lines), native)
 

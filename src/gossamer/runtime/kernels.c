@@ -62,30 +62,39 @@ static void transpose_in(float *to, int64_t step, const float *from, int64_t sam
         for (int64_t i = 0; i < n; i++) to[lane + i * step] = from[lane * sample + i];
 }
 
+/* Long runs go in tiles: neighbouring runs (time steps) lie in the same cache lines of the group. */
+#define TILE 512
+
 static void run_load(const struct call *call, const struct op *op) {
     const struct runs *r = (const struct runs *)op->a;
     const float *in = (const float *)call->inputs[r->slot] + call->first * r->sample;
-    for (int64_t i = 0; i < r->n1; i++)
-        for (int64_t j = 0; j < r->n2; j++) {
-            const float *from = in + i * r->outer1 + j * r->outer2;
-            float *to = call->arena + op->y + i * r->inner1 + j * r->inner2;
-            if (call->lanes == 1 && r->step == 1)
-                memcpy(to, from, r->n * sizeof(float));
-            else
-                transpose_in(to, r->step, from, r->sample, r->n, call->count);
-        }
+    for (int64_t k = 0; k < r->n; k += TILE)
+        for (int64_t i = 0; i < r->n1; i++)
+            for (int64_t j = 0; j < r->n2; j++) {
+                const float *from = in + i * r->outer1 + j * r->outer2 + k;
+                float *to = call->arena + op->y + i * r->inner1 + j * r->inner2 + k * r->step;
+                int64_t n = least(TILE, r->n - k);
+                if (call->lanes == 1 && r->step == 1)
+                    memcpy(to, from, n * sizeof(float));
+                else
+                    transpose_in(to, r->step, from, r->sample, n, call->count);
+            }
 }
 
 static void run_store(const struct call *call, const struct op *op) {
     const struct runs *r = (const struct runs *)op->a;
     float *out = call->outputs[r->slot] + call->first * r->sample;
-    for (int64_t i = 0; i < r->n1; i++)
-        for (int64_t j = 0; j < r->n2; j++) {
-            const float *from = call->arena + op->x + i * r->inner1 + j * r->inner2;
-            float *to = out + i * r->outer1 + j * r->outer2;
-            for (int64_t lane = 0; lane < call->count; lane++)
-                for (int64_t k = 0; k < r->n; k++) to[lane * r->sample + k] = from[lane + k * r->step];
-        }
+    for (int64_t k = 0; k < r->n; k += TILE)
+        for (int64_t i = 0; i < r->n1; i++)
+            for (int64_t j = 0; j < r->n2; j++) {
+                const float *from = call->arena + op->x + i * r->inner1 + j * r->inner2 + k * r->step;
+                float *to = out + i * r->outer1 + j * r->outer2 + k;
+                int64_t n = least(TILE, r->n - k);
+                if (call->lanes == 1 && r->step == 1)
+                    memcpy(to, from, n * sizeof(float));
+                else /* the same the other way round: here the lanes are the run, and its floats the samples */
+                    transpose_in(to, r->sample, from, r->step, call->count, n);
+            }
 }
 
 struct product_op {

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_unflatten
 
 from gossamer.runtime.graph import Graph, Recurrent, Source, UnsupportedError
 from gossamer.runtime.native import Native
-from gossamer.runtime.plan import make_plan
+from gossamer.runtime.plan import choices, make_plan
 from gossamer.runtime.records import Plan
 from gossamer.runtime.weights import Kernel
 
@@ -149,7 +149,13 @@ class NativeModel:
 
     def setting_for(self, batch: int) -> Setting:
         """What was chosen for a batch size, or the best guess."""
-        return self.setting or self._settings.get(batch) or Setting(possible_lanes(self.graph, batch)[0])
+        return self.setting or self._settings.get(batch) or self._untimed(batch)
+
+    def _untimed(self, batch: int) -> Setting:
+        lanes = possible_lanes(self.graph, batch)[0]
+        preferred: Kernel = "windows" if self.native.variant == "avx512" else "gather"
+        possible = choices(self.graph, lanes)
+        return Setting(lanes, 1, tuple((number, preferred) for number, each in possible.items() if preferred in each))
 
     def choose(self, batch: int, setting: Setting) -> None:
         """Remembers how batches of this size are to be run."""

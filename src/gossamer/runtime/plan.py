@@ -146,10 +146,12 @@ class _Planner:
     def _chosen(self, default: Kernel) -> Kernel:
         return self.kernels.get(self.owner, default)
 
-    def _line(self, step: Any, kind: str, kernel: str, weights: int = 0, connections: int = 0) -> None:
+    def _line(
+        self, step: Any, kind: str, kernel: str, weights: int = 0, connections: int = 0, multiplies: bool = True
+    ) -> None:
         value = self.placed.values[step.y]
         shape = f"{value.channels}x{value.height}x{value.width}" if value.pixels > 1 else str(value.channels)
-        work = connections * value.pixels
+        work = connections * value.pixels if multiplies else 0
         self.lines.append(Line(step.name, kind, shape, kernel, weights, connections, work, self.owner))
 
     def _chunks(self, y: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], int, int]:
@@ -202,7 +204,7 @@ class _Planner:
             self.batch_fields.append((len(self.records), 4 + 3, 1))
         fields = [step.slot, value.width, *strides, tokens, features, self.kept.keep(step.table), plane]
         self._emit(EMBED, -1, step.y, None, fields)
-        self._line(step, "embedding", "look-up", step.table.size, int(np.count_nonzero(step.table)))
+        self._line(step, "embedding", "look-up", step.table.size, int(np.count_nonzero(step.table)), multiplies=False)
 
     # ----------------------------------------------------------------------------------------------- products
 

@@ -12,6 +12,8 @@ struct pool_op {
 /* The maximum as torch has it: NaN wins and stays. */
 INLINE float larger(float a, float b) { return (b > a) | (b != b) ? b : a; }
 
+INLINE vec larger_of(vec a, vec b) { return either((b > a) | (b != b), b, a); }
+
 /* One output pixel, `lanes` samples (a constant below 16); x is the window's first pixel inside the plane. */
 INLINE void pool_few(const int lanes, const struct pool_op *o, const float *x, int64_t rows, int64_t columns, float inverse,
                      float *y) {
@@ -36,24 +38,64 @@ INLINE void pool_many(int64_t lanes, const struct pool_op *o, const float *x, in
             for (int64_t j = 0; j < columns; j += o->step_x) {
                 vec v = load(x + (i * o->x_pitch + j) * lanes + lane);
                 sum += v;
-                most = either((v > most) | (v != v), v, most);
+                most = larger_of(most, v);
             }
         if (o->average) most = sum * splat(inverse);
         store(y + lane, most);
     }
 }
 
-/* The common case for one sample, two by two: simple enough for the compiler to make vectors of it. */
-static void pool_pairs(const struct pool_op *o, const float *x, float *y) {
+typedef int32_t four __attribute__((vector_size(16), aligned(4), may_alias));
+
+INLINE vec together(int64_t average, vec a, vec b) {
+    if (average) return a + b;
+    return larger_of(a, b);
+}
+
+INLINE quad together_quad(int64_t average, quad a, quad b) {
+    if (average) return a + b;
+    four where = (b > a) | (b != b);
+    return (quad)((where & (four)b) | (~where & (four)a));
+}
+
+#if WIDTH == 16
+#define EVEN(a, b) __builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30)
+#define ODD(a, b) __builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31)
+#elif WIDTH == 8
+#define EVEN(a, b) __builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14)
+#define ODD(a, b) __builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15)
+#else
+#define EVEN(a, b) __builtin_shufflevector(a, b, 0, 2, 4, 6)
+#define ODD(a, b) __builtin_shufflevector(a, b, 1, 3, 5, 7)
+#endif
+
+/* The common case for one sample, two by two: rows first, then neighbours; in vectors, then in fours, then singly. */
+INLINE void pool_pairs(const int64_t average, const struct pool_op *o, const float *x, float *y) {
+    const float share = average ? 0.25f : 1.0f;
     for (int64_t row = 0; row < o->out_height; row++) {
         const float *a = x + 2 * row * o->x_pitch, *b = a + o->x_pitch;
         float *to = y + row * o->y_pitch;
-        if (o->average)
-            for (int64_t i = 0; i < o->out_width; i++)
-                to[i] = 0.25f * (a[2 * i] + a[2 * i + 1] + b[2 * i] + b[2 * i + 1]);
-        else
-            for (int64_t i = 0; i < o->out_width; i++)
-                to[i] = larger(larger(a[2 * i], a[2 * i + 1]), larger(b[2 * i], b[2 * i + 1]));
+        int64_t i = 0;
+        for (; i + WIDTH <= o->out_width; i += WIDTH) {
+            vec left = together(average, load(a + 2 * i), load(b + 2 * i));
+            vec right = together(average, load(a + 2 * i + WIDTH), load(b + 2 * i + WIDTH));
+            vec out = together(average, EVEN(left, right), ODD(left, right));
+            store(to + i, out * splat(share));
+        }
+        for (; i + 4 <= o->out_width; i += 4) {
+            quad left = together_quad(average, *(const quad *)(a + 2 * i), *(const quad *)(b + 2 * i));
+            quad right = together_quad(average, *(const quad *)(a + 2 * i + 4), *(const quad *)(b + 2 * i + 4));
+            quad even = __builtin_shufflevector(left, right, 0, 2, 4, 6);
+            quad out = together_quad(average, even, __builtin_shufflevector(left, right, 1, 3, 5, 7));
+            *(quad *)(to + i) = out * share;
+        }
+        for (; i < o->out_width; i++) {
+            const float *p = a + 2 * i, *q = b + 2 * i;
+            if (average)
+                to[i] = share * ((p[0] + q[0]) + (p[1] + q[1]));
+            else
+                to[i] = larger(larger(p[0], q[0]), larger(p[1], q[1]));
+        }
     }
 }
 
@@ -63,9 +105,24 @@ static int pools_pairs(const struct pool_op *o) {
     return even && two && !o->pad_y && !o->pad_x && o->step_y == 1 && o->step_x == 1 && !o->divisor;
 }
 
+/* The sum of a window of one sample, in fours: a sum of single numbers waits for each addition. */
+static float sum_window(const float *x, int64_t pitch, int64_t rows, int64_t columns) {
+    quad sums = {0};
+    float rest = 0;
+    for (int64_t i = 0; i < rows; i++, x += pitch) {
+        int64_t j = 0;
+        for (; j + 4 <= columns; j += 4) sums += *(const quad *)(x + j);
+        for (; j < columns; j++) rest += x[j];
+    }
+    return (sums[0] + sums[1]) + (sums[2] + sums[3]) + rest;
+}
+
 static void pool_plane(const struct pool_op *o, int64_t lanes, const float *x, float *y) {
     if (lanes == 1 && pools_pairs(o)) {
-        pool_pairs(o, x, y);
+        if (o->average)
+            pool_pairs(1, o, x, y);
+        else
+            pool_pairs(0, o, x, y);
         return;
     }
     for (int64_t row = 0; row < o->out_height; row++)
@@ -80,6 +137,10 @@ static void pool_plane(const struct pool_op *o, int64_t lanes, const float *x, f
             float inverse = 1.0f / (float)(o->divisor ? o->divisor : area);
             const float *from = x + (top * o->x_pitch + left) * lanes;
             float *to = y + (row * o->y_pitch + column) * lanes;
+            if (lanes == 1 && o->average && o->step_y == 1 && o->step_x == 1) {
+                *to = inverse * sum_window(from, o->x_pitch, rows, columns);
+                continue;
+            }
             switch (lanes) {
             case 1: pool_few(1, o, from, rows, columns, inverse, to); break;
             case 2: pool_few(2, o, from, rows, columns, inverse, to); break;

@@ -131,6 +131,7 @@ def compare(
 def record(member: Member, outcome: Outcome, race: Race, seconds: float, together: int) -> dict[str, Any]:
     """One finished run as plain values."""
     dense = member.method == "dense"
+    plain = {"accuracy": outcome.plain_accuracy, "validation_accuracy": outcome.plain_validation_accuracy}
     return {
         "method": member.method,
         "preset": "side-by-side",
@@ -140,6 +141,7 @@ def record(member: Member, outcome: Outcome, race: Race, seconds: float, togethe
         "epochs": race.epochs,
         "accuracy": outcome.accuracy,
         "validation_accuracy": outcome.validation_accuracy,
+        **({} if outcome.plain_accuracy is None else {"of_the_last_weights": plain}),
         "train_loss": outcome.train_loss,
         "settings": member.to_dict(),
         "race": dataclasses.asdict(race),
@@ -185,7 +187,7 @@ def _name(comparison: Comparison, race: Race, members: Sequence[Member]) -> str:
         {
             name: value
             for name, value in member.to_dict().items()
-            if value != Member(member.seed, member.method).to_dict()[name] or name in ("seed", "method", "sparsity")
+            if value != Member(member.seed, member.method).to_dict().get(name) or name in ("seed", "method", "sparsity")
         }
         for member in members
     ]

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,22 +12,23 @@ from torch import nn
 from gossamer import method
 from gossamer.data.sets import ImageSet
 from gossamer.methods import Options, Request, Rule, find, make_options
-from gossamer.methods.dense import Dense
 from gossamer.methods.lottery import rewound
 from gossamer.schedule import Plan
 from gossamer.side_by_side.lanes import Common, Lane, Outcome
 from gossamer.side_by_side.race import train_side_by_side
+from gossamer.side_by_side.training import NAMES, Training
 
 
 @dataclass(frozen=True)
 class Member:
-    """One run of a race. `settings` are those of its method (gossamer.methods)."""
+    """One run of a race. `settings` are those of its method (gossamer.methods), `training` those that any can have."""
 
     seed: int
     method: str = "scl"
     sparsity: float = 0.95
     weight_decay: float = 1e-4
     settings: Options | None = None  # None: the defaults of the method
+    training: Training = field(default_factory=Training)
 
     def __post_init__(self) -> None:
         rule = find(self.method)
@@ -43,8 +44,9 @@ class Member:
     def of(
         seed: int, method: str = "scl", sparsity: float = 0.95, weight_decay: float = 1e-4, **settings: Any
     ) -> "Member":
-        """A run with settings of its method by name."""
-        return Member(seed, method, sparsity, weight_decay, make_options(find(method), settings))
+        """A run with settings of its method, and of its training, by name."""
+        training = Training(**{name: settings.pop(name) for name in NAMES if name in settings})
+        return Member(seed, method, sparsity, weight_decay, make_options(find(method), settings), training)
 
     @property
     def rule(self) -> type[Rule[Any]]:
@@ -56,9 +58,9 @@ class Member:
         return self.settings
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything that was asked, as plain values in one level."""
+        """Everything that was asked, as plain values in one level; of the training what differs from the defaults."""
         told = {"seed": self.seed, "method": self.method, "sparsity": self.sparsity, "weight_decay": self.weight_decay}
-        return {**told, **asdict(self.options)}
+        return {**told, **asdict(self.options), **self.training.changes()}
 
 
 @dataclass(frozen=True)
@@ -148,11 +150,13 @@ def lanes_of(race: Race, members: Sequence[Member], steps_per_epoch: int) -> lis
             identity=json.dumps([asdict(race), member.to_dict()]),
             rule=member.rule,
             request=Request(member.sparsity, member.seed, member.options),
-            plan=None if member.rule is Dense else member.rule.phases(plan),
+            plan=member.rule.phases(plan),
             rates=repeated if member.rule.rewinds else usual,
             weight_decay=member.weight_decay,
             momentum=race.momentum,
             floor=race.floor,
+            training=member.training,
+            average_from=plan.warmup,
         )
         for member in members
     ]

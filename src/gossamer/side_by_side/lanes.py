@@ -7,7 +7,7 @@ side by side, and begin and freeze together.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import Tensor
 from gossamer.methods import Request, Rule
 from gossamer.methods.dense import Dense
 from gossamer.schedule import Plan
+from gossamer.side_by_side.training import Training
 
 
 @dataclass(frozen=True)
@@ -35,15 +36,17 @@ class Lane:
     identity: str  # all that decides what comes out, so that a checkpoint of other runs is recognised
     rule: type[Rule[Any]]
     request: Request[Any]
-    plan: Plan | None  # None for the dense network, which has no phases
+    plan: Plan | None  # None for a dense network that is its trunk to the end
     rates: Tensor  # the learning rate of each step, in double precision
     weight_decay: float
     momentum: float
     floor: float  # share of each tensor that is never removed
+    training: Training = field(default_factory=Training)  # once it has a row of its own
+    average_from: int = 0  # the step at which an exponential mean of its weights begins
 
     def __post_init__(self) -> None:
-        if (self.plan is None) != (self.rule is Dense):
-            raise ValueError(f"run {self.name}: expected phases for every method but dense, got {self.plan}")
+        if self.plan is None and (self.rule is not Dense or self.training.changes()):
+            raise ValueError(f"run {self.name}: expected phases for every run but a plain dense one, got none")
         if self.plan is not None and self.plan.total != len(self.rates):
             raise ValueError(f"run {self.name}: expected {self.plan.total} learning rates, got {len(self.rates)}")
 
@@ -59,7 +62,7 @@ class Lane:
 
     @property
     def turns(self) -> tuple[int, ...]:
-        """The steps at which its masks begin to learn and are frozen."""
+        """The steps at which it gets a row of its own, as masks begin to learn, and at which they are frozen."""
         return () if self.plan is None else (self.plan.warmup, self.plan.total - self.plan.finetune)
 
     def has_masks(self, step: int) -> bool:
@@ -79,8 +82,10 @@ class Outcome:
     sparsity: float
     accuracy: float  # on the test set, at the last epoch, in percent
     validation_accuracy: float | None
-    train_loss: float  # of the last epoch
+    train_loss: float  # cross-entropy in the last epoch
     connections_by_tensor: tuple[int, ...]
+    plain_accuracy: float | None = None  # of the last weights, where `accuracy` is of averaged or recalibrated ones
+    plain_validation_accuracy: float | None = None
 
 
 @dataclass(frozen=True)
@@ -93,6 +98,11 @@ class Seats:
     @property
     def rows(self) -> list[tuple[int, ...]]:
         return [*((lane,) for team in self.teams for lane in team), *self.trunks]
+
+    @property
+    def begun(self) -> int:
+        """How many rows are not trunks: they come first."""
+        return sum(map(len, self.teams))
 
     def row_of_lanes(self) -> list[int]:
         """For each lane the number of its row."""

@@ -32,6 +32,8 @@ class Tables:
     learning_rate: Tensor  # (steps, rows)
     weight_decay: Tensor  # (rows, 1)
     momentum: Tensor  # (rows, 1)
+    removed_decay: Tensor | None = None  # (rows, 1), the factor of weight decay behind the masks; None: 1
+    averaging: Tensor | None = None  # (steps, rows), see averaging.py; None: no average is kept
 
 
 class StackedLearner:
@@ -42,14 +44,19 @@ class StackedLearner:
         self.velocity = torch.zeros_like(stack.variables)
         self.teams: list[Team] = []
         self.step = torch.zeros(1, dtype=torch.int64, device=stack.device)
+        self.average: Tensor | None = None  # of the variables, shown to nobody before the end
 
     def branch(self, rows: Sequence[int]) -> None:
         """Go on with copies: row i of the new ones from row rows[i] of those that were. Then `seat`."""
         self.stack.branch(rows)
-        self.velocity = self.velocity[torch.tensor(rows, device=self.velocity.device)]
+        index = torch.tensor(rows, device=self.velocity.device)
+        self.velocity = self.velocity[index]
+        self.average = None if self.average is None else self.average[index]
 
-    def seat(self, teams: Sequence[Team]) -> None:
-        """Give every row its rule."""
+    def seat(self, teams: Sequence[Team], *, averages: bool = False) -> None:
+        """Give every row its rule; with `averages` a mean of the variables is kept as well."""
+        if averages and self.average is None:
+            self.average = self.stack.variables.clone()
         known = [team.rule for team in self.teams]
         self.teams = list(teams)
         for team in teams:
@@ -73,6 +80,8 @@ class StackedLearner:
         for team in self.teams:
             team.rule.settle_(self.weights(team))
             team.timeline.clock += 1
+        if tables.averaging is not None and self.average is not None:
+            self.average.lerp_(self.stack.variables, tables.averaging.index_select(0, self.step).view(-1, 1))
         self.show()
         self.step += 1
 
@@ -96,10 +105,20 @@ class StackedLearner:
             team.rule.show_(self.weights(team), self.stack.shown[team.rows])
         self.stack.show()
 
+    def take_average(self) -> None:
+        """Go on with the averaged variables under the final masks; runs that average nothing stay as they are."""
+        assert self.average is not None
+        self.stack.variables.copy_(self.average)
+        for team in self.teams:
+            team.rule.settle_(self.weights(team))
+        self.show()
+
     def tensors(self) -> dict[str, Tensor]:
         """All that changes from step to step, to be saved or to be copied into; then `show`."""
         found = {"variables": self.stack.variables, "velocity": self.velocity, "step": self.step}
         found |= {f"buffer.{name}": buffer for name, buffer in self.stack.buffers.items()}
+        if self.average is not None:
+            found["average"] = self.average
         for number, team in enumerate(self.teams):
             found[f"team{number}.clock"] = team.timeline.clock
             found |= {f"team{number}.{name}": tensor for name, tensor in team.rule.state().items()}
@@ -114,6 +133,13 @@ class StackedLearner:
 
     def _descend(self, gradient: Tensor, rate: Tensor, tables: Tables) -> None:
         """SGD with momentum and L2, as torch has it."""
-        variables = self.stack.variables
-        self.velocity.mul_(tables.momentum).add_(gradient).addcmul_(variables, tables.weight_decay)
+        variables, count, decay = self.stack.variables, self.stack.connections, tables.weight_decay
+        self.velocity.mul_(tables.momentum).add_(gradient)
+        if tables.removed_decay is None:
+            self.velocity.addcmul_(variables, decay)
+        else:
+            kept = self.mask.to(decay.dtype)
+            factor = decay * kept.lerp(torch.ones_like(kept), tables.removed_decay)
+            self.velocity[:, :count].addcmul_(variables[:, :count], factor)
+            self.velocity[:, count:].addcmul_(variables[:, count:], decay)
         variables.sub_(self.velocity * rate)

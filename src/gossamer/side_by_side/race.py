@@ -21,12 +21,17 @@ from gossamer.methods.dense import Dense
 from gossamer.methods.filters import gains_of
 from gossamer.methods.frozen import Frozen
 from gossamer.schedule import Plan
+from gossamer.side_by_side.averaging import averaging_rates, recalibrate_
 from gossamer.side_by_side.capture import Captured
 from gossamer.side_by_side.checkpoint import random_state, read, set_random_state, write
 from gossamer.side_by_side.feed import Feed
 from gossamer.side_by_side.lanes import Common, Lane, Outcome, Seats, seats, turns
 from gossamer.side_by_side.learner import StackedLearner, Tables, Team
 from gossamer.side_by_side.stack import NetworkStack
+from gossamer.side_by_side.teaching import FrozenTrunks, Lessons, check_teachers, taught_by_trunks
+from gossamer.side_by_side.training import Training
+
+_RECALIBRATION = 200  # training batches whose statistics batch norms get anew
 
 
 def train_side_by_side(
@@ -92,6 +97,8 @@ class Running:
         dtype: torch.dtype,
     ) -> None:
         self.common, self.lanes, self._data = common, list(lanes), data
+        check_teachers(self.lanes)
+        self._frozen_trunks: FrozenTrunks | None = None
         self._seeds = sorted({lane.seed for lane in lanes})
         self.feed = Feed(data, self._seeds, common.batch_size, device=device, dtype=dtype)
         self.steps = common.epochs * self.feed.steps
@@ -124,18 +131,19 @@ class Running:
     def turn(self, step: int) -> None:
         """Let runs whose masks begin with this step branch off their trunks, and freeze masks that are done."""
         old, self._seats = self._seats.row_of_lanes(), seats(self.lanes, step)
+        self._keep_teachers(old, step)
         rows = [old[lanes[0]] for lanes in self._seats.rows]
         if rows != list(range(len(self.learner.stack))):
             self.learner.branch(rows)
-        self.learner.seat(self._seat_teams(self._seats, step))
-        self._look_up(self._seats)
+        averages = any(lane.training.averages for lane in self.lanes)
+        self.learner.seat(self._seat_teams(self._seats, step), averages=averages)
+        self._look_up(self._seats, step)
         self.captured = Captured(self._step(), self.learner.stack.device)
 
     def save(self, path: Path, epochs: int) -> None:
         """Write all that is needed to go on after so many epochs."""
-        tensors = {**self.learner.tensors(), "train_loss": self.train_loss}
         about = {"epochs": epochs, **self._identity()}
-        write(path, {**tensors, **random_state(self.learner.stack.device)}, about)
+        write(path, {**self._tensors(), **random_state(self.learner.stack.device)}, about)
 
     def go_on_from(self, path: Path) -> int:
         """Be where the runs were when they were written; returns the epochs that are done, 0 where nothing was."""
@@ -146,11 +154,15 @@ class Running:
         if {name: about.get(name) for name in self._identity()} != self._identity():
             raise ValueError(f"the checkpoint in {path} is of another race: delete it, or choose another file")
         self.turn(about["epochs"] * self.feed.steps - 1)
-        for name, tensor in {**self.learner.tensors(), "train_loss": self.train_loss}.items():
+        for name, tensor in self._tensors().items():
             tensor.copy_(tensors[name])
         self.learner.show()
         set_random_state(tensors, self.learner.stack.device)
         return int(about["epochs"])
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        trunks = {} if self._frozen_trunks is None else self._frozen_trunks.tensors()
+        return {**self.learner.tensors(), **trunks, "train_loss": self.train_loss}
 
     def _identity(self) -> dict[str, Any]:
         return {"common": asdict(self.common), "runs": [lane.identity for lane in self.lanes]}
@@ -161,12 +173,14 @@ class Running:
         return ", ".join(dict.fromkeys(lane.phase(last) for lane in self.lanes))
 
     def outcomes(self) -> list[Outcome]:
-        """What has come of every lane, in their order."""
+        """What has come of every lane, in their order; to be asked once, when all is over."""
         if any(not lane.is_frozen(self.steps - 1) for lane in self.lanes):
             self.turn(self.steps)
         stack = self.learner.stack
-        test = evaluate(stack, self.feed, self._data.test)
-        held_out = None if self._data.validation is None else evaluate(stack, self.feed, self._data.validation)
+        test, held_out = last = self._accuracies()
+        if any(lane.training.fresh_statistics for lane in self.lanes):
+            self._take_averages()
+            test, held_out = self._accuracies()
         by_tensor = [part.sum(1).tolist() for part in torch.split(self.learner.mask, stack.connection_sizes, dim=1)]
         sparsity, loss = self.learner.sparsity(), self.train_loss.tolist()
         return [
@@ -176,15 +190,45 @@ class Running:
                 validation_accuracy=None if held_out is None else held_out[row],
                 train_loss=loss[number],
                 connections_by_tensor=tuple(counts[row] for counts in by_tensor),
+                **_plain(self.lanes[number], *last, row),
             )
             for number, row in enumerate(self._seats.row_of_lanes())
         ]
+
+    def _accuracies(self) -> tuple[list[float], list[float] | None]:
+        """On the test set, and on the images held out."""
+        stack, held_out = self.learner.stack, self._data.validation
+        test = evaluate(stack, self.feed, self._data.test)
+        return test, None if held_out is None else evaluate(stack, self.feed, held_out)
+
+    def _take_averages(self) -> None:
+        """Averaged weights, and statistics of their own, for the runs that ask for them."""
+        if self.learner.average is not None:
+            self.learner.take_average()
+        stack, epoch = self.learner.stack, self.common.epochs  # the epoch after the last: images as never seen
+        fresh = torch.tensor([training.fresh_statistics for training in self._trainings(self._seats)])
+        chosen = fresh.to(stack.device)
+        recalibrate_(stack, self.feed, self._seed_of_row, chosen, epoch=epoch, batches=_RECALIBRATION)
 
     def networks(self) -> Iterator[tuple[int, nn.Module]]:
         """Every lane with the network that its forward pass uses now, a plain one on the CPU."""
         stack = self.learner.stack
         for number, row in enumerate(self._seats.row_of_lanes()):
             yield number, stack.network(row, stack.variables).cpu().eval()
+
+    def _keep_teachers(self, old: Sequence[int], step: int) -> None:
+        """Keep the trunks as they are now, where the runs that branch off shall learn from them."""
+        pupils = [number for number in taught_by_trunks(self.lanes) if self.lanes[number].has_masks(step)]
+        if self._frozen_trunks is not None or not pupils:
+            return
+        rows = list(dict.fromkeys(old[number] for number in pupils))
+        seeds = [self._seeds.index(next(self.lanes[n].seed for n in pupils if old[n] == row)) for row in rows]
+        which = {number: rows.index(old[number]) for number in pupils}
+        self._frozen_trunks = FrozenTrunks(self.learner.stack, rows, seeds, which)
+
+    def _trainings(self, now: Seats) -> list[Training]:
+        """How each row trains; a trunk plainly."""
+        return [self.lanes[lanes[0]].training if row < now.begun else Training() for row, lanes in enumerate(now.rows)]
 
     def _seat_teams(self, now: Seats, step: int) -> list[Team]:
         teams, start = [], 0
@@ -216,16 +260,22 @@ class Running:
         self._teams[first.team] = Team(rows, rule, timeline)
         return self._teams[first.team]
 
-    def _look_up(self, now: Seats) -> None:
+    def _look_up(self, now: Seats, step: int) -> None:
         """What the step looks up for its rows."""
-        stack = self.learner.stack
-        first = [self.lanes[lanes[0]] for lanes in now.rows]
+        stack, first, trainings = self.learner.stack, [self.lanes[row[0]] for row in now.rows], self._trainings(now)
         place: dict[str, Any] = {"dtype": stack.precise, "device": stack.device}
+        starts = [lane.average_from for lane in first]
+        averaging = averaging_rates(trainings, first=starts, total=self.steps)
+        removed = [[training.removed_weight_decay] for training in trainings]
         self._tables = Tables(
             torch.stack([lane.rates for lane in first], dim=1).to(**place),
-            torch.tensor([[lane.weight_decay] for lane in first], **place),
+            torch.tensor([[_weight_decay(*each, step)] for each in zip(first, trainings, strict=True)], **place),
             torch.tensor([[lane.momentum] for lane in first], **place),
+            removed_decay=None if all(each == [1.0] for each in removed) else torch.tensor(removed, **place),
+            averaging=None if averaging is None else averaging.to(**place),
         )
+        taught = any(training.distil for training in trainings)
+        self._lessons = Lessons(self.lanes, now, self._frozen_trunks).on(stack.device) if taught else None
         self._seed_of_row = torch.tensor([self._seeds.index(lane.seed) for lane in first], device=stack.device)
         self._row_of_lane = torch.tensor(now.row_of_lanes(), device=stack.device)
 
@@ -236,14 +286,16 @@ class Running:
     def _step(self) -> Callable[[], None]:
         learner, tables, feed, stack = self.learner, self._tables, self.feed, self.learner.stack
         which, rows, losses, smoothing = self._seed_of_row, self._row_of_lane, self._losses, self.common.label_smoothing
+        lessons = self._lessons
 
         def step() -> None:
-            images, labels = feed.take()
-            images, labels = images.index_select(0, which), labels.index_select(0, which)
+            of_seeds, labels = feed.take()
+            images, labels = of_seeds.index_select(0, which), labels.index_select(0, which)
             logits = stack(images).to(stack.precise)
             loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none", label_smoothing=smoothing)
             loss = loss.view(labels.shape).mean(1)
-            gradients = stack.gradients(loss.sum())
+            wanted = loss if lessons is None else lessons.loss(loss, logits, of_seeds)
+            gradients = stack.gradients(wanted.sum())
             with torch.no_grad():
                 losses.add_(loss.detach().index_select(0, rows))
                 learner.update(gradients, tables)
@@ -268,3 +320,16 @@ def evaluate(stack: NetworkStack, feed: Feed, part: Labelled) -> list[float]:
             right += (stack.on_same_images(images).argmax(-1) == labels).sum(1)
     stack.template.train()
     return (100.0 * right / len(part)).tolist()
+
+
+def _weight_decay(lane: Lane, training: Training, step: int) -> float:
+    later = training.finetune_weight_decay
+    return later if later is not None and lane.is_frozen(step) else lane.weight_decay
+
+
+def _plain(lane: Lane, test: list[float], held_out: list[float] | None, row: int) -> dict[str, float | None]:
+    """The accuracies of the last weights, where others are what counts."""
+    if not lane.training.fresh_statistics:
+        return {}
+    validation = None if held_out is None else held_out[row]
+    return {"plain_accuracy": test[row], "plain_validation_accuracy": validation}

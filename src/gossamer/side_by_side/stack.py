@@ -42,7 +42,11 @@ class NetworkStack:
 
     def __call__(self, images: Tensor) -> Tensor:
         """Logits of each network for its own images: (networks, batch, …) → (networks, batch, classes)."""
-        return vmap(self._forward, randomness="different")(self.leaves, self.buffers, images)
+        return self.with_values(self.leaves, self.buffers, images)
+
+    def with_values(self, leaves: dict[str, Tensor], buffers: dict[str, Tensor], images: Tensor) -> Tensor:
+        """Logits of networks with other values, one for each row of these, for its own images."""
+        return vmap(self._forward, randomness="different")(leaves, buffers, images)
 
     def on_same_images(self, images: Tensor) -> Tensor:
         """Logits of each network for the same images."""

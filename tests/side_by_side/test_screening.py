@@ -1,0 +1,83 @@
+"""The screening of hypotheses: what is trained together, what fits the time, what is chosen."""
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from gossamer.side_by_side import Member, Race
+
+PATH = Path(__file__).parents[2] / "benchmarks" / "screen_resnet20.py"
+RACE = Race(1, 1, 1, 1)
+
+
+@pytest.fixture(scope="module")
+def screen() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("screen_resnet20", PATH)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["screen_resnet20"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_every_hypothesis_is_another_run_with_a_prediction(screen: ModuleType, tmp_path: Path) -> None:
+    runs = screen.plan_screening(screen.HYPOTHESES, Race(12, 18, 8, 12), 0.95, tmp_path)
+    assert len({run.path for run in runs}) == len({(run.race, run.member) for run in runs}) == len(runs)
+    assert all(run.race.epochs == 50 for run in runs)
+    book = (PATH.parents[1] / "docs" / "lab-book.md").read_text()
+    assert all(each.name.split()[0] in book for each in screen.HYPOTHESES)
+
+
+def test_runs_of_one_race_go_together_and_bring_their_teachers(screen: ModuleType, tmp_path: Path) -> None:
+    names = ("default", "distil half", "label smoothing .1", "curvature 1", "distil half, better teacher")
+    tried = [each for each in screen.HYPOTHESES if each.name in names]
+    chunks = screen.chunks(screen.plan_screening(tried, RACE, 0.95, tmp_path), 5)
+    assert [list(dict.fromkeys(run.name for run in chunk)) for chunk in chunks] == [
+        ["default", "distil half"],
+        ["curvature 1", "distil half, better teacher"],
+        ["label smoothing .1"],
+    ]
+    assert [screen.teachers(chunk) for chunk in chunks] == [
+        [Member(seed, "dense", 0.0) for seed in range(3)],
+        [Member(seed, "dense", 0.0, 5e-4) for seed in range(3)],
+        [],
+    ]
+
+
+def test_first_things_first_when_time_is_short(screen: ModuleType, tmp_path: Path) -> None:
+    runs = screen.plan_screening(screen.HYPOTHESES[:3], RACE, 0.95, tmp_path)
+    budget = screen.Budget(screen.SECONDS * RACE.epochs * 7)
+    assert {run.name for run in budget.fitting(runs)} == {"default", "dense"}  # six runs, the third would make nine
+    budget.spend(1e9, runs)
+    assert budget.fitting(runs) == []
+
+
+def write(runs: list[Any], **accuracies: tuple[float, ...]) -> None:
+    for run in runs:
+        values = {"validation_accuracy": accuracies[run.name.split()[0]][run.member.seed], "train_loss": 0.3}
+        run.path.write_text(json.dumps({**values, "asked_sparsity": run.member.sparsity}))
+
+
+def test_the_best_on_held_out_images_is_chosen_and_differences_are_paired(screen: ModuleType, tmp_path: Path) -> None:
+    tried = [each for each in screen.HYPOTHESES if each.name in ("default", "magnitude", "curvature 1", "peak rate .2")]
+    runs = screen.plan_screening(tried, RACE, 0.95, tmp_path)
+    write(runs, default=(87.0, 88.0, 89.0), magnitude=(95.0,) * 3, curvature=(87.2, 88.3, 89.4), peak=(99.0,) * 3)
+    assert screen.choose(runs, 1) == {"curvature 1": {"curvature": 1.0}}  # not magnitude, not another race
+    lines = [line for line in screen.table(runs, "validation_accuracy") if line.startswith("curvature 1")]
+    assert "88.30 ± 1.10" in lines[0]
+    assert "+0.30 ± 0.06" in lines[0]  # 0.2, 0.3 and 0.4: a standard deviation of 0.1 over the root of three
+
+
+def test_the_final_has_dense_every_sparsity_and_peers(screen: ModuleType, tmp_path: Path) -> None:
+    runs = screen.plan_final({"ours": {"distil": 0.5}}, ["dpf", "gradual"], RACE, tmp_path)
+    ours = sorted({run.member.sparsity for run in runs if run.name == "ours"})
+    assert ours == [0.5, 0.7, 0.9, 0.95, 0.98]
+    assert len(runs) == 3 * (1 + 5 + 2 * 3)
+    assert all(run.member.training.distil == 0.5 for run in runs if run.name == "ours")
+    assert screen.teachers(runs) == []
