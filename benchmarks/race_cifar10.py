@@ -49,33 +49,34 @@ def say(line: str) -> None:
     print(f"{time.strftime('%H:%M:%S')} {line}", flush=True)
 
 
-def write_records(outcomes: list[Outcome], race: Race, tier: str, seconds: float, out: Path, commit: str) -> None:
+def write_records(
+    runs: list[Member], outcomes: list[Outcome], race: Race, tier: str, seconds: float, out: Path, commit: str
+) -> None:
     out.mkdir(parents=True, exist_ok=True)
-    for number, outcome in enumerate(outcomes):
+    for number, (member, outcome) in enumerate(zip(runs, outcomes, strict=True)):
         about = {"tier": tier, "net": "resnet20", "data": "cifar10", "commit": commit}
-        content = {**about, **record(outcome, race, seconds, len(outcomes))}
+        content = {**about, **record(member, outcome, race, seconds, len(outcomes))}
         (out / f"{tier}-{number:03d}.json").write_text(json.dumps(content, indent=1))
 
 
 def race_and_record(
     race: Race, runs: list[Member], images: ImageSet, tier: str, out: Path, device: torch.device, commit: str
-) -> list[Outcome]:
+) -> None:
     start = time.perf_counter()
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     say(f"{tier}: {len(runs)} runs of {race.epochs} epochs")
     outcomes = run_race(race, runs, images, lambda: models.create("resnet20"), device=device, dtype=dtype, progress=say)
-    write_records(outcomes, race, tier, time.perf_counter() - start, out, commit)
+    write_records(runs, outcomes, race, tier, time.perf_counter() - start, out, commit)
     for first in range(0, len(outcomes), len(SEEDS)):
         group = outcomes[first : first + len(SEEDS)]
         test = [outcome.accuracy for outcome in group]
         held_out = [outcome.validation_accuracy or 0.0 for outcome in group]
         loss = statistics.mean(outcome.train_loss for outcome in group)
-        options = {key: value for key, value in group[0].member.to_dict().items() if key != "seed"}
+        options = {key: value for key, value in runs[first].to_dict().items() if key != "seed"}
         say(
             f"  test {statistics.mean(test):.2f} ± {statistics.pstdev(test):.2f} "
             f"validation {statistics.mean(held_out):.2f} loss {loss:.4f} sparsity {group[0].sparsity:.4f} {options}"
         )
-    return outcomes
 
 
 def chosen_before(out: Path, method: str) -> dict[str, object]:
@@ -112,8 +113,9 @@ def main() -> None:
     chosen = {"scl": {"mask_lr": 0.01}, "magnitude": {"method": "magnitude"}, "dense": {"method": "dense"}}
     if "screening" in arguments.stage:
         candidates = list(CANDIDATES.values())[:: 5 if arguments.tiny else 1]
-        outcomes = race_and_record(screening, members(candidates), split, "screening", **common)
-        chosen |= {method: chosen_before(arguments.out, method) for method in {each.member.method for each in outcomes}}
+        runs = members(candidates)
+        race_and_record(screening, runs, split, "screening", **common)
+        chosen |= {method: chosen_before(arguments.out, method) for method in {member.method for member in runs}}
     if "final" in arguments.stage:
         if "screening" not in arguments.stage:
             chosen = {method: chosen_before(arguments.out, method) for method in chosen}

@@ -197,7 +197,7 @@ def train(runs: list[Run], images: ImageSet, tier: str, commit: str, device: tor
     held_out = 0 if images.validation is None else len(images.validation)
     for run, outcome in zip(runs, outcomes, strict=False):  # teachers come last
         about = {"tier": tier, "hypothesis": run.name, "net": "resnet20", "data": images.name, "commit": commit}
-        content = {**about, "validation_images": held_out, **record(outcome, race, seconds, len(members))}
+        content = {**about, "validation_images": held_out, **record(run.member, outcome, race, seconds, len(members))}
         temporary = run.path.with_suffix(".partial")
         temporary.write_text(json.dumps(content, indent=1))
         temporary.replace(run.path)

@@ -12,6 +12,7 @@ from gossamer import models
 from gossamer.data.sets import ImageSet, Labelled
 from gossamer.schedule import Phase
 from gossamer.side_by_side import Member, Race
+from gossamer.side_by_side.entries import lanes_of
 from gossamer.side_by_side.race import Running
 
 
@@ -25,10 +26,13 @@ def seconds_a_step(name: str, runs: int, steps: int, phase: Phase, device: torch
     data = random_images(50_000)
     torch.manual_seed(0)
     method = "dense" if phase is Phase.WARMUP else "scl"
-    members = [Member(seed=run % 3, method=method) for run in range(runs)]
+    # All different, as dense runs that are the same would share a row.
+    members = [Member(seed=run % 3, method=method, weight_decay=1e-4 * (1 + run / 1000)) for run in range(runs)]
     race = Race(warmup=1, sparsify=2, stabilise=0, finetune=1)
-    running = Running(race, members, data, lambda: models.create(name), device=device, dtype=torch.bfloat16)
-    running.enter(Phase.SPARSIFY)
+    steps_per_epoch = len(data.train) // race.batch_size
+    lanes = lanes_of(race, members, steps_per_epoch)
+    running = Running(race.common, lanes, data, lambda: models.create(name), device=device, dtype=torch.bfloat16)
+    running.turn(race.warmup * steps_per_epoch)
     running.feed.begin_epoch(0)
     step = running.captured
     for _ in range(8):

@@ -161,3 +161,22 @@ def _peak_resident_bytes(work) -> int:  # type: ignore[no-untyped-def]
     done.set()
     watcher.join()
     return most
+
+
+def test_rows_one_by_one_and_all_at_once_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = torch.randn(5, 20_000, generator=torch.Generator().manual_seed(1))
+    first[:, :40] = 0.25  # ties
+    first[2, 7] = torch.inf  # as what the floor protects
+    first[1, 8_030:] = first[4, 300:] = -torch.inf  # as what is gone for good
+    budgets = torch.tensor([20, 8_030, 19_999, 20_000, 310])
+    results = []
+    for one_by_one in (True, False):
+        monkeypatch.setattr(budget, "_one_by_one", lambda matrix, answer=one_by_one: answer)
+        values, mask = first.clone(), torch.ones_like(first, dtype=torch.bool)
+        thresholds = budget.meet_budgets_(values, mask, budgets)
+        assert mask.sum(1).tolist() == budgets.tolist()
+        assert torch.equal(values > 0, mask)
+        assert torch.equal(mask[[1, 4]], torch.arange(20_000) < torch.tensor([[8_030], [310]]))
+        assert values[1, :8_030].isfinite().all()
+        results.append((values, mask, thresholds))
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(*results, strict=True))

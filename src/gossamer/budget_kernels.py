@@ -88,6 +88,7 @@ def _apply(values, mask, budgets, state, ties_before, thresholds, size, block: t
     kept = (keys > cut) | (tied & (rank <= left)) | fits
     bits = tl.where(cut < 0, cut ^ 0x7FFFFFFF, cut)
     threshold = tl.where(fits, 0.0, bits.to(tl.float32, bitcast=True))
+    threshold = tl.where(threshold == float("-inf"), 0.0, threshold)  # only what was dropped before lies there
     lowered = old - threshold
     new = tl.where(kept, tl.maximum(lowered, _SMALLEST), tl.minimum(lowered, 0.0))
     tl.store(values + start + place, new, mask=inside)

@@ -1,4 +1,5 @@
-"""The command line: `gossamer quickstart`, `train`, `compare`, `reproduce`, `list`, `report`, `speed`, `export`.
+"""The command line: `gossamer quickstart`, `train`, `sweep`, `compare`, `reproduce`, `list`, `report`, `speed` and
+`export`.
 
 Errors are one message on stderr and exit code 2; `--debug` shows the traceback. A run stopped by Ctrl-C exits with 130
 and goes on when the same command is given again.
@@ -24,8 +25,8 @@ from gossamer.exports import Exported, to_dense, to_onnx, to_torch
 from gossamer.methods import METHODS
 from gossamer.recipes import Recipe, find
 from gossamer.reproduce import map_fitting, mnist
-from gossamer.results import map_fitting_rows, mnist_decay_table, mnist_estimator_table, race_blocks
-from gossamer.side_by_side import plot
+from gossamer.results import map_fitting_rows, mnist_decay_table, mnist_estimator_table, race_blocks, sweep_table
+from gossamer.side_by_side import plot, runs_of, sweep
 from gossamer.side_by_side.compare import TIERS, Comparison, compare
 from gossamer.speed import ENGINES, measure
 from gossamer.speed.report import plot as plot_speed
@@ -59,6 +60,28 @@ class Quickstart:
 
     out: Path = Path("gossamer-quickstart")
     """Folder for both runs."""
+    debug: bool = False
+    """Show the traceback of an error."""
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """Train every combination of some settings of a recipe, all runs side by side as one stacked network."""
+
+    recipe: tyro.conf.Positional[str]
+    """Name of a recipe (see `gossamer list`), or a JSON file such as a run.json."""
+    out: Path
+    """Folder for one record a run; runs that have one are not trained again."""
+    grid: tyro.conf.UseAppendAction[tuple[tuple[str, ...], ...]]
+    """What the runs differ in, as key=value,value: seed=0,1,2 method=scl,dpf settings.mask_lr=0.01,0.03."""
+    set: tyro.conf.UseAppendAction[tuple[tuple[str, ...], ...]] = ()
+    """Changes to the recipe, as key=value, for all runs."""
+    together: int = 32
+    """Runs trained at the same time."""
+    save_models: bool = False
+    """Leave each network beside its record, as a file for `gossamer.load`."""
+    device: str = "auto"
+    """auto takes a GPU where there is one."""
     debug: bool = False
     """Show the traceback of an error."""
 
@@ -170,10 +193,11 @@ class Export:
     """Show the traceback of an error."""
 
 
-AnyCommand = Train | Quickstart | Compare | Reproduce | List | Report | Speed | Export
+AnyCommand = Train | Quickstart | Sweep | Compare | Reproduce | List | Report | Speed | Export
 Command = (
     Annotated[Quickstart, tyro.conf.subcommand("quickstart")]
     | Annotated[Train, tyro.conf.subcommand("train")]
+    | Annotated[Sweep, tyro.conf.subcommand("sweep")]
     | Annotated[Compare, tyro.conf.subcommand("compare")]
     | Annotated[Reproduce, tyro.conf.subcommand("reproduce")]
     | Annotated[List, tyro.conf.subcommand("list")]
@@ -225,6 +249,8 @@ def _carry_out(command: AnyCommand, console: Console) -> None:
                 console.print(f"The model is in {command.out / MODEL}")
         case Quickstart():
             _quickstart(command.out, console)
+        case Sweep():
+            _sweep(command, console)
         case Compare():
             _compare(command, console)
         case Reproduce():
@@ -264,6 +290,20 @@ def _quickstart(out: Path, console: Console) -> None:
         f"The sparse network is in {plain}, for any PyTorch program, and {smaller:.0f} times smaller in {small}, for "
         "gossamer.load. Next: gossamer list, then gossamer train RECIPE --out DIR"
     )
+
+
+def _sweep(command: Sweep, console: Console) -> None:
+    grid, changes = ([each for several in given for each in several] for given in (command.grid, command.set))
+    base = find(command.recipe).run.with_settings(changes)
+    records = sweep(
+        runs_of(base, grid),
+        command.out,
+        device=base.device if command.device == "auto" else command.device,
+        together=command.together,
+        save_models=command.save_models,
+        progress=console.print,
+    )
+    console.print(tables.of_rows(*sweep_table(records)))
 
 
 def _compare(command: Compare, console: Console) -> None:

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from gossamer import budget
+from gossamer.budget_kernels import meet_budgets_on_gpu_
 from gossamer.models.resnet import ResNet
 from gossamer.side_by_side import layers
 from gossamer.side_by_side.conv_kernels import Convolution
@@ -105,8 +107,23 @@ def stack(make: type[nn.Module] | object, kernels: bool) -> list[Tensor]:
     return [output.detach(), gradients, evaluated, *(each.float() for each in stacked.buffers.values())]
 
 
+def budgets() -> None:
+    """With ties, with what is gone for good, with everything kept."""
+    values = torch.randn(4, 5000)
+    values[1, 2000:] = values[2, 3000:] = -torch.inf
+    values[3] = 0.25
+    keep = torch.tensor([100, 2000, 3010, 5000])
+    fused, plain = values.clone(), values.clone()
+    masks = [torch.zeros(4, 5000, dtype=torch.bool) for _ in range(2)]
+    thresholds = [meet_budgets_on_gpu_(fused, masks[0], keep), budget.meet_budgets_(plain, masks[1], keep)]
+    assert torch.equal(*thresholds)
+    assert torch.equal(*masks)
+    assert torch.equal(fused, plain)
+
+
 if __name__ == "__main__":
     torch.manual_seed(0)
+    budgets()
     for sizes in [(2, 2, 8, 8, 3, 16, 1), (2, 1, 8, 8, 16, 16, 1), (1, 2, 8, 8, 16, 32, 2), (2, 1, 4, 4, 64, 64, 1),
                   (2, 1, 6, 6, 12, 20, 1), (1, 1, 7, 5, 8, 16, 2), (1, 1, 4, 4, 80, 72, 1)]:  # fmt: skip
         convolution(*sizes)

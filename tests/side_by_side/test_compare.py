@@ -1,5 +1,6 @@
 """Comparisons: records, going on after an interruption, the command."""
 
+import functools
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -11,9 +12,10 @@ import gossamer
 from gossamer import cli, models
 from gossamer.methods import METHODS
 from gossamer.results import race_blocks
-from gossamer.side_by_side import Race, plot
+from gossamer.side_by_side import Member, Race, plot
 from gossamer.side_by_side import compare as module
 from gossamer.side_by_side.compare import Comparison, compare
+from gossamer.side_by_side.entries import lanes_of
 from gossamer.side_by_side.race import Running
 
 CPU = torch.device("cpu")
@@ -131,7 +133,9 @@ def test_checkpoints_of_other_races_and_other_files_are_refused(tmp_path: Path) 
     images = module.data.load("mnist")
 
     def running(race: Race) -> Running:
-        return Running(race, members, images, lambda: models.create("lenet300"), device=CPU, dtype=torch.float32)
+        lanes = lanes_of(race, members, len(images.train) // race.batch_size)
+        network = functools.partial(models.create, "lenet300")
+        return Running(race.common, lanes, images, network, device=CPU, dtype=torch.float32)
 
     begun = running(race)
     assert begun.go_on_from(path) == 0
@@ -143,6 +147,24 @@ def test_checkpoints_of_other_races_and_other_files_are_refused(tmp_path: Path) 
     path.write_bytes(b"not a checkpoint")
     with pytest.raises(ValueError, match="expected the checkpoint of a race in"):
         running(race).go_on_from(path)
+
+
+def test_the_records_that_are_there_are_recognised() -> None:
+    """The name of a record that was written long ago is the one that the same comparison has now."""
+    recognised = 0
+    for path in (Path(__file__).parents[2] / "results" / "race-resnet20").glob("resnet20-*.json"):
+        record = json.loads(path.read_text())
+        settings = {name: value for name, value in record["settings"].items() if name != "method"}
+        member = Member.of(method=record["method"], **settings)
+        if member.settings != Member(member.seed, member.method).settings:
+            continue  # the defaults of its method have changed since
+        comparison = Comparison(
+            record["net"], record["data"], epochs=record["epochs"], validation=record["validation_images"]
+        )
+        name = module._name(comparison, comparison.race(), [member])
+        assert path.name == f"resnet20-{member.method}-{name}.json"
+        recognised += 1
+    assert recognised > 30
 
 
 def test_the_plot_has_a_line_a_method(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,9 +16,10 @@ from gossamer.methods.attach import Attached
 from gossamer.methods.lottery import rewound
 from gossamer.methods.scl import SCLOptions
 from gossamer.models.resnet import BasicBlock, ResNet
-from gossamer.schedule import Phase, Plan, connections_left
+from gossamer.schedule import Plan, connections_left
 from gossamer.settings import Settings
 from gossamer.side_by_side import Member, Outcome, Race, run_race
+from gossamer.side_by_side.entries import lanes_of
 from gossamer.side_by_side.race import Running
 from gossamer.side_by_side.stack import NetworkStack
 
@@ -176,8 +177,8 @@ def test_magnitude_keeps_the_largest_weights() -> None:
 def test_removed_for_good_means_zero_for_good() -> None:
     """Gradual and one-shot pruning step by step: masks only shrink, removed weights are zero and stay zero."""
     members = [Member(seed=3, method="gradual", sparsity=0.6), Member(seed=3, method="one_shot", sparsity=0.6)]
-    race = Running(RACE, members, data(), network, device=CPU, dtype=torch.float64)
-    race.enter(Phase.SPARSIFY)
+    race = Running(RACE.common, lanes_of(RACE, members, 8), data(), network, device=CPU, dtype=torch.float64)
+    race.turn(8 * RACE.warmup)
     step, stack, learner = race._step(), race.learner.stack, race.learner
     learner.step += RACE.warmup * race.feed.steps
     race.feed.begin_epoch(RACE.warmup)

@@ -14,13 +14,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import gossamer
+from gossamer import budget
 from gossamer.data.augment import crop_flip, normalise, scale_and_shift
 from gossamer.data.batches import epoch_plan
 from gossamer.methods import METHODS
-from gossamer.schedule import Phase
 from gossamer.side_by_side import Member, Outcome, run_race
 from gossamer.side_by_side.averaging import averaging_rates
 from gossamer.side_by_side.compare import Comparison, _name
+from gossamer.side_by_side.entries import lanes_of
 from gossamer.side_by_side.race import Running
 from gossamer.side_by_side.teaching import distillation
 from gossamer.side_by_side.training import NAMES, Training
@@ -91,7 +92,7 @@ def kept(net: nn.Module) -> tuple[int, ...]:
 def race(*members: Member) -> tuple[list[Outcome], dict[Member, nn.Module]]:
     found: dict[Member, nn.Module] = {}
     outcomes = run_race(
-        RACE, members, data(), network, device=CPU, dtype=torch.float64, keep=lambda m, n: found.update({m: n})
+        RACE, members, data(), network, device=CPU, dtype=torch.float64, keep=lambda m, n: found.update({members[m]: n})
     )
     return outcomes, found
 
@@ -197,11 +198,11 @@ def test_averages_and_statistics_equal_those_by_hand(settings: dict[str, Any]) -
 
 
 def test_the_mean_of_a_tail_is_of_its_steps() -> None:
-    rates = averaging_rates([Training(average_tail=0.5), Training()], first=2, total=6)
+    rates = averaging_rates([Training(average_tail=0.5), Training()], first=[2, 2], total=6)
     assert rates is not None
     torch.testing.assert_close(rates[:, 0], torch.tensor([1, 1, 1, 1, 1 / 2, 1 / 3]))
     torch.testing.assert_close(rates[:, 1], torch.ones(6))
-    assert averaging_rates([Training(recalibrate=True)], first=2, total=6) is None
+    assert averaging_rates([Training(recalibrate=True)], first=[2], total=6) is None
 
 
 def test_weight_decay_of_the_last_phase() -> None:
@@ -220,8 +221,8 @@ def test_weight_decay_only_of_what_is_kept() -> None:
     """Runs that start from the same weights differ after one step by the decay that the removed ones were spared."""
     trainings = [Training(removed_weight_decay=factor) for factor in (0.0, 0.25, 1.0)]
     members = [Member(1, "dpf", 0.7, 0.3, training=each) for each in trainings]
-    running = Running(RACE, members, data(), network, device=CPU, dtype=torch.float64)
-    running.enter(Phase.SPARSIFY)
+    running = Running(RACE.common, lanes_of(RACE, members, STEPS), data(), network, device=CPU, dtype=torch.float64)
+    running.turn(STEPS)
     learner = running.learner
     learner.step += STEPS
     running.feed.begin_epoch(1)
@@ -244,7 +245,7 @@ def test_a_race_with_all_of_it_goes_on_after_a_cut(tmp_path: Path) -> None:
 
     def fresh() -> Running:
         torch.manual_seed(0)
-        return Running(RACE, members, data(), network, device=CPU, dtype=torch.float64)
+        return Running(RACE.common, lanes_of(RACE, members, STEPS), data(), network, device=CPU, dtype=torch.float64)
 
     whole = fresh()
     for epoch in range(RACE.epochs):
@@ -305,19 +306,20 @@ def test_committed_records_keep_their_names(method: str) -> None:
         assert (folder / f"resnet20-{method}-{_name(comparison, comparison.race(), [member])}.json").exists()
 
 
-@pytest.mark.parametrize("phase", [Phase.SPARSIFY, Phase.FINETUNE])
-def test_a_step_with_all_of_it_can_be_captured(phase: Phase) -> None:
+@pytest.mark.parametrize("last", [STEPS, 4 * STEPS])
+def test_a_step_with_all_of_it_can_be_captured(last: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """It looks at no value and moves no tensor, beyond what a race does that has been captured for long."""
     members = [
         Member(1, "dense"),
         Member.of(1, sparsity=0.7, distil=0.5, teacher="trunk", average_tail=0.6, removed_weight_decay=0.0),
         Member.of(1, sparsity=0.7, distil=0.5, average_decay=0.9, finetune_weight_decay=0.01),
     ]
+    monkeypatch.setattr(budget, "_one_by_one", lambda matrix: False)  # as on a GPU
     seen = []
     for runs in ([Member(1, "dense"), Member(1)], members):
-        running = Running(RACE, runs, data(), network, device=CPU, dtype=torch.float64)
-        running.enter(Phase.SPARSIFY)
-        running.enter(phase)
+        running = Running(RACE.common, lanes_of(RACE, runs, STEPS), data(), network, device=CPU, dtype=torch.float64)
+        for turn in sorted({STEPS, last}):
+            running.turn(turn)
         running.feed.begin_epoch(1)
         step, watch = running._step(), Watch()
         step()

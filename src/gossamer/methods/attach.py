@@ -12,7 +12,7 @@ For comparisons: it knows plain training and data-parallel training, no closures
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -82,9 +82,7 @@ class Attached:
             stabilise=phases.stabilise,
             steps_per_epoch=steps_per_epoch,
         )
-        if self._kind.from_start:
-            plan = replace(plan, warmup=0, sparsify=plan.warmup + plan.sparsify)
-        self.plan = plan
+        self.plan = self._kind.phases(plan)
         self._epoch = steps_per_epoch or total_steps
         self._optimizer, self.step, self.phase = optimizer, 0, self.plan.at(0).phase
         self._variables = torch.empty(0)

@@ -19,7 +19,7 @@ Numbers that change from step to step are read from tables at the clock of the `
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import ClassVar, Generic, TypeVar
 
@@ -177,6 +177,11 @@ class Rule(ABC, Generic[S]):
         self, layout: Layout, requests: Sequence[Request[S]], timeline: Timeline, weights: Tensor, *, floor: float
     ) -> None:
         """`floor` is the share of each tensor that is never removed, where a method chooses over the whole network."""
+
+    @classmethod
+    def phases(cls, plan: Plan) -> Plan:
+        """The phases of a run with this method: without warm-up where it is sparse from the start."""
+        return replace(plan, warmup=0, sparsify=plan.warmup + plan.sparsify) if cls.from_start else plan
 
     @property
     @abstractmethod

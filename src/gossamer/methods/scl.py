@@ -41,6 +41,7 @@ class SCLOptions(Options):
     anneal: str = "cosine"  # of mask_lr
     start_value: float | None = None  # one constant for all mask variables instead of |w̃|
     decay: float | None = None  # a fixed λ1 instead of the budget
+    l2: float = 0.0  # λ2 in the mask gradient
     layer_power: float = 0.0  # of the scale of each tensor
     scale_memory: float = 0.0  # decay of the running means of the scales: 0 takes those of the step
     mask_momentum: float = 0.0
@@ -78,7 +79,7 @@ class SCLOptions(Options):
 class SCL(DenseGradient[SCLOptions]):
     name, title, options = "scl", "gossamer (learned masks)", SCLOptions
     reference = "Tang et al., Automatic Sparse Connectivity Learning for Neural Networks"
-    apart = ("estimator", "alpha", "decay", "floor")
+    apart = ("estimator", "alpha", "decay", "l2", "floor")
 
     def __init__(
         self,
@@ -92,6 +93,7 @@ class SCL(DenseGradient[SCLOptions]):
         settings = [request.settings for request in requests]
         self._timeline = timeline
         self._estimator, self._alpha, self._decay = settings[0].estimator, settings[0].alpha, settings[0].decay
+        self._l2 = settings[0].l2
         self._rate = timeline.annealed([each.mask_lr for each in settings], [each.anneal for each in settings])
 
         def each_row(name: str) -> Tensor:
@@ -139,7 +141,7 @@ class SCL(DenseGradient[SCLOptions]):
 
     def learn_(self, gradient: Tensor, weights: Tensor) -> None:
         direction = method.mask_gradient(
-            gradient, weights, self._variable, estimator=self._estimator, alpha=self._alpha
+            gradient, weights, self._variable, estimator=self._estimator, alpha=self._alpha, l2=self._l2
         )  # Eq. (step_redefine)
         deviation = None if self._square is None else self._square.update_(direction.square()).sqrt()
         if self._mean is not None:

@@ -8,6 +8,7 @@ paper's. Beside both stand our defaults at the paper's sparsities.
 """
 
 import json
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -22,7 +23,8 @@ from gossamer.models.fc_densenet import FullyConnectedDenseNet
 from gossamer.recipes import find
 from gossamer.recipes.mnist import DECAY_TABLE
 from gossamer.reproduce.picture import draw_input_connections
-from gossamer.reproduce.stacked_training import Trained, train_together
+from gossamer.side_by_side.lanes import Outcome
+from gossamer.side_by_side.sweeps import checkpoint_path, train_together
 from gossamer.training.checkpoint import write_atomically
 from gossamer.training.place import Place
 from gossamer.training.result import commit, hardware, versions
@@ -107,11 +109,17 @@ def reproduce(
         assert images is not None
         progress(f"{len(portion)} runs of {epochs} epochs together")
         started = time.perf_counter()
-        trained = train_together([entry.run for entry in portion], images, _network, device=device, progress=progress)
+        runs = [entry.run for entry in portion]
+        checkpoint = checkpoint_path(out, runs)
+        trained = train_together(
+            runs, images, _network, device=device, dtype=torch.float32, progress=progress, checkpoint=checkpoint
+        )
         seconds = time.perf_counter() - started
         out.mkdir(parents=True, exist_ok=True)
-        for entry, each in zip(portion, trained, strict=True):
-            _write(_path(out, entry), record(entry, each, device, seconds, len(portion)))
+        for entry, (outcome, network) in zip(portion, trained, strict=True):
+            assert isinstance(network, FullyConnectedDenseNet)
+            _write(_path(out, entry), record(entry, outcome, network, device, seconds, len(portion)))
+        checkpoint.unlink(missing_ok=True)
     records = [json.loads(_path(out, entry).read_text()) for entry in wanted]
     try:
         draw_input_connections(records, out / PICTURE)
@@ -120,9 +128,18 @@ def reproduce(
     return records
 
 
-def record(entry: Entry, trained: Trained, device: torch.device, seconds: float, together: int) -> dict[str, Any]:
+def record(
+    entry: Entry,
+    outcome: Outcome,
+    network: FullyConnectedDenseNet,
+    device: torch.device,
+    seconds: float,
+    together: int,
+) -> dict[str, Any]:
     """One finished run as plain values; accuracies in percent, as in the races."""
-    run, weights = trained.run, _weights(trained.network)
+    run, weights = entry.run, _weights(network)
+    if not math.isfinite(outcome.train_loss):
+        raise ArithmeticError(f"the loss of run {run.run_id} is not finite: lower its lr")
     connections = {name: int(weight.count_nonzero()) for name, weight in weights.items()}
     total = sum(weight.numel() for weight in weights.values())
     return {
@@ -137,14 +154,14 @@ def record(entry: Entry, trained: Trained, device: torch.device, seconds: float,
         "asked_sparsity": run.sparsity,
         "sparsity": 1.0 - sum(connections.values()) / total,
         "connections": sum(connections.values()),
-        "accuracy": 100.0 * trained.accuracy,
-        "train_loss": trained.train_loss,
+        "accuracy": outcome.accuracy,
+        "train_loss": outcome.train_loss,
         "paper_accuracy": 100.0 * entry.paper_accuracy,
         "paper_sparsity": entry.paper_sparsity,
         "seed": run.seed,
         "epochs": run.epochs,
         "connections_by_tensor": connections,
-        "input_connections": input_connections(trained.network),
+        "input_connections": input_connections(network),
         "config": run.to_dict(),
         "commit": commit(),
         "versions": versions(),

@@ -8,6 +8,7 @@ from gossamer.results.exhibits import map_fitting_rows, mnist, mnist_decay_table
 from gossamer.results.pages import documents
 from gossamer.results.races import NAMES, STRUCTURED, race_blocks
 from gossamer.results.records import Record
+from gossamer.results.sweeps import sweep_table
 
 __all__ = [
     "NAMES",
@@ -19,5 +20,6 @@ __all__ = [
     "mnist_decay_table",
     "mnist_estimator_table",
     "race_blocks",
+    "sweep_table",
     "throughput",
 ]

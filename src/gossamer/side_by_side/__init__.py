@@ -7,7 +7,9 @@ sparsifier's arithmetic is done on one matrix with a row for each run. The runs 
 method, target and settings, and gives what it would give alone, up to the rounding of the convolutions.
 """
 
-from gossamer.side_by_side.entries import Member, Outcome, Race
-from gossamer.side_by_side.race import run_race
+from gossamer.side_by_side.entries import Member, Race, run_race
+from gossamer.side_by_side.grid import runs_of
+from gossamer.side_by_side.lanes import Outcome
+from gossamer.side_by_side.sweeps import sweep
 
-__all__ = ["Member", "Outcome", "Race", "run_race"]
+__all__ = ["Member", "Outcome", "Race", "run_race", "runs_of", "sweep"]

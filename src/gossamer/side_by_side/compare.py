@@ -23,8 +23,8 @@ from gossamer.data.sets import ImageSet
 from gossamer.methods import METHODS, Layout
 from gossamer.methods.filters import check_reach
 from gossamer.select import select
-from gossamer.side_by_side.entries import Member, Outcome, Race
-from gossamer.side_by_side.race import run_race
+from gossamer.side_by_side.entries import Member, Race, run_race
+from gossamer.side_by_side.lanes import Outcome
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,6 +35,9 @@ class Tier:
     validation: int  # training images held out; 0 trains on all of them
 
 
+# Of a race, part of every name.
+_NAMED = frozenset({"warmup", "sparsify", "stabilise", "finetune", "batch_size", "learning_rate", "schedule"})
+_NAMED |= {"momentum", "floor", "label_smoothing"}
 TIERS: Mapping[str, Tier] = MappingProxyType({"screening": Tier(50, 5000), "final": Tier(350, 0)})
 
 
@@ -90,15 +93,16 @@ def compare(
     images = _images(comparison) if missing else None
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
 
-    def keep(member: Member, network: nn.Module) -> None:
-        out.mkdir(parents=True, exist_ok=True)
-        save(network, paths[member].with_suffix(".safetensors"))
-
     for first in range(0, len(missing), together):
         assert images is not None
         runs = missing[first : first + together]
         checkpoint = out / f"{comparison.net}-{_name(comparison, race, runs)}.race.safetensors"
         progress(f"{len(runs)} runs of {race.epochs} epochs side by side, {len(missing) - first} to go")
+
+        def keep(number: int, network: nn.Module) -> None:
+            out.mkdir(parents=True, exist_ok=True)
+            save(network, paths[runs[number]].with_suffix(".safetensors"))  # noqa: B023 - called before the loop goes on
+
         start = time.perf_counter()
         classes = images.num_classes
         outcomes = run_race(
@@ -115,18 +119,17 @@ def compare(
         )
         seconds = time.perf_counter() - start
         out.mkdir(parents=True, exist_ok=True)
-        for outcome in outcomes:
-            content = {**record(outcome, race, seconds, len(runs)), **_shared(comparison)}
-            temporary = paths[outcome.member].with_suffix(".partial")
+        for member, outcome in zip(runs, outcomes, strict=True):
+            content = {**record(member, outcome, race, seconds, len(runs)), **_shared(comparison)}
+            temporary = paths[member].with_suffix(".partial")
             temporary.write_text(json.dumps(content, indent=1))
-            temporary.replace(paths[outcome.member])
+            temporary.replace(paths[member])
         checkpoint.unlink(missing_ok=True)
     return [json.loads(path.read_text()) for path in paths.values()]
 
 
-def record(outcome: Outcome, race: Race, seconds: float, together: int) -> dict[str, Any]:
+def record(member: Member, outcome: Outcome, race: Race, seconds: float, together: int) -> dict[str, Any]:
     """One finished run as plain values."""
-    member = outcome.member
     dense = member.method == "dense"
     plain = {"accuracy": outcome.plain_accuracy, "validation_accuracy": outcome.plain_validation_accuracy}
     return {
@@ -178,8 +181,8 @@ def _shared(comparison: Comparison) -> dict[str, Any]:
 
 
 def _name(comparison: Comparison, race: Race, members: Sequence[Member]) -> str:
-    """A short name for all that decides the outcome of runs. Settings count where they are not the defaults, so that
-    one that is added later leaves the names as they are."""
+    """A short name for all that decides the outcome of runs. What is added later, to a race or to the settings of a
+    method, counts where it is not the default, so that the names of older records stay as they are."""
     asked = [
         {
             name: value
@@ -188,7 +191,9 @@ def _name(comparison: Comparison, race: Race, members: Sequence[Member]) -> str:
         }
         for member in members
     ]
-    parts = (comparison.net, comparison.data, comparison.validation, dataclasses.asdict(race), asked)
+    usual = dataclasses.asdict(Race(1, 1, 1, 1))
+    shared = {name: value for name, value in dataclasses.asdict(race).items() if name in _NAMED or value != usual[name]}
+    parts = (comparison.net, comparison.data, comparison.validation, shared, asked)
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:12]
 
 

@@ -1,12 +1,21 @@
-"""What is raced: the epochs and learning rates that all runs share, the runs, and what comes out of each."""
+"""What is raced: the epochs and learning rates that all runs of a race share, and the runs."""
 
-from collections.abc import Sequence
+import json
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import groupby
+from pathlib import Path
 from typing import Any
 
+import torch
+from torch import nn
+
 from gossamer import method
-from gossamer.methods import Options, Rule, find, make_options
+from gossamer.data.sets import ImageSet
+from gossamer.methods import Options, Request, Rule, find, make_options
+from gossamer.methods.lottery import rewound
+from gossamer.schedule import Plan
+from gossamer.side_by_side.lanes import Common, Lane, Outcome
+from gossamer.side_by_side.race import train_side_by_side
 from gossamer.side_by_side.training import NAMES, Training
 
 
@@ -44,15 +53,14 @@ class Member:
         return find(self.method)
 
     @property
-    def kind(self) -> tuple[Any, ...]:
-        """Runs of the same kind follow one rule together."""
-        return self.method, *(getattr(self.settings, name) for name in self.rule.apart)
+    def options(self) -> Options:
+        assert self.settings is not None
+        return self.settings
 
     def to_dict(self) -> dict[str, Any]:
         """Everything that was asked, as plain values in one level; of the training what differs from the defaults."""
-        assert self.settings is not None
         told = {"seed": self.seed, "method": self.method, "sparsity": self.sparsity, "weight_decay": self.weight_decay}
-        return {**told, **asdict(self.settings), **self.training.changes()}
+        return {**told, **asdict(self.options), **self.training.changes()}
 
 
 @dataclass(frozen=True)
@@ -74,6 +82,10 @@ class Race:
     def epochs(self) -> int:
         return self.warmup + self.sparsify + self.stabilise + self.finetune
 
+    @property
+    def common(self) -> Common:
+        return Common(self.epochs, self.batch_size, self.label_smoothing)
+
     def rate(self, epoch: float) -> float:
         """The learning rate of the weights at a (fractional) epoch."""
         if self.schedule == "cosine":
@@ -86,22 +98,65 @@ class Race:
         return self.learning_rate * (0.1 if epoch < self.warmup + masks + self.finetune / 2 else 0.01)
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """One finished run."""
+def run_race(
+    race: Race,
+    members: Sequence[Member],
+    data: ImageSet,
+    make_network: Callable[[], nn.Module],
+    *,
+    device: torch.device,
+    dtype: torch.dtype = torch.bfloat16,
+    progress: Callable[[str], None] = lambda line: None,
+    checkpoint: Path | None = None,
+    checkpoint_minutes: float = 5.0,
+    keep: Callable[[int, nn.Module], None] | None = None,
+) -> list[Outcome]:
+    """Train all members side by side: the warm-up once for each seed, then every member from its seed's trunk.
 
-    member: Member
-    sparsity: float
-    accuracy: float  # on the test set, at the last epoch
-    validation_accuracy: float | None
-    train_loss: float  # cross-entropy in the last epoch
-    connections_by_tensor: tuple[int, ...]
-    plain_accuracy: float | None = None  # of the last weights, where `accuracy` is of averaged or recalibrated ones
-    plain_validation_accuracy: float | None = None
+    `checkpoint` and `keep` are as in `train_side_by_side`.
+    """
+    return train_side_by_side(
+        race.common,
+        lanes_of(race, members, len(data.train) // race.batch_size),
+        data,
+        make_network,
+        device=device,
+        dtype=dtype,
+        progress=progress,
+        checkpoint=checkpoint,
+        checkpoint_minutes=checkpoint_minutes,
+        keep=keep,
+    )
 
 
-def by_kind(members: Sequence[Member]) -> list[list[int]]:
-    """The numbers of the members, those of one kind together, in the order in which kinds first appear."""
-    kinds = list(dict.fromkeys(member.kind for member in members))
-    order = sorted(range(len(members)), key=lambda index: kinds.index(members[index].kind))
-    return [list(group) for _, group in groupby(order, key=lambda index: members[index].kind)]
+def lanes_of(race: Race, members: Sequence[Member], steps_per_epoch: int) -> list[Lane]:
+    """The members as a stack sees them."""
+    phases = (race.warmup, race.sparsify, race.stabilise, race.finetune)
+    plan = Plan(*(epochs * steps_per_epoch for epochs in phases))
+
+    def shared(step: int) -> float:
+        return race.rate(step / steps_per_epoch)
+
+    def again(step: int) -> float:
+        return rewound(plan, step, shared=shared, peak=race.learning_rate)
+
+    # Computed once, as all members share them and steps are many.
+    usual = torch.tensor([shared(step) for step in range(plan.total)], dtype=torch.float64)
+    rewinds = any(member.rule.rewinds for member in members)
+    repeated = torch.tensor([again(step) for step in range(plan.total if rewinds else 0)], dtype=torch.float64)
+    return [
+        Lane(
+            name=f"{member.method} with seed {member.seed}",
+            identity=json.dumps([asdict(race), member.to_dict()]),
+            rule=member.rule,
+            request=Request(member.sparsity, member.seed, member.options),
+            plan=member.rule.phases(plan),
+            rates=repeated if member.rule.rewinds else usual,
+            weight_decay=member.weight_decay,
+            momentum=race.momentum,
+            floor=race.floor,
+            training=member.training,
+            average_from=plan.warmup,
+        )
+        for member in members
+    ]

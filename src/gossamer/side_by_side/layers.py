@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from gossamer.models.fc_densenet import FullyConnectedDenseNet, FullyConnectedLayer
 from gossamer.models.resnet import BasicBlock, ResNet, ZeroPadShortcut
 
 _FEWEST_CHANNELS = 16  # of a group in a convolution; with fewer, GPU libraries take the groups one by one
@@ -56,8 +57,7 @@ class _StackableBatchNorm1d(nn.BatchNorm1d):
         if not _is_usual(self) or input.dim() != 2:
             return super().forward(input)
         options = (self.training, self.momentum, self.eps, False)
-        pixels: Tensor = _BatchNorm.apply(input[:, :, None, None], None, *_tensors(self), *options)  # type: ignore[no-untyped-call]
-        return pixels[:, :, 0, 0]
+        return _BatchNorm.apply(input, None, *_tensors(self), *options)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _StackableSequential(nn.Sequential):
@@ -90,6 +90,29 @@ class _StackableBasicBlock(BasicBlock):
         return _convolution_and_norm(self.conv2, self.bn2, y, self.shortcut(x))
 
 
+class _StackableFullyConnectedDenseNet(FullyConnectedDenseNet):
+    """Every layer reads the pixels, so what they contribute to all layers is one product, and they are never copied to
+    be laid beside hidden features."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        pixels = x.flatten(1)
+        layers = [layer for layer in self.features if isinstance(layer, FullyConnectedLayer)]
+        weights = [*(layer.linear.weight for layer in layers), self.classifier.weight]
+        known, rest = zip(*(_columns(weight, pixels.shape[1]) for weight in weights), strict=True)
+        *inputs, logits = torch.split(F.linear(pixels, torch.cat(known)), [len(weight) for weight in weights], dim=1)
+        hidden = pixels[:, :0]
+        for layer, value, weight in zip(layers, inputs, rest[:-1], strict=True):
+            value = value + F.linear(hidden, weight) if hidden.shape[1] else value
+            hidden = torch.cat((hidden, F.relu(layer.bn(value))), 1)
+        return logits + F.linear(hidden, rest[-1], self.classifier.bias)
+
+
+def _columns(weight: Tensor, first: int) -> tuple[Tensor, Tensor]:
+    """The first so many columns, and the others."""
+    one, other = torch.split(weight, [first, weight.shape[1] - first], dim=1)
+    return one, other
+
+
 class _StackableShortcut(ZeroPadShortcut):
     def forward(self, x: Tensor) -> Tensor:
         return _PoolAndPad.apply(x, self.new_channels)  # type: ignore[no-any-return, no-untyped-call]
@@ -100,6 +123,7 @@ _STACKABLE: dict[type[nn.Module], type[nn.Module]] = {
     nn.BatchNorm1d: _StackableBatchNorm1d,
     nn.BatchNorm2d: _StackableBatchNorm2d,
     nn.Sequential: _StackableSequential,
+    FullyConnectedDenseNet: _StackableFullyConnectedDenseNet,
     ResNet: _StackableResNet,
     BasicBlock: _StackableBasicBlock,
     ZeroPadShortcut: _StackableShortcut,

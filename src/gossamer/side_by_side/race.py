@@ -1,9 +1,10 @@
-"""A race: runs that differ in seed, method and settings, from one warmed-up trunk a seed, over the same epochs.
+"""Many runs as one stacked network, from the first epoch to the last.
 
-Methods that are sparse from the first step on have rows of their own from the beginning; all others branch off the
-dense trunk of their seed where masks begin to learn.
+Runs that are still the same dense network share a row, the trunk, and branch off it where their masks begin to learn
+(lanes.py says who sits where). Methods that are sparse from the first step on have rows of their own from the start.
 """
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
@@ -15,26 +16,27 @@ from torch import nn
 from torch.nn import functional as F
 
 from gossamer.data.sets import ImageSet, Labelled
-from gossamer.methods import Layout, Request, Timeline
+from gossamer.methods import Layout, Timeline
 from gossamer.methods.dense import Dense
 from gossamer.methods.filters import gains_of
-from gossamer.methods.lottery import rewound
-from gossamer.schedule import Phase, Plan
+from gossamer.methods.frozen import Frozen
+from gossamer.schedule import Plan
 from gossamer.side_by_side.averaging import averaging_rates, recalibrate_
 from gossamer.side_by_side.capture import Captured
 from gossamer.side_by_side.checkpoint import random_state, read, set_random_state, write
-from gossamer.side_by_side.entries import Member, Outcome, Race, by_kind
 from gossamer.side_by_side.feed import Feed
+from gossamer.side_by_side.lanes import Common, Lane, Outcome, Seats, seats, turns
 from gossamer.side_by_side.learner import StackedLearner, Tables, Team
 from gossamer.side_by_side.stack import NetworkStack
-from gossamer.side_by_side.teaching import FrozenTrunks, Lessons, check_teachers
+from gossamer.side_by_side.teaching import FrozenTrunks, Lessons, check_teachers, taught_by_trunks
+from gossamer.side_by_side.training import Training
 
 _RECALIBRATION = 200  # training batches whose statistics batch norms get anew
 
 
-def run_race(
-    race: Race,
-    members: Sequence[Member],
+def train_side_by_side(
+    common: Common,
+    lanes: Sequence[Lane],
     data: ImageSet,
     make_network: Callable[[], nn.Module],
     *,
@@ -43,113 +45,115 @@ def run_race(
     progress: Callable[[str], None] = lambda line: None,
     checkpoint: Path | None = None,
     checkpoint_minutes: float = 5.0,
-    keep: Callable[[Member, nn.Module], None] | None = None,
+    keep: Callable[[int, nn.Module], None] | None = None,
 ) -> list[Outcome]:
-    """Train all members side by side: the warm-up once for each seed, then every member from its seed's trunk.
+    """Train all lanes, and return what has come of each.
 
-    With a `checkpoint` the race is written there now and then, after an epoch, and goes on from there if it is cut
-    short; who calls removes it once the outcomes are safe. `keep` is handed every finished network.
+    With a `checkpoint` all of it is written there now and then, after an epoch, and goes on from there if it is cut
+    short; who calls removes it once the outcomes are safe. `keep` is handed every finished network, with the number of
+    its lane.
     """
-    run = Running(race, members, data, make_network, device=device, dtype=dtype)
+    run = Running(common, lanes, data, make_network, device=device, dtype=dtype)
     first = 0 if checkpoint is None else run.go_on_from(checkpoint)
     if first:
-        progress(f"goes on after epoch {first} of {race.epochs}")
+        progress(f"goes on after epoch {first} of {common.epochs}")
     started = written = time.perf_counter()
-    for epoch in range(first, race.epochs):
+    diverged: set[str] = set()
+    for epoch in range(first, common.epochs):
         run.epoch(epoch)
         if checkpoint is not None and time.perf_counter() - written >= 60 * checkpoint_minutes:
             run.save(checkpoint, epoch + 1)
             written = time.perf_counter()
-        if epoch % max(1, race.epochs // 20) == 0 or epoch == race.epochs - 1:
+        if epoch % max(1, common.epochs // 20) == 0 or epoch == common.epochs - 1:
+            losses = run.train_loss.tolist()
+            finite = [loss for loss in losses if math.isfinite(loss)] or [math.nan]
             took = time.perf_counter() - started
-            loss = [round(value, 3) for value in run.train_loss.tolist()]
-            progress(f"epoch {epoch + 1}/{race.epochs} {run.phase} {took:.1f}s loss {loss}")
+            progress(
+                f"epoch {epoch + 1}/{common.epochs} {run.phases(epoch)} {took:.1f} s, "
+                f"loss {min(finite):.3f} to {max(finite):.3f}"
+            )
+            for lane, loss in zip(lanes, losses, strict=True):
+                if not math.isfinite(loss) and lane.name not in diverged:
+                    diverged.add(lane.name)
+                    progress(f"the loss of run {lane.name} is no longer finite: lower its learning rate")
     outcomes = run.outcomes()
     if keep is not None:
-        for member, network in run.networks():
-            keep(member, network)
+        for number, network in run.networks():
+            keep(number, network)
     return outcomes
 
 
 class Running:
-    """A race while it is run: `epoch` after `epoch`, then `outcomes`.
-
-    The rows are the members that are sparse from the start, method by method, then during the warm-up one dense trunk
-    for each seed of the others, and after it these others, method by method.
-    """
+    """Runs while they are trained: `epoch` after `epoch`, then `outcomes`."""
 
     def __init__(
         self,
-        race: Race,
-        members: Sequence[Member],
+        common: Common,
+        lanes: Sequence[Lane],
         data: ImageSet,
         make_network: Callable[[], nn.Module],
         *,
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
-        self.race, self._members, self._data = race, list(members), data
-        check_teachers(self._members)
+        self.common, self.lanes, self._data = common, list(lanes), data
+        check_teachers(self.lanes)
         self._frozen_trunks: FrozenTrunks | None = None
-        groups = by_kind(self._members)
-        self._early = [group for group in groups if self._members[group[0]].rule.from_start]
-        self._late = [group for group in groups if not self._members[group[0]].rule.from_start]
-        self._order = [index for group in (*self._early, *self._late) for index in group]  # row -> member
-        late_seeds = {self._members[index].seed for group in self._late for index in group}
-        self._trunks = [Member(seed, "dense") for seed in sorted(late_seeds)]
-        self._rows = [self._members[index] for group in self._early for index in group] + self._trunks
-        seeds = sorted({member.seed for member in self._members})
+        self._seeds = sorted({lane.seed for lane in lanes})
+        self.feed = Feed(data, self._seeds, common.batch_size, device=device, dtype=dtype)
+        self.steps = common.epochs * self.feed.steps
+        wrong = [lane.name for lane in lanes if len(lane.rates) != self.steps]
+        if wrong:
+            raise ValueError(f"expected {self.steps} steps of every run, got another number for {', '.join(wrong)}")
+        self._seats, self._turns = seats(self.lanes, 0), frozenset(turns(self.lanes))
         networks = []
-        for member in self._rows:
-            torch.manual_seed(member.seed)
+        for row in self._seats.rows:
+            torch.manual_seed(self.lanes[row[0]].seed)
             networks.append(make_network())
-        stack = NetworkStack(networks, device=device, dtype=dtype)
-        self.feed = Feed(data, seeds, race.batch_size, device=device, dtype=dtype)
-        self._seeds = seeds
-        lengths = [epochs * self.feed.steps for epochs in (race.warmup, race.sparsify, race.stabilise, race.finetune)]
-        self.plan = Plan(*lengths)
-        self._early_plan = Plan(0, lengths[0] + lengths[1], lengths[2], lengths[3])
-        self.learner = StackedLearner(stack, momentum=race.momentum)
-        self.phase = Phase.WARMUP
-        self.captured: Captured | None = None
-        teams = [self._team(group, start, self._early_plan) for group, start in _starts(self._early, 0)]
-        if self._trunks:
-            teams.append(self._trunk_team(len(self._rows) - len(self._trunks)))
-        self._seat(teams)
+        self.learner = StackedLearner(NetworkStack(networks, device=device, dtype=dtype))
+        self._losses = torch.zeros(len(lanes), device=device)  # a lane, not a row
+        self.train_loss = torch.zeros_like(self._losses)
+        self._teams: dict[tuple[Any, ...], Team] = {}
+        self.turn(0)
 
     def epoch(self, number: int) -> None:
         """Train all runs for one epoch."""
         first = number * self.feed.steps
-        phase = self.plan.at(first).phase
-        if phase is not self.phase or self.captured is None:
-            self.enter(phase)
-        assert self.captured is not None
         self.feed.begin_epoch(number)
         self._losses.zero_()
         for step in range(first, first + self.feed.steps):
+            if step in self._turns and step > 0:
+                self.turn(step)
             self.captured()
-            if not self.learner.frozen:
-                self.learner.refresh([step + 1 - team.timeline.plan.warmup for team in self.learner.teams])
+            self.learner.refresh(step + 1)
         self.train_loss.copy_(self._losses / self.feed.steps)
+
+    def turn(self, step: int) -> None:
+        """Let runs whose masks begin with this step branch off their trunks, and freeze masks that are done."""
+        old, self._seats = self._seats.row_of_lanes(), seats(self.lanes, step)
+        self._keep_teachers(old, step)
+        rows = [old[lanes[0]] for lanes in self._seats.rows]
+        if rows != list(range(len(self.learner.stack))):
+            self.learner.branch(rows)
+        averages = any(lane.training.averages for lane in self.lanes)
+        self.learner.seat(self._seat_teams(self._seats, step), averages=averages)
+        self._look_up(self._seats, step)
+        self.captured = Captured(self._step(), self.learner.stack.device)
 
     def save(self, path: Path, epochs: int) -> None:
         """Write all that is needed to go on after so many epochs."""
-        tensors = self._tensors()
         about = {"epochs": epochs, **self._identity()}
-        write(path, {**tensors, **random_state(self.learner.stack.device)}, about)
+        write(path, {**self._tensors(), **random_state(self.learner.stack.device)}, about)
 
     def go_on_from(self, path: Path) -> int:
-        """Be where the race was when it was written; returns the epochs that are done, 0 where nothing was written."""
+        """Be where the runs were when they were written; returns the epochs that are done, 0 where nothing was."""
         found = read(path)
         if found is None:
             return 0
         tensors, about = found
         if {name: about.get(name) for name in self._identity()} != self._identity():
             raise ValueError(f"the checkpoint in {path} is of another race: delete it, or choose another file")
-        phase = self.plan.at(about["epochs"] * self.feed.steps - 1).phase
-        if phase is not Phase.WARMUP:
-            self.enter(Phase.SPARSIFY)
-        self.enter(phase)
+        self.turn(about["epochs"] * self.feed.steps - 1)
         for name, tensor in self._tensors().items():
             tensor.copy_(tensors[name])
         self.learner.show()
@@ -161,43 +165,35 @@ class Running:
         return {**self.learner.tensors(), **trunks, "train_loss": self.train_loss}
 
     def _identity(self) -> dict[str, Any]:
-        return {"race": asdict(self.race), "members": [member.to_dict() for member in self._members]}
+        return {"common": asdict(self.common), "runs": [lane.identity for lane in self.lanes]}
 
-    def enter(self, phase: Phase) -> None:
-        """Go to a phase from the one before it."""
-        if phase.masks_train and self.phase is Phase.WARMUP:
-            self._branch()
-        if phase is Phase.FINETUNE:
-            self.learner.freeze()
-        if self.captured is None or phase is not Phase.STABILISE or not self.phase.masks_train:
-            self.captured = Captured(self._step(), self.learner.stack.device)
-        self.phase = phase
+    def phases(self, epoch: int) -> str:
+        """The phases in which runs are at the end of an epoch."""
+        last = (epoch + 1) * self.feed.steps - 1
+        return ", ".join(dict.fromkeys(lane.phase(last) for lane in self.lanes))
 
     def outcomes(self) -> list[Outcome]:
-        """What has come of every member, in their order; to be asked once, when the race is over."""
-        if not self.learner.frozen:
-            self.learner.freeze()
+        """What has come of every lane, in their order; to be asked once, when all is over."""
+        if any(not lane.is_frozen(self.steps - 1) for lane in self.lanes):
+            self.turn(self.steps)
         stack = self.learner.stack
-        test, held_out = self._accuracies()
-        last = (test, held_out)
-        if any(member.training.fresh_statistics for member in self._rows):
+        test, held_out = last = self._accuracies()
+        if any(lane.training.fresh_statistics for lane in self.lanes):
             self._take_averages()
             test, held_out = self._accuracies()
         by_tensor = [part.sum(1).tolist() for part in torch.split(self.learner.mask, stack.connection_sizes, dim=1)]
         sparsity, loss = self.learner.sparsity(), self.train_loss.tolist()
-        found = {
-            index: Outcome(
-                member=self._members[index],
+        return [
+            Outcome(
                 sparsity=sparsity[row],
                 accuracy=test[row],
                 validation_accuracy=None if held_out is None else held_out[row],
-                train_loss=loss[row],
+                train_loss=loss[number],
                 connections_by_tensor=tuple(counts[row] for counts in by_tensor),
-                **_plain(self._members[index], *last, row),
+                **_plain(self.lanes[number], *last, row),
             )
-            for row, index in enumerate(self._order)
-        }
-        return [found[index] for index in range(len(self._members))]
+            for number, row in enumerate(self._seats.row_of_lanes())
+        ]
 
     def _accuracies(self) -> tuple[list[float], list[float] | None]:
         """On the test set, and on the images held out."""
@@ -209,100 +205,100 @@ class Running:
         """Averaged weights, and statistics of their own, for the runs that ask for them."""
         if self.learner.average is not None:
             self.learner.take_average()
-        fresh = torch.tensor([member.training.fresh_statistics for member in self._rows], device=self._which.device)
-        stack, epoch = self.learner.stack, self.race.epochs  # the epoch after the last: images as they were never seen
-        recalibrate_(stack, self.feed, self._which, fresh, epoch=epoch, batches=_RECALIBRATION)
+        stack, epoch = self.learner.stack, self.common.epochs  # the epoch after the last: images as never seen
+        fresh = torch.tensor([training.fresh_statistics for training in self._trainings(self._seats)])
+        chosen = fresh.to(stack.device)
+        recalibrate_(stack, self.feed, self._seed_of_row, chosen, epoch=epoch, batches=_RECALIBRATION)
 
-    def networks(self) -> Iterator[tuple[Member, nn.Module]]:
-        """Every member with its network as it is now, a plain one."""
+    def networks(self) -> Iterator[tuple[int, nn.Module]]:
+        """Every lane with the network that its forward pass uses now, a plain one on the CPU."""
         stack = self.learner.stack
-        for row, member in enumerate(self._rows):
-            yield member, stack.network(row, stack.variables).cpu().eval()
+        for number, row in enumerate(self._seats.row_of_lanes()):
+            yield number, stack.network(row, stack.variables).cpu().eval()
 
-    def _branch(self) -> None:
-        """Every member that is not sparse from the start becomes a copy of its seed's trunk."""
-        early = len(self._rows) - len(self._trunks)
-        trunks = [trunk.seed for trunk in self._trunks]
-        if any(member.training.distil and member.training.teacher == "trunk" for member in self._members):
-            places = [self._seeds.index(seed) for seed in trunks]
-            rows = range(early, early + len(trunks))
-            self._frozen_trunks = FrozenTrunks(self.learner.stack, rows, places)
-        self._rows = [self._members[index] for index in self._order]
-        self.learner.branch([*range(early), *(early + trunks.index(member.seed) for member in self._rows[early:])])
-        kept = self.learner.teams[: len(self._early)]
-        begun = [self._team(group, start, self.plan) for group, start in _starts(self._late, early)]
-        self._seat([*kept, *begun])
+    def _keep_teachers(self, old: Sequence[int], step: int) -> None:
+        """Keep the trunks as they are now, where the runs that branch off shall learn from them."""
+        pupils = [number for number in taught_by_trunks(self.lanes) if self.lanes[number].has_masks(step)]
+        if self._frozen_trunks is not None or not pupils:
+            return
+        rows = list(dict.fromkeys(old[number] for number in pupils))
+        seeds = [self._seeds.index(next(self.lanes[n].seed for n in pupils if old[n] == row)) for row in rows]
+        which = {number: rows.index(old[number]) for number in pupils}
+        self._frozen_trunks = FrozenTrunks(self.learner.stack, rows, seeds, which)
 
-    def _seat(self, teams: Sequence[Team]) -> None:
-        device = self.learner.stack.device
-        averaging = averaging_rates(
-            [member.training for member in self._rows], first=self.plan.warmup, total=self.plan.total
-        )
-        self.learner.seat(teams, averages=averaging is not None)
-        shared = torch.tensor([self._shared_rate(step) for step in range(self.plan.total)])
-        again = [
-            rewound(self.plan, step, shared=self._shared_rate, peak=self.race.learning_rate)
-            for step in range(self.plan.total if any(member.rule.rewinds for member in self._rows) else 0)
-        ]
-        columns = [torch.tensor(again) if member.rule.rewinds else shared for member in self._rows]
-        decay = torch.tensor([[member.weight_decay] for member in self._rows], device=device)
-        self._tables = Tables(
-            torch.stack(columns, dim=1).to(device),
-            decay,
-            frozen_weight_decay=_column(self._rows, "finetune_weight_decay", device),
-            removed_decay=_column(self._rows, "removed_weight_decay", device),
-            averaging=None if averaging is None else averaging.to(device, self.learner.stack.precise),
-        )
-        taught = any(member.training.distil for member in self._rows)
-        seeds = [trunk.seed for trunk in self._trunks]
-        self._lessons = Lessons(self._rows, self._frozen_trunks, seeds).on(device) if taught else None
-        self._which = torch.tensor([self._seeds.index(member.seed) for member in self._rows], device=device)
-        self._losses = torch.zeros(len(self._rows), device=device)
-        self.train_loss = torch.zeros_like(self._losses)
-        self.captured = None
+    def _trainings(self, now: Seats) -> list[Training]:
+        """How each row trains; a trunk plainly."""
+        return [self.lanes[lanes[0]].training if row < now.begun else Training() for row, lanes in enumerate(now.rows)]
 
-    def _shared_rate(self, step: int) -> float:
-        return self.race.rate(step / self.feed.steps)
+    def _seat_teams(self, now: Seats, step: int) -> list[Team]:
+        teams, start = [], 0
+        for numbers in now.teams:
+            rows = slice(start, start + len(numbers))
+            teams.append(self._team([self.lanes[number] for number in numbers], rows, step))
+            start = rows.stop
+        if now.trunks:
+            rows = slice(start, start + len(now.trunks))
+            timeline = self._timeline(Plan(0, self.steps, 0, 0), len(now.trunks))
+            weights = self.learner.stack.variables[rows, : self.learner.stack.connections]
+            teams.append(Team(rows, Dense(layout_of(self.learner.stack), [], timeline, weights, floor=0.0), timeline))
+        return teams
 
-    def _team(self, group: Sequence[int], start: int, plan: Plan) -> Team:
-        members = [self._members[index] for index in group]
-        requests: list[Request[Any]] = []
-        for member in members:
-            assert member.settings is not None
-            requests.append(Request(member.sparsity, member.seed, member.settings))
-        stack, rows = self.learner.stack, slice(start, start + len(members))
-        timeline = self._timeline(plan, len(members))
+    def _team(self, lanes: Sequence[Lane], rows: slice, step: int) -> Team:
+        """The team of these lanes as it goes on from this step."""
+        first, stack = lanes[0], self.learner.stack
+        assert first.plan is not None
         weights = stack.variables[rows, : stack.connections]
-        rule = members[0].rule(layout_of(stack), requests, timeline, weights, floor=self.race.floor)
-        return Team(rows, rule, timeline)
+        before = self._teams.get(first.team)
+        if before is None:
+            timeline = self._timeline(first.plan, len(lanes))
+            requests = [lane.request for lane in lanes]
+            rule = first.rule(layout_of(stack), requests, timeline, weights, floor=first.floor)
+        else:
+            timeline, rule = before.timeline, before.rule
+        if first.is_frozen(step) and not isinstance(rule, Frozen):
+            rule = Frozen(rule.freeze_(weights))
+        self._teams[first.team] = Team(rows, rule, timeline)
+        return self._teams[first.team]
 
-    def _trunk_team(self, start: int) -> Team:
-        stack, rows = self.learner.stack, slice(start, start + len(self._trunks))
-        timeline = self._timeline(self.plan, len(self._trunks))
-        rule = Dense(layout_of(stack), [], timeline, stack.variables[rows, : stack.connections], floor=0.0)
-        return Team(rows, rule, timeline)
+    def _look_up(self, now: Seats, step: int) -> None:
+        """What the step looks up for its rows."""
+        stack, first, trainings = self.learner.stack, [self.lanes[row[0]] for row in now.rows], self._trainings(now)
+        place: dict[str, Any] = {"dtype": stack.precise, "device": stack.device}
+        starts = [lane.average_from for lane in first]
+        averaging = averaging_rates(trainings, first=starts, total=self.steps)
+        removed = [[training.removed_weight_decay] for training in trainings]
+        self._tables = Tables(
+            torch.stack([lane.rates for lane in first], dim=1).to(**place),
+            torch.tensor([[_weight_decay(*each, step)] for each in zip(first, trainings, strict=True)], **place),
+            torch.tensor([[lane.momentum] for lane in first], **place),
+            removed_decay=None if all(each == [1.0] for each in removed) else torch.tensor(removed, **place),
+            averaging=None if averaging is None else averaging.to(**place),
+        )
+        taught = any(training.distil for training in trainings)
+        self._lessons = Lessons(self.lanes, now, self._frozen_trunks).on(stack.device) if taught else None
+        self._seed_of_row = torch.tensor([self._seeds.index(lane.seed) for lane in first], device=stack.device)
+        self._row_of_lane = torch.tensor(now.row_of_lanes(), device=stack.device)
 
     def _timeline(self, plan: Plan, rows: int) -> Timeline:
         stack = self.learner.stack
         return Timeline(plan, rows=rows, device=stack.device, dtype=stack.precise, epoch=self.feed.steps)
 
     def _step(self) -> Callable[[], None]:
-        learner, tables, which, losses = self.learner, self._tables, self._which, self._losses
-        feed, smoothing, stack = self.feed, self.race.label_smoothing, self.learner.stack
-        update = learner.frozen_step if learner.frozen else learner.mask_step
+        learner, tables, feed, stack = self.learner, self._tables, self.feed, self.learner.stack
+        which, rows, losses, smoothing = self._seed_of_row, self._row_of_lane, self._losses, self.common.label_smoothing
         lessons = self._lessons
 
         def step() -> None:
             of_seeds, labels = feed.take()
             images, labels = of_seeds.index_select(0, which), labels.index_select(0, which)
-            logits = stack(images).float()
+            logits = stack(images).to(stack.precise)
             loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none", label_smoothing=smoothing)
             loss = loss.view(labels.shape).mean(1)
             wanted = loss if lessons is None else lessons.loss(loss, logits, of_seeds)
             gradients = stack.gradients(wanted.sum())
             with torch.no_grad():
-                losses.add_(loss.detach())
-                update(gradients, tables)
+                losses.add_(loss.detach().index_select(0, rows))
+                learner.update(gradients, tables)
 
         return step
 
@@ -326,27 +322,14 @@ def evaluate(stack: NetworkStack, feed: Feed, part: Labelled) -> list[float]:
     return (100.0 * right / len(part)).tolist()
 
 
-def _column(members: Sequence[Member], name: str, device: torch.device) -> torch.Tensor | None:
-    """A setting of the training that replaces weight decay or scales it; None where all runs have the default."""
-    if not any(name in member.training.changes() for member in members):
-        return None
-    found = [getattr(member.training, name) for member in members]
-    values = [member.weight_decay if value is None else value for member, value in zip(members, found, strict=True)]
-    return torch.tensor(values, device=device)[:, None]
+def _weight_decay(lane: Lane, training: Training, step: int) -> float:
+    later = training.finetune_weight_decay
+    return later if later is not None and lane.is_frozen(step) else lane.weight_decay
 
 
-def _plain(member: Member, test: list[float], held_out: list[float] | None, row: int) -> dict[str, float | None]:
+def _plain(lane: Lane, test: list[float], held_out: list[float] | None, row: int) -> dict[str, float | None]:
     """The accuracies of the last weights, where others are what counts."""
-    if not member.training.fresh_statistics:
+    if not lane.training.fresh_statistics:
         return {}
     validation = None if held_out is None else held_out[row]
     return {"plain_accuracy": test[row], "plain_validation_accuracy": validation}
-
-
-def _starts(groups: Sequence[Sequence[int]], first: int) -> list[tuple[Sequence[int], int]]:
-    """Each group with the row at which it starts."""
-    starts = []
-    for group in groups:
-        starts.append((group, first))
-        first += len(group)
-    return starts

@@ -15,7 +15,7 @@ class NetworkStack:
     """The parameters of all networks, as one matrix with a row for each network, and a forward pass over all of them.
 
     The columns of `variables` are the connections (the weights that can be made sparse), then all other parameters. The
-    forward pass reads copies of them, `leaves`, which may be of lower precision.
+    forward pass reads copies, `leaves`, which may be of lower precision: after `show`, of what was written to `shown`.
     """
 
     def __init__(self, networks: Sequence[nn.Module], *, device: torch.device, dtype: torch.dtype) -> None:
@@ -64,19 +64,22 @@ class NetworkStack:
         self._make_leaves()
 
     def gradients(self, loss: Tensor) -> Tensor:
-        """The gradients of all parameters as a matrix like `variables`."""
+        """The gradients of all parameters as a matrix like `variables`, until the next call."""
         # Not by backward(), which would rearrange each gradient in memory before it leaves it in a leaf.
         leaves = [self.leaves[name] for name in self.names]
         found = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
         columns = [_storage_order(gradient).reshape(len(self), -1) for gradient in found]
+        if self.dtype is self.precise:
+            return torch.cat(columns, dim=1, out=self._gradients)
         connections = columns[: len(self.connection_sizes)]
         parts = [torch.cat(part, dim=1).to(self.precise) for part in (connections, columns[len(connections) :]) if part]
         return torch.cat(parts, dim=1)
 
-    def show_(self, variables: Tensor) -> None:
-        """Put these values into the leaves that the forward pass reads."""
-        self._shown_connections.copy_(variables[:, : self.connections])
-        self._shown_others.copy_(variables[:, self.connections :])
+    def show(self) -> None:
+        """Let the forward pass read `shown` and, of the other parameters, the variables."""
+        if self.shown is not self._read:
+            self._read.copy_(self.shown)
+        self._read_others.copy_(self.variables[:, self.connections :])
 
     def network(self, row: int, variables: Tensor) -> nn.Module:
         """One of the networks as a plain module, with these variables."""
@@ -91,13 +94,18 @@ class NetworkStack:
         return network
 
     def _make_leaves(self) -> None:
-        """The leaves are views into two matrices, so that all can be filled at once."""
+        """The leaves are views into two matrices, so that all can be filled at once.
+
+        `shown` is where the weights to be read are written, in full precision: the first of them, where it has that.
+        """
         count = self.connections
-        self._shown_connections = self.variables[:, :count].to(self.dtype, copy=True)
-        self._shown_others = self.variables[:, count:].clone()
+        self._read = self.variables[:, :count].to(self.dtype, copy=True, memory_format=torch.contiguous_format)
+        self.shown = self._read if self.dtype is self.precise else self.variables[:, :count].contiguous()
+        self._read_others = self.variables[:, count:].clone()
+        self._gradients = torch.empty_like(self.variables)  # memory that is touched already, which counts on a CPU
         columns = [
-            *torch.split(self._shown_connections, self.connection_sizes, dim=1),
-            *torch.split(self._shown_others, self.sizes[len(self.connection_sizes) :], dim=1),
+            *torch.split(self._read, self.connection_sizes, dim=1),
+            *torch.split(self._read_others, self.sizes[len(self.connection_sizes) :], dim=1),
         ]
         self.leaves = {
             name: self._leaf(part, self.shapes[name]) for name, part in zip(self.names, columns, strict=True)

@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from gossamer.side_by_side.entries import Member
+from gossamer.methods.dense import Dense
+from gossamer.side_by_side.lanes import Lane, Seats
 from gossamer.side_by_side.stack import NetworkStack
+from gossamer.side_by_side.training import Training
 
 
 def distillation(student: Tensor, teacher: Tensor, temperature: Tensor) -> Tensor:
@@ -22,11 +24,12 @@ def distillation(student: Tensor, teacher: Tensor, temperature: Tensor) -> Tenso
 
 
 class FrozenTrunks:
-    """The networks of some rows as they are now, one for each seed, in the order of the seeds."""
+    """The networks of some rows as they are now, and for each of the lanes that they teach which one it is."""
 
-    def __init__(self, stack: NetworkStack, rows: Sequence[int], seeds: Sequence[int]) -> None:
+    def __init__(self, stack: NetworkStack, rows: Sequence[int], seeds: Sequence[int], pupils: dict[int, int]) -> None:
+        """`seeds` are places in the feed, one a row; `pupils` has the number of a row here for each lane."""
         index = torch.tensor(rows, device=stack.device)
-        self._stack, self._seeds = stack, torch.tensor(seeds, device=stack.device)
+        self._stack, self._seeds, self.pupils = stack, torch.tensor(seeds, device=stack.device), pupils
         self._leaves = {name: leaf.detach().index_select(0, index) for name, leaf in stack.leaves.items()}
         self._buffers = {name: buffer.index_select(0, index) for name, buffer in stack.buffers.items()}
 
@@ -41,18 +44,22 @@ class FrozenTrunks:
 
 
 class Lessons:
-    """Who teaches whom, for the rows of a race as they are seated now."""
+    """Who teaches whom, for the rows of a stack as they are seated now. Trunks are dense, and learn from nobody."""
 
-    def __init__(self, rows: Sequence[Member], trunks: FrozenTrunks | None, trunk_seeds: Sequence[int]) -> None:
-        """`trunks` are those of `trunk_seeds`; before the runs branch off there are none, and dense rows teach."""
-        self.trunks, self._rows = trunks, list(rows)
-        self._teacher = [row if not member.training.distil else self._find(member, trunk_seeds)
-                         for row, member in enumerate(rows)]  # fmt: skip
+    def __init__(self, lanes: Sequence[Lane], now: Seats, trunks: FrozenTrunks | None) -> None:
+        self.trunks = trunks
+        self._training = [
+            lanes[row[0]].training if place < now.begun else Training() for place, row in enumerate(now.rows)
+        ]
+        self._teacher = [
+            self._find(lanes, now, row[0]) if self._training[place].distil else place
+            for place, row in enumerate(now.rows)
+        ]
         self._columns: tuple[Tensor, Tensor, Tensor] | None = None
 
     def on(self, device: torch.device) -> "Lessons":
         """Bring what the loss needs to the device, once, before a step is captured."""
-        told = [member.training for member in self._rows]
+        told = self._training
         self._columns = (
             torch.tensor(self._teacher, device=device),
             torch.tensor([each.distil for each in told], device=device),
@@ -70,33 +77,45 @@ class Lessons:
         lesson = distillation(logits, said.index_select(0, teacher), temperature)
         return (1.0 - share) * cross_entropy + share * lesson
 
-    def _find(self, member: Member, trunk_seeds: Sequence[int]) -> int:
-        if member.training.teacher == "trunk" and self.trunks is not None:
-            return len(self._rows) + list(trunk_seeds).index(member.seed)
-        dense = [row for row, each in enumerate(self._rows) if each.method == "dense" and each.seed == member.seed]
-        wanted = member.training.teacher_weight_decay
-        same = [row for row in dense if _is_teacher(self._rows[row], wanted)]
-        return (same or dense)[0]
+    def _find(self, lanes: Sequence[Lane], now: Seats, number: int) -> int:
+        lane = lanes[number]
+        if self.trunks is not None and number in self.trunks.pupils:
+            return len(now.rows) + self.trunks.pupils[number]
+        rows = enumerate(now.rows)
+        dense = [
+            (place, row) for place, row in rows if lanes[row[0]].seed == lane.seed and _is_dense(lanes, now, place)
+        ]
+        wanted = lane.training.teacher_weight_decay
+        same = [place for place, row in dense if any(_is_teacher(lanes[each], wanted) for each in row)]
+        return same[0] if same else dense[0][0]
 
 
-def check_teachers(members: Sequence[Member]) -> None:
+def taught_by_trunks(lanes: Sequence[Lane]) -> list[int]:
+    return [number for number, lane in enumerate(lanes) if lane.training.distil and lane.training.teacher == "trunk"]
+
+
+def check_teachers(lanes: Sequence[Lane]) -> None:
     """Every run that learns from a dense one needs that one in the race, or it could not be told what it learned."""
-    for member in members:
-        training = member.training
+    for lane in lanes:
+        training = lane.training
         if not training.distil:
             continue
         if training.teacher == "trunk":
-            if member.rule.from_start:
-                raise ValueError(f"{member.method} has no trunk: expected teacher='dense', got teacher='trunk'")
+            if lane.rule.from_start:
+                raise ValueError(f"{lane.rule.name} has no trunk: expected teacher='dense', got teacher='trunk'")
             continue
         decay = training.teacher_weight_decay
-        if not any(each.seed == member.seed and _is_teacher(each, decay) for each in members):
+        if not any(each.seed == lane.seed and _is_teacher(each, decay) for each in lanes):
             raise ValueError(
-                f"expected a dense run of seed {member.seed} with weight_decay={decay:g} in the race, as the teacher "
+                f"expected a dense run of seed {lane.seed} with weight_decay={decay:g} in the race, as the teacher "
                 "of a run with distil, got none: add Member(seed, 'dense', weight_decay=…), or teacher='trunk'"
             )
 
 
-def _is_teacher(member: Member, weight_decay: float) -> bool:
-    plain = not member.training.distil and member.training.finetune_weight_decay is None
-    return member.method == "dense" and plain and member.weight_decay == weight_decay
+def _is_dense(lanes: Sequence[Lane], now: Seats, place: int) -> bool:
+    return place >= now.begun or lanes[now.rows[place][0]].rule is Dense
+
+
+def _is_teacher(lane: Lane, weight_decay: float) -> bool:
+    plain = not lane.training.distil and lane.training.finetune_weight_decay is None
+    return lane.rule is Dense and plain and lane.weight_decay == weight_decay

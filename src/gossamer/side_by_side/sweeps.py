@@ -1,0 +1,194 @@
+"""Sweeps: any runs of a network trained together, as one stacked network, with one record a run.
+
+A run that has its record is not trained again, so a wider sweep adds to the records; and one that is cut short goes on
+from its last checkpoint when it is asked for again.
+"""
+
+import hashlib
+import math
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from gossamer import data
+from gossamer.checkpoint import save
+from gossamer.data.sets import ImageSet
+from gossamer.methods import Layout
+from gossamer.select import select
+from gossamer.side_by_side.lanes import Outcome
+from gossamer.side_by_side.race import train_side_by_side
+from gossamer.side_by_side.stackable import check, check_reachable, common_of, images_of, lane_of, shared
+from gossamer.training import networks, result
+from gossamer.training.place import Place, join
+from gossamer.training.run import Run
+
+
+def sweep(
+    runs: Sequence[Run],
+    out: Path | str,
+    *,
+    device: torch.device | str = "auto",
+    together: int = 32,
+    save_models: bool = False,
+    progress: Callable[[str], None] = lambda line: None,
+) -> list[dict[str, Any]]:
+    """Train the runs that have no record in `out` yet, up to `together` at a time, and return all the records.
+
+    A record is what `result.json` is for a run alone. Runs that cannot share a stack (another network, data set, number
+    of epochs, batch size …) are trained one stack after the other. `device="auto"` takes a GPU where there is one. With
+    `save_models` each network is left beside its record, as a file for `gossamer.load`.
+    """
+    if together < 1:
+        raise ValueError(f"expected at least 1 run at a time, got together={together}")
+    out, device = Path(out), device if isinstance(device, torch.device) else join(device).device
+    wanted = {run.run_id: run for run in runs}
+    check([*wanted.values()])
+    missing = [run for run in wanted.values() if not record_path(out, run).exists()]
+    stacks: dict[str, list[Run]] = {}
+    for run in missing:
+        stacks.setdefault(shared(run).run_id, []).append(run)
+    for alike in stacks.values():
+        images = _images(alike[0])
+        _check_network(alike, images)
+        in_order = sorted(alike, key=lambda run: run.seed)  # those of one seed share trunks
+        for first in range(0, len(in_order), together):
+            portion = in_order[first : first + together]
+            progress(f"{len(portion)} runs of {portion[0].epochs} epochs side by side, {len(in_order) - first} to go")
+            _train_portion(portion, images, out, device, save_models=save_models, progress=progress)
+    return [result.read_json(record_path(out, run)) for run in wanted.values()]
+
+
+def record_path(out: Path, run: Run) -> Path:
+    return out / f"{run.run_id}.json"
+
+
+def checkpoint_path(out: Path, runs: Sequence[Run]) -> Path:
+    """Where a stack of these runs is written while it trains."""
+    name = hashlib.sha256(" ".join(run.run_id for run in runs).encode()).hexdigest()[:12]
+    return out / f"{name}.race.safetensors"
+
+
+def train_together(
+    runs: Sequence[Run],
+    images: ImageSet,
+    make_network: Callable[[], nn.Module],
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    progress: Callable[[str], None] = lambda line: None,
+    checkpoint: Path | None = None,
+    checkpoint_minutes: float = 5.0,
+) -> list[tuple[Outcome, nn.Module]]:
+    """Train runs as one stack, on these images, and return what has come of each, with its network, in their order."""
+    check([*runs])
+    names = sorted({name for run in runs for name in shared(run).differences_from(shared(runs[0]))})
+    if names:
+        raise ValueError(f"expected runs that can share a stack, got some that differ in {', '.join(names)}")
+    steps = len(images.train) // runs[0].batch_size
+    if not steps:
+        raise ValueError(f"expected at least one batch of {runs[0].batch_size} images, got {len(images.train)} images")
+    trained: dict[int, nn.Module] = {}
+    outcomes = train_side_by_side(
+        common_of(runs[0]),
+        [lane_of(run, steps) for run in runs],
+        images,
+        make_network,
+        device=device,
+        dtype=dtype,
+        progress=progress,
+        checkpoint=checkpoint,
+        checkpoint_minutes=checkpoint_minutes,
+        keep=trained.__setitem__,
+    )
+    return [(outcome, trained[number]) for number, outcome in enumerate(outcomes)]
+
+
+def precision_of(run: Run, device: torch.device) -> torch.dtype:
+    """What images and weights of the forward pass are in; `auto` is what is fast on the device."""
+    if run.precision == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    return torch.bfloat16 if run.precision == "bf16" else torch.float32
+
+
+def _train_portion(
+    runs: Sequence[Run],
+    images: ImageSet,
+    out: Path,
+    device: torch.device,
+    *,
+    save_models: bool,
+    progress: Callable[[str], None],
+) -> None:
+    first = runs[0]
+    out.mkdir(parents=True, exist_ok=True)
+    checkpoint = checkpoint_path(out, runs) if first.checkpoint_minutes else None
+    started = time.perf_counter()
+    trained = train_together(
+        runs,
+        images,
+        lambda: networks.create(first, images.num_classes),
+        device=device,
+        dtype=precision_of(first, device),
+        progress=progress,
+        checkpoint=checkpoint,
+        checkpoint_minutes=first.checkpoint_minutes,
+    )
+    seconds = time.perf_counter() - started
+    for run, (outcome, network) in zip(runs, trained, strict=True):
+        if save_models:
+            save(network, out / f"{run.run_id}.safetensors")
+        result.write_json(record_path(out, run), _record(run, outcome, network, images, device, seconds, len(runs)))
+    if checkpoint is not None:
+        checkpoint.unlink(missing_ok=True)
+
+
+def _record(
+    run: Run,
+    outcome: Outcome,
+    network: nn.Module,
+    images: ImageSet,
+    device: torch.device,
+    seconds: float,
+    together: int,
+) -> dict[str, Any]:
+    """One finished run as plain values: those of a result.json, and of how it was trained."""
+    held_out = outcome.validation_accuracy
+    diverged = not math.isfinite(outcome.train_loss)
+    plain = result.make_result(
+        run,
+        Place(device),
+        mode=f"{str(precision_of(run, device)).removeprefix('torch.')}, side by side",
+        counted=result.count(run, network, torch.zeros(2, *images.input_shape)),
+        metric="accuracy",
+        test=outcome.accuracy / 100.0,
+        validation=None if held_out is None else held_out / 100.0,
+        seconds=seconds / together,
+    )
+    return {
+        **plain,
+        "train_loss": None if diverged else outcome.train_loss,
+        "diverged": diverged,
+        "connections_by_tensor": list(outcome.connections_by_tensor),
+        "seconds_of_all_runs_together": seconds,
+        "runs_together": together,
+    }
+
+
+def _images(run: Run) -> ImageSet:
+    images = data.load(run.data, run.data_root)
+    if not isinstance(images, ImageSet):
+        raise ValueError(f"expected a set of images that fits the device, such as cifar10, got data={run.data!r}")
+    return images_of(run, images)
+
+
+def _check_network(runs: Sequence[Run], images: ImageSet) -> None:
+    """All that can be refused is refused before the first step."""
+    network = networks.create(runs[0], images.num_classes)
+    networks.check_shapes(runs[0], network, torch.zeros(2, *images.input_shape), images.num_classes)
+    weights = select(network)
+    shapes = tuple(tuple(weight.parameter.shape) for weight in weights)
+    check_reachable([*runs], Layout(tuple(weight.name for weight in weights), shapes))
