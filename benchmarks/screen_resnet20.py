@@ -77,7 +77,7 @@ HYPOTHESES = (
     Hypothesis("no weight decay at the end", {"finetune_weight_decay": 0.0}),
     Hypothesis("weight decay 5e-4 at the end", {"finetune_weight_decay": 5e-4}),
     Hypothesis("weight decay of kept only", {"removed_weight_decay": 0.0}),
-    Hypothesis("hysteresis .3", {"hysteresis": 0.3}),
+    Hypothesis("hysteresis 3", {"hysteresis": 3.0}),
     Hypothesis("scale remembered .99", {"scale_memory": 0.99}),
     Hypothesis("curvature 4", {"curvature": 4.0}),
     Hypothesis("average .9998", {"average_decay": 0.9998}),
@@ -286,7 +286,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     torch.backends.cudnn.benchmark = True
     screening = told.stage == "screening"
     race = Comparison("resnet20", "cifar10", epochs=told.epochs or (50 if screening else 350)).race()
-    race = Race(12, 18, 8, 12) if screening and not told.epochs else race  # as the screenings before
     if told.tiny:
         race = Race(1, 1, 1, 1, batch_size=16)
     if screening:

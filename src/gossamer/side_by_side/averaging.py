@@ -17,12 +17,13 @@ from gossamer.side_by_side.training import Training
 
 
 def averaging_rates(trainings: Sequence[Training], *, first: Sequence[int], total: int) -> Tensor | None:
-    """c for each step and run, (steps, runs); None where no run averages. Exponential means begin at steps `first`."""
+    """c for each step and run, (steps, runs); None where no run averages. No mean begins before its step of
+    `first`."""
     if not any(training.averages for training in trainings):
         return None
     steps, columns = torch.arange(total), []
     for training, start in zip(trainings, first, strict=True):
-        begin = start if training.average_decay else total - round(training.average_tail * total)
+        begin = start if training.average_decay else max(start, total - round(training.average_tail * total))
         young = 1.0 / (steps - begin + 1).clamp_min(1)
         rate = young.clamp_min(1.0 - training.average_decay) if training.average_decay else young
         columns.append(torch.where(steps < begin, 1.0, rate) if training.averages else torch.ones(total))
