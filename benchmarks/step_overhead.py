@@ -165,7 +165,7 @@ def hardware(device: torch.device) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--rounds", type=int, default=60)
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     device, rounds = torch.device(arguments.device), arguments.rounds

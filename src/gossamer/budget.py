@@ -128,12 +128,14 @@ def _lower_by_bracket_(values: Tensor, mask: Tensor, keep: int) -> tuple[Tensor,
         kept_before = int(np.count_nonzero(kept[ties]))
         kept[ties] = False
     flips = 0
-    for start in range(0, len(array), 2 * _CHUNK):
-        part, before = array[start : start + 2 * _CHUNK], kept[start : start + 2 * _CHUNK]
+    changed = np.empty(_CHUNK, dtype=bool)
+    for start in range(0, len(array), _CHUNK):
+        part, masks = array[start : start + _CHUNK], kept[start : start + _CHUNK]
+        differs = changed[: len(masks)]
+        np.copyto(differs, masks)
         np.subtract(part, threshold, out=part)
-        now = part > 0
-        flips += int(np.count_nonzero(now != before))
-        before[:] = now
+        np.greater(part, 0, out=masks)
+        flips += int(np.count_nonzero(np.logical_xor(differs, masks, out=differs)))
     if missing:
         array[ties] = torch.finfo(values.dtype).tiny
         kept[ties] = True
