@@ -58,7 +58,7 @@ def _write(x, shortcut, y, sums, gamma, beta, stats, running_mean, running_var, 
     if has_shortcut:
         result += tl.load(shortcut + place, mask=inside, other=0.0).to(tl.float32)
     tl.store(y + place, tl.maximum(result, 0.0).to(y.dtype.element_ty), mask=inside)
-    first = there & (tl.program_id(0) == 0)
+    first = there & (tl.program_id(0) + tl.zeros_like(column) == 0)
     tl.store(stats + column, mean, mask=first)
     tl.store(stats + channels + column, rstd, mask=first)
     old_mean = tl.load(running_mean + column, mask=first, other=0.0)
