@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from gossamer import method
-from gossamer.methods.budgets import GlobalBudget, magnitude
-from gossamer.methods.rule import DenseGradient, Layout, Options, Request, Timeline
+from gossamer.methods.budgets import ByBudget, GlobalBudget, magnitude
+from gossamer.methods.rule import Layout, Options, Request, Timeline
 
 ESTIMATORS = ("leaky_relu", "softplus")
 
@@ -33,7 +33,7 @@ class AutoPruneOptions(Options):
             raise ValueError(f"estimator: expected one of {', '.join(ESTIMATORS)}, got {self.estimator!r}")
 
 
-class AutoPrune(DenseGradient[AutoPruneOptions]):
+class AutoPrune(ByBudget[AutoPruneOptions]):
     name, title, options = "autoprune", "sign rule for masks (AutoPrune)", AutoPruneOptions
     reference = "Xiao et al. 2019, AutoPrune: Automatic Network Pruning by Regularizing Auxiliary Parameters"
     apart = ("estimator", "alpha", "two_pass")
@@ -51,10 +51,6 @@ class AutoPrune(DenseGradient[AutoPruneOptions]):
         self._rate = timeline.annealed([request.settings.mask_lr for request in requests])
         self._budget = GlobalBudget(layout, requests, timeline, magnitude(weights), floor=floor)
 
-    @property
-    def mask(self) -> Tensor:
-        return self._budget.mask
-
     def learn_(self, gradient: Tensor, weights: Tensor) -> None:
         direction = method.mask_gradient(
             gradient,
@@ -71,16 +67,3 @@ class AutoPrune(DenseGradient[AutoPruneOptions]):
             gradient.mul_(1 - turn)
         self._budget.score.sub_(direction / size * rate)
         self._budget.meet_()
-
-    def due(self, step: int) -> bool:
-        return self._budget.floor_is_due(step)
-
-    def refresh_(self, weights: Tensor, step: int) -> None:
-        self._budget.choose_floor_()
-
-    def freeze_(self, weights: Tensor) -> Tensor:
-        self._budget.cut_()
-        return self._budget.mask
-
-    def state(self) -> dict[str, Tensor]:
-        return self._budget.state()

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from gossamer.budget import meet_budgets_
-from gossamer.methods.rule import Layout, Request, Timeline
+from gossamer.methods.rule import DenseGradient, Layout, Request, S, Timeline
 
 RAMPS = ("cubic", "linear", "cosine", "at_once")
 _FLOOR_EVERY = 100  # steps between two choices of the connections that the floor keeps
@@ -128,3 +128,26 @@ def largest(scores: Tensor, counts: Sequence[int]) -> Tensor:
     rank = torch.arange(scores.shape[1], device=scores.device)
     chosen = rank < torch.tensor(counts, device=scores.device)[:, None]
     return torch.zeros_like(chosen).scatter_(1, order, chosen)
+
+
+class ByBudget(DenseGradient[S]):
+    """Rules that keep what scores highest in the whole network; removed connections go on training."""
+
+    _budget: GlobalBudget
+
+    @property
+    def mask(self) -> Tensor:
+        return self._budget.mask
+
+    def due(self, step: int) -> bool:
+        return self._budget.floor_is_due(step)
+
+    def refresh_(self, weights: Tensor, step: int) -> None:
+        self._budget.choose_floor_()
+
+    def freeze_(self, weights: Tensor) -> Tensor:
+        self._budget.cut_()
+        return self._budget.mask
+
+    def state(self) -> dict[str, Tensor]:
+        return self._budget.state()

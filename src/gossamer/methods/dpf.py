@@ -10,11 +10,11 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from gossamer.methods.budgets import GlobalBudget, magnitude
-from gossamer.methods.rule import DenseGradient, Layout, Options, Request, Timeline
+from gossamer.methods.budgets import ByBudget, GlobalBudget, magnitude
+from gossamer.methods.rule import Layout, Options, Request, Timeline
 
 
-class DPF(DenseGradient[Options]):
+class DPF(ByBudget[Options]):
     name, title, options = "dpf", "magnitude, re-chosen every step (DPF)", Options
     reference = "Lin et al. 2020, Dynamic Model Pruning with Feedback"
 
@@ -23,23 +23,6 @@ class DPF(DenseGradient[Options]):
     ) -> None:
         self._budget = GlobalBudget(layout, requests, timeline, magnitude(weights), floor=floor)
 
-    @property
-    def mask(self) -> Tensor:
-        return self._budget.mask
-
     def learn_(self, gradient: Tensor, weights: Tensor) -> None:
         self._budget.score.copy_(weights.abs())
         self._budget.meet_()
-
-    def due(self, step: int) -> bool:
-        return self._budget.floor_is_due(step)
-
-    def refresh_(self, weights: Tensor, step: int) -> None:
-        self._budget.choose_floor_()
-
-    def freeze_(self, weights: Tensor) -> Tensor:
-        self._budget.cut_()
-        return self._budget.mask
-
-    def state(self) -> dict[str, Tensor]:
-        return self._budget.state()

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gossamer.methods.budgets import GlobalBudget
+from gossamer.methods.budgets import ByBudget, GlobalBudget
 from gossamer.methods.noise import uniform
-from gossamer.methods.rule import DenseGradient, Layout, Options, Request, Timeline, column
+from gossamer.methods.rule import Layout, Options, Request, Timeline, column
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class SurgeryOptions(Options):
     power: float = 1.0
 
 
-class Surgery(DenseGradient[SurgeryOptions]):
+class Surgery(ByBudget[SurgeryOptions]):
     name, title, options = "surgery", "dynamic network surgery (Guo)", SurgeryOptions
     reference = "Guo et al. 2016, Dynamic Network Surgery for Efficient DNNs"
 
@@ -56,10 +56,6 @@ class Surgery(DenseGradient[SurgeryOptions]):
             layout, requests, timeline, (weights.abs() - self._mean) / self._spread, floor=floor
         )
 
-    @property
-    def mask(self) -> Tensor:
-        return self._budget.mask
-
     def learn_(self, gradient: Tensor, weights: Tensor) -> None:
         before = self._budget.mask.clone()
         reach = weights.abs() / torch.where(before, self._lower, self._upper)
@@ -69,16 +65,6 @@ class Surgery(DenseGradient[SurgeryOptions]):
         probability = (1.0 + self._gamma * clock) ** -self._power
         looks = uniform(self._seeds, clock, 1, weights.dtype) < probability
         self._budget.mask.copy_(torch.where(looks, self._budget.mask, before))
-
-    def due(self, step: int) -> bool:
-        return self._budget.floor_is_due(step)
-
-    def refresh_(self, weights: Tensor, step: int) -> None:
-        self._budget.choose_floor_()
-
-    def freeze_(self, weights: Tensor) -> Tensor:
-        self._budget.cut_()
-        return self._budget.mask
 
     def state(self) -> dict[str, Tensor]:
         return {**self._budget.state(), "mean": self._mean, "spread": self._spread}
