@@ -229,6 +229,9 @@ def run(command: AnyCommand) -> int:
     except Interrupted as stopped:
         print(stopped, file=sys.stderr)
         return 130
+    except KeyboardInterrupt:
+        print("gossamer: stopped; what was finished is kept, and the same command goes on from there", file=sys.stderr)
+        return 130
     except _EXPECTED as error:
         if command.debug:
             traceback.print_exc()

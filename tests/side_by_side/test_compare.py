@@ -85,6 +85,19 @@ def test_networks_are_left_beside_their_records(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("tiny")
+def test_a_command_that_is_stopped_says_how_to_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def stopped(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Running, "epoch", stopped)
+    command = cli.Compare(tmp_path, net="lenet300", data="mnist", epochs=4, seeds=1, validation=16, device="cpu")
+    assert cli.run(command) == 130
+    assert "the same command goes on" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("tiny")
 def test_the_command_shows_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit_:
         cli.main(
