@@ -10,6 +10,7 @@ step): going on from a checkpoint means setting it.
 from __future__ import annotations
 
 import dataclasses
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -19,7 +20,7 @@ from torch import Tensor
 from gossamer.data.augment import CropFlip, crop_flip, draw_crop_flip, normalise, scale_and_shift
 from gossamer.data.sets import ImageSet, Labelled
 
-__all__ = ["Batches", "EpochPlan", "Position", "epoch_plan", "seed_for"]
+__all__ = ["BatchSource", "Batches", "EpochPlan", "Position", "epoch_plan", "seed_for"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +41,25 @@ class Position:
                 f"expected a position with epoch ≥ 0 and 0 ≤ step < {steps}, got {self}; "
                 "it was probably saved with another batch size or data set"
             )
+
+
+class BatchSource(ABC):
+    """Batches that can be gone on with at any position: `state`."""
+
+    _position: Position
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Batches an epoch."""
+
+    @property
+    def state(self) -> Position:
+        return self._position
+
+    @state.setter
+    def state(self, position: Position) -> None:
+        position.check(len(self))
+        self._position = position
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -78,7 +98,7 @@ def epoch_plan(
     return EpochPlan(order, draw)
 
 
-class Batches:
+class Batches(BatchSource):
     """Iterate over normalised (images, labels) batches, an epoch at a time.
 
     `for images, labels in batches` runs from the current position to the end of its epoch; the next `for` is
@@ -187,15 +207,6 @@ class Batches:
         """Batches an epoch."""
         count = len(self._data)
         return count // self.batch_size if self.drop_last else -(-count // self.batch_size)
-
-    @property
-    def state(self) -> Position:
-        return self._position
-
-    @state.setter
-    def state(self, position: Position) -> None:
-        position.check(len(self))
-        self._position = position
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         position = self._position

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from gossamer.data.augment import normalise, scale_and_shift
-from gossamer.data.batches import Position, epoch_plan
+from gossamer.data.batches import BatchSource, Position, epoch_plan
 from gossamer.data.files import CorruptData, DataNotFound, File, read_checked
 from gossamer.data.locate import search_folders
 from gossamer.data.pixels import centre_crop, decode, random_crop_flip
@@ -203,7 +203,7 @@ def _collate(samples: list[_Sample]) -> tuple[Tensor, Tensor] | CorruptData:
     return torch.stack(images), torch.tensor(labels)
 
 
-class FolderBatches:
+class FolderBatches(BatchSource):
     """Iterate over normalised (images, labels) batches of a part, decoded by `workers` processes.
 
     Training: a random crop of 8 to 100 % of the area and 3:4 to 4:3 in shape, scaled to `size` and mirrored
@@ -244,15 +244,6 @@ class FolderBatches:
         """Batches an epoch."""
         count = len(self._images)
         return count // self.batch_size if self.training else math.ceil(count / self.batch_size)
-
-    @property
-    def state(self) -> Position:
-        return self._position
-
-    @state.setter
-    def state(self, position: Position) -> None:
-        position.check(len(self))
-        self._position = position
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         position = self._position

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gossamer.data.batches import Position
+from gossamer.data.batches import BatchSource, Position
 from gossamer.data.files import CorruptData, File, read_checked, read_tar_members
 from gossamer.data.locate import Download, Layout, read_first
 from gossamer.data.sets import TextSet
@@ -113,7 +113,7 @@ def windows(columns: Tensor, length: int = 35, *, first: int = 0) -> Iterator[tu
         yield columns[start:stop], columns[start + 1 : stop + 1]
 
 
-class TextBatches:
+class TextBatches(BatchSource):
     """Iterate over (tokens, next tokens) windows of a text that lives on the device, an epoch at a time.
 
     The text is read in order, so an epoch has no randomness; `state` works like that of `Batches`. Whoever
@@ -133,15 +133,6 @@ class TextBatches:
     def __len__(self) -> int:
         """Windows an epoch."""
         return -(-(len(self.columns) - 1) // self.length)
-
-    @property
-    def state(self) -> Position:
-        return self._position
-
-    @state.setter
-    def state(self, position: Position) -> None:
-        position.check(len(self))
-        self._position = position
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         position = self._position

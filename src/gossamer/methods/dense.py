@@ -24,19 +24,7 @@ class Dense(Rule[Options]):
     def show_(self, weights: Tensor, out: Tensor) -> None:
         out.copy_(weights)
 
-    def settle_(self, weights: Tensor) -> None:
-        return
-
-    def penalise_(self, gradient: Tensor, others: Tensor) -> None:
-        return
-
     def learn_(self, gradient: Tensor, weights: Tensor) -> None:
-        return
-
-    def due(self, step: int) -> bool:
-        return False
-
-    def refresh_(self, weights: Tensor, step: int) -> None:
         return
 
     def freeze_(self, weights: Tensor) -> Tensor:

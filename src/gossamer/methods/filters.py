@@ -105,12 +105,6 @@ class L1Filter(RemovedIsZero[Options]):
     def learn_(self, gradient: Tensor, weights: Tensor) -> None:
         gradient.masked_fill_(~self._mask, 0.0)
 
-    def due(self, step: int) -> bool:
-        return False
-
-    def refresh_(self, weights: Tensor, step: int) -> None:
-        return
-
     def freeze_(self, weights: Tensor) -> Tensor:
         return self._mask
 
@@ -137,12 +131,6 @@ class SoftFilter(Rule[Options]):
         out.copy_(weights)
 
     def learn_(self, gradient: Tensor, weights: Tensor) -> None:
-        return
-
-    def settle_(self, weights: Tensor) -> None:
-        return
-
-    def penalise_(self, gradient: Tensor, others: Tensor) -> None:
         return
 
     def due(self, step: int) -> bool:

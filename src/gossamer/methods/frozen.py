@@ -25,17 +25,8 @@ class Frozen(Rule[Options]):
     def learn_(self, gradient: Tensor, weights: Tensor) -> None:
         return
 
-    def penalise_(self, gradient: Tensor, others: Tensor) -> None:
-        return
-
     def settle_(self, weights: Tensor) -> None:
         weights.masked_fill_(self._removed, 0.0)
-
-    def due(self, step: int) -> bool:
-        return False
-
-    def refresh_(self, weights: Tensor, step: int) -> None:
-        return
 
     def freeze_(self, weights: Tensor) -> Tensor:
         return self.mask

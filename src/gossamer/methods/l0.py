@@ -96,18 +96,6 @@ class L0(Rule[L0Options]):
         torch.gt(final_gate(self._log_alpha), 0.0, out=self._budget.mask)
         gradient.mul_(self._gate)
 
-    def settle_(self, weights: Tensor) -> None:
-        return
-
-    def penalise_(self, gradient: Tensor, others: Tensor) -> None:
-        return
-
-    def due(self, step: int) -> bool:
-        return False
-
-    def refresh_(self, weights: Tensor, step: int) -> None:
-        return
-
     def freeze_(self, weights: Tensor) -> Tensor:
         self._budget.score.copy_(self._log_alpha)
         self._budget.choose_floor_()

@@ -194,20 +194,20 @@ class Rule(ABC, Generic[S]):
     @abstractmethod
     def learn_(self, gradient: Tensor, weights: Tensor) -> None: ...
 
-    @abstractmethod
     def penalise_(self, gradient: Tensor, others: Tensor) -> None:
         """Change, in place, the gradient of the parameters that are no connections."""
+        return
 
-    @abstractmethod
-    def settle_(self, weights: Tensor) -> None: ...
+    def settle_(self, weights: Tensor) -> None:
+        return
 
-    @abstractmethod
     def due(self, step: int) -> bool:
         """Whether `refresh_` is called when this many steps of the mask phases are done."""
+        return False
 
-    @abstractmethod
     def refresh_(self, weights: Tensor, step: int) -> Tensor | None:
         """What is done after so many steps of the mask phases; returns the connections whose momentum is forgotten."""
+        return None
 
     @abstractmethod
     def freeze_(self, weights: Tensor) -> Tensor:
@@ -224,12 +224,6 @@ class DenseGradient(Rule[S]):
     def show_(self, weights: Tensor, out: Tensor) -> None:
         torch.where(self.mask, weights, weights.new_zeros(()), out=out)
 
-    def settle_(self, weights: Tensor) -> None:
-        return
-
-    def penalise_(self, gradient: Tensor, others: Tensor) -> None:
-        return
-
 
 class RemovedIsZero(Rule[S]):
     """Rules whose removed connections are zero and get no gradient."""
@@ -239,9 +233,6 @@ class RemovedIsZero(Rule[S]):
 
     def settle_(self, weights: Tensor) -> None:
         weights.masked_fill_(~self.mask, 0.0)
-
-    def penalise_(self, gradient: Tensor, others: Tensor) -> None:
-        return
 
 
 def column(values: Sequence[float], like: Tensor) -> Tensor:

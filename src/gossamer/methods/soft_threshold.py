@@ -70,18 +70,6 @@ class STR(Rule[STROptions]):
         self._budget.score.copy_(self._above(weights))
         self._s.add_(self._budget.meet_()[:, None])
 
-    def settle_(self, weights: Tensor) -> None:
-        return
-
-    def penalise_(self, gradient: Tensor, others: Tensor) -> None:
-        return
-
-    def due(self, step: int) -> bool:
-        return False
-
-    def refresh_(self, weights: Tensor, step: int) -> None:
-        return
-
     def freeze_(self, weights: Tensor) -> Tensor:
         self._budget.score.copy_(self._above(weights))
         push = self._budget.cut_()
