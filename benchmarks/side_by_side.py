@@ -4,7 +4,9 @@ python benchmarks/side_by_side.py --runs 1 16 32 --steps 300
 """
 
 import argparse
+import json
 import time
+from pathlib import Path
 
 import torch
 
@@ -14,6 +16,9 @@ from gossamer.schedule import Phase
 from gossamer.side_by_side import Member, Race
 from gossamer.side_by_side.entries import lanes_of
 from gossamer.side_by_side.race import Running
+from gossamer.training.result import commit
+
+EPOCH = 781  # steps of CIFAR's 50,000 images
 
 
 def random_images(count: int) -> ImageSet:
@@ -50,20 +55,26 @@ def main() -> None:
     parser.add_argument("--network", default="resnet20")
     parser.add_argument("--runs", type=int, nargs="+", default=[1, 16])
     parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--out", type=Path, help="file for the figures, such as results/side-by-side/h200.json")
     arguments = parser.parse_args()
     device = torch.device("cuda")
     torch.backends.cudnn.benchmark = True
+    rows = []
     for runs in arguments.runs:
         torch.cuda.reset_peak_memory_stats()
         dense, _ = seconds_a_step(arguments.network, runs, arguments.steps, Phase.WARMUP, device)
         sparse, memory = seconds_a_step(arguments.network, runs, arguments.steps, Phase.SPARSIFY, device)
-        epoch = 781
-        print(
-            f"{arguments.network} × {runs}: "
-            f"dense {dense * 1e3:.2f} ms a step, {dense * epoch / runs:.3f} s an epoch and run; "
-            f"sparse {sparse * 1e3:.2f} ms, {sparse * epoch / runs:.3f} s (sparsifier {1 - dense / sparse:.0%}); "
-            f"peak {memory:.1f} GiB"
+        each = {"dense_epoch_s": dense * EPOCH / runs, "sparse_epoch_s": sparse * EPOCH / runs}
+        row = {"runs": runs, "dense_ms": 1e3 * dense, "sparse_ms": 1e3 * sparse, **each, "peak_gib": memory}
+        rows.append({name: round(value, 4) for name, value in row.items()})
+        print(arguments.network, rows[-1], flush=True)
+    if arguments.out:
+        about = {"network": arguments.network, "hardware": torch.cuda.get_device_name(), "torch": torch.__version__}
+        told = (
+            f"python benchmarks/side_by_side.py --runs {' '.join(map(str, arguments.runs))} --steps {arguments.steps}"
         )
+        record = {**about, "command": told, "commit": commit(), "rows": rows}
+        arguments.out.write_text(json.dumps(record, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -16,11 +16,11 @@ SOURCE = ROOT / "src" / "gossamer"
 
 # From the bottom up. A module may import from its own layer and from those below.
 LAYERS = (
-    {"results", "method", "schedule", "sharding", "tune", "_selectors", "_engines", "_hooks"},
+    {"method", "schedule", "sharding", "tune", "_selectors", "_engines", "_hooks"},
     {"settings", "budget_kernels", "budget", "select", "_forward"},
     {"flops", "target", "store", "moments", "models", "data", "_claims", "keep_zeros", "sparsefile"},
     {"learning", "health", "_resume", "report", "verify", "checkpoint", "runtime", "methods"},
-    {"sample_scales", "compaction"},
+    {"sample_scales", "compaction", "results"},
     {"connectivity"},
     {"sparsifier"},
     {"__init__"},

@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
+from gossamer.methods import find
 from gossamer.results.records import Record, mean_and_spread, read, table
 
 
@@ -24,14 +25,20 @@ def race_rows(records: Sequence[Record], *, settings: bool) -> list[list[str]]:
 
 def race_blocks(records: Sequence[Record]) -> list[tuple[str, list[list[str]]]]:
     """The rows of single connections and, apart from them, those of whole filters, each with its title."""
-    single, whole = ([each for each in records if (each["method"] in STRUCTURED) is kind] for kind in (False, True))
+    single, whole = _single_and_whole(records)
     blocks = (("single connections", single), ("whole filters", whole))
     return [(title, race_rows(own, settings=False)) for title, own in blocks if own]
 
 
+def _single_and_whole(records: Sequence[Record]) -> tuple[list[Record], list[Record]]:
+    """Methods that remove whole filters stand apart from those that remove single connections."""
+    whole = [each for each in records if find(each["method"]).structured]
+    return [each for each in records if each not in whole], whole
+
+
 def _race_row(group: Sequence[Record], *, settings: bool) -> list[str]:
     first = group[0]
-    row = [NAMES[first["method"]], f"{100 * first['asked_sparsity']:.0f} %"]
+    row = [find(first["method"]).title, f"{100 * first['asked_sparsity']:.0f} %"]
     if settings:
         used = first["settings"]
         masks = [f"{used[name]:g}" for name in ("mask_lr", "global_power", "feature_power") if name in used]
@@ -40,30 +47,6 @@ def _race_row(group: Sequence[Record], *, settings: bool) -> list[str]:
         row += [mean_and_spread(held_out) if held_out else "–"]
     row += [mean_and_spread([each["accuracy"] for each in group])]
     return [*row, f"{statistics.mean(each['train_loss'] for each in group):.3f}", str(len(group))]
-
-
-NAMES = {
-    "dense": "dense",
-    "scl": "gossamer (learned masks)",
-    "magnitude": "magnitude, re-chosen every step (DPF)",  # its name in older records
-    "dpf": "magnitude, re-chosen every step (DPF)",
-    "gradual": "gradual magnitude, global (Zhu & Gupta)",
-    "gradual_per_layer": "gradual magnitude, per layer (Zhu & Gupta)",
-    "one_shot": "one-shot magnitude + fine-tuning (Han)",
-    "narang": "rising thresholds (Narang)",
-    "surgery": "dynamic network surgery (Guo)",
-    "lottery": "one cut, learning rate rewound (Renda)",
-    "snip": "sensitivity at the start (SNIP)",
-    "rigl": "drop by magnitude, grow by gradient (RigL)",
-    "str": "soft thresholds, one a layer (STR)",
-    "l0": "hard-concrete gates (L0)",
-    "autoprune": "sign rule for masks (AutoPrune)",
-    "hyperflux": "Adam masks under controlled pressure (Hyperflux)",
-    "soft_filter": "soft filter pruning (He)",
-    "l1_filter": "filters by L1 norm, at once (Li)",
-    "slimming": "channels by batch-norm gain (network slimming)",
-}
-STRUCTURED = {"soft_filter", "l1_filter", "slimming"}  # they remove whole filters, and have a block of their own
 
 
 def races(root: Path) -> str:
@@ -81,7 +64,8 @@ def races(root: Path) -> str:
     for epochs, screening in by_epochs(records, "screening"):
         head = ["method", "zeros", "masks", "weight decay", "validation", "test accuracy", "training loss", "seeds"]
         parts += [
-            f"Screening: {epochs} epochs on 45,000 images, 5,000 held out. "
+            f"Screening: {epochs} epochs on 45,000 images, 5,000 held out (`gossamer compare`, and for variants of the "
+            "mask settings `python benchmarks/race_cifar10.py --stage screening`). "
             "Masks: learning rate / power of the global scale / power of the per-feature scale.",
             *_race_tables(head, screening, settings=True),
         ]
@@ -95,6 +79,6 @@ def by_epochs(records: Sequence[Record], tier: str) -> list[tuple[int, list[Reco
 
 
 def _race_tables(head: Sequence[str], records: Sequence[Record], *, settings: bool) -> list[str]:
-    single, whole = ([each for each in records if (each["method"] in STRUCTURED) is kind] for kind in (False, True))
+    single, whole = _single_and_whole(records)
     tables = [table(head, race_rows(single, settings=settings))]
     return [*tables, "Whole filters:", table(head, race_rows(whole, settings=settings))] if whole else tables

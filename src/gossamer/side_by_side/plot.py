@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from gossamer.results import NAMES, STRUCTURED, Record
+from gossamer.methods import find
+from gossamer.results import Record
 
 
 @dataclass(frozen=True)
@@ -49,12 +50,12 @@ def accuracy_against_sparsity(records: Sequence[Record], path: Path) -> None:
     axes = figure.subplots()
     for line in lines(records):
         if line.method == "dense":
-            axes.axhline(line.accuracy[0], color="black", linewidth=1, linestyle=":", label=NAMES["dense"])
+            axes.axhline(line.accuracy[0], color="black", linewidth=1, linestyle=":", label=find("dense").title)
             continue
-        style = "--" if line.method in STRUCTURED else "-"
+        style = "--" if find(line.method).structured else "-"
         axes.errorbar(
             line.sparsity, line.accuracy, yerr=line.spread, linestyle=style, marker="o", markersize=3, capsize=2,
-            linewidth=2 if line.method == "scl" else 1, label=NAMES[line.method],
+            linewidth=2 if line.method == "scl" else 1, label=find(line.method).title,
         )  # fmt: skip
     first = records[0]
     axes.set_xlabel("zeros, %")
