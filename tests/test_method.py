@@ -9,8 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import scl
-from torch import Tensor
+from torch import Tensor, nn
 
+import gossamer
 from gossamer import method
 
 LAYOUTS = [
@@ -58,9 +59,23 @@ def test_which_estimators_are_positive_everywhere(name: str, positive: bool) -> 
 
 
 @pytest.mark.equation("weight_redefine", "w_gradient")
-def test_weight_gradient_is_dense() -> None:
-    gradient = numbers(4, 3)
-    assert method.weight_gradient(gradient) is gradient
+def test_pruned_weights_follow_the_gradient_of_the_weights_in_use() -> None:
+    layer = nn.Linear(6, 4, bias=False, dtype=torch.float64)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    phases = {"warmup": "0it", "sparsify": "1it", "stabilise": "5it"}
+    sparsifier = gossamer.Sparsifier(layer, optimizer, sparsity=0.5, total_steps=9, floor=0.0, **phases)
+    x, y = numbers(8, 6, seed=1), numbers(8, 4, seed=2)
+    for _ in range(3):
+        before = sparsifier.state_dict()["dense"]["weight"]
+        optimizer.zero_grad()
+        (layer(x) - y).square().mean().backward()
+        assert layer.weight.grad is not None
+        gradient = layer.weight.grad.clone()
+        optimizer.step()
+        after, mask = sparsifier.state_dict()["dense"]["weight"], sparsifier.masks["weight"]
+        torch.testing.assert_close(after, before - 0.1 * gradient, rtol=1e-12, atol=0)
+        assert not layer.weight[~mask].any()
+        assert gradient[~mask].abs().min() > 0  # they do move
 
 
 @pytest.mark.equation("step_redefine", "loss")

@@ -85,9 +85,8 @@ variable towards its optimum; identity, leaky ReLU and softplus satisfy it."""
 # --- the gradients, redefined ---
 
 
-def weight_gradient(gradient: Tensor) -> Tensor:
-    """Eq. (weight_redefine): ∂L/∂w̃ := ∂L/∂w. Pruned weights go on training, unlike in Eq. (w_gradient)."""
-    return gradient
+# Of the weights, Eq. (weight_redefine): ∂L/∂w̃ := ∂L/∂w. There is nothing to compute: autograd gives ∂L/∂w, and the
+# optimizer applies it to w̃, so that pruned weights go on training, unlike in Eq. (w_gradient).
 
 
 def mask_gradient(
