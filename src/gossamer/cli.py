@@ -25,8 +25,8 @@ from gossamer.exports import Exported, to_dense, to_onnx, to_torch
 from gossamer.methods import METHODS
 from gossamer.recipes import Recipe, find
 from gossamer.reproduce import map_fitting, mnist
-from gossamer.results import map_fitting_rows, mnist_decay_table, mnist_estimator_table, race_blocks, sweep_table
-from gossamer.side_by_side import plot, runs_of, sweep
+from gossamer.results import about, map_fitting_rows, mnist_decay_table, mnist_estimator_table, race_blocks, sweep_table
+from gossamer.side_by_side import runs_of, sweep
 from gossamer.side_by_side.compare import TIERS, Comparison, compare
 from gossamer.speed import ENGINES, measure
 from gossamer.speed.report import plot as plot_speed
@@ -90,13 +90,13 @@ class Sweep:
 class Compare:
     """Train methods against each other, all runs side by side as one stacked network, and show the table."""
 
-    out: Path
-    """Folder for one record a run; runs that have one are not trained again."""
+    out: Path | None = None
+    """Folder for records, table and plot (results/race-NET); runs that have a record are not trained again."""
     net: str = "resnet20"
-    """Network out of `gossamer list`, for images."""
+    """Network out of `gossamer list`, for `data`: a set of images."""
     data: str = "cifar10"
-    methods: tuple[str, ...] = ("dense", "scl", "dpf")
-    """Names out of `gossamer list`, or all."""
+    methods: tuple[str, ...] = ("scl", "dpf")
+    """Names out of `gossamer list`, or all; the dense network always runs with them."""
     sparsity: tuple[float, ...] = (0.9, 0.95, 0.98)
     seeds: int = 3
     tier: Literal["screening", "final"] = "screening"
@@ -106,12 +106,13 @@ class Compare:
     validation: int | None = None
     """Training images held out, other than the tier's; 0 trains on all of them."""
     plot: Path | None = None
-    """Also draw accuracy against sparsity, into this file (.svg, .png or .pdf); needs matplotlib."""
+    """Draw accuracy against sparsity into this file, not accuracy.svg in OUT; needs matplotlib."""
     together: int = 32
     """Runs trained at the same time."""
     save_models: bool = False
     """Leave each network beside its record, as a file for `gossamer.load`."""
-    device: str = "cuda"
+    device: str = "auto"
+    """auto takes a GPU where there is one."""
     debug: bool = False
     """Show the traceback of an error."""
 
@@ -310,13 +311,11 @@ def _sweep(command: Sweep, console: Console) -> None:
 
 
 def _compare(command: Compare, console: Console) -> None:
-    if command.device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("expected a CUDA GPU for --device cuda, got none: use --device cpu (slow) or another machine")
     tier = TIERS[command.tier]
     comparison = Comparison(
         command.net,
         command.data,
-        tuple(METHODS) if command.methods == ("all",) else command.methods,
+        tuple(dict.fromkeys(("dense", *(METHODS if command.methods == ("all",) else command.methods)))),
         command.sparsity,
         command.seeds,
         tier.epochs if command.epochs is None else command.epochs,
@@ -324,22 +323,23 @@ def _compare(command: Compare, console: Console) -> None:
         commit() or "unknown",
         command.tier,
     )
-    if command.plot is not None:
-        plot.check()
-    device = torch.device(command.device)
-    records = compare(
+    out = command.out or Path("results") / f"race-{command.net}"
+
+    def show(records: list[dict[str, Any]]) -> None:
+        console.print(about(records), highlight=False)
+        for title, head, rows in race_blocks(records):
+            console.print(tables.of_rows(head, rows, title))
+
+    compare(
         comparison,
-        command.out,
-        device=device,
+        out,
+        device=join(command.device).device,
         together=command.together,
         save_models=command.save_models,
+        plot=command.plot,
         progress=console.print,
+        finished=show,
     )
-    for title, rows in race_blocks(records):
-        console.print(tables.of_race(rows, title))
-    if command.plot is not None:
-        plot.accuracy_against_sparsity(records, command.plot)
-        console.print(f"The plot is in {command.plot}")
 
 
 def _reproduce(command: Reproduce, console: Console) -> None:

@@ -57,8 +57,7 @@ class GlobalBudget:
         return self.allow_(self._final)
 
     def allow_(self, budget: Tensor) -> Tensor:
-        """Keep so many connections of each row; those whose score is not above zero do not count among them. Returns
-        the thresholds."""
+        """Keep exactly so many connections of each row, whatever the sign of their scores. Returns the thresholds."""
         if self._protected is None:
             return meet_budgets_(self.score, self.mask, budget)
         kept = self.score.gather(1, self._protected)

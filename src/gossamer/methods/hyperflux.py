@@ -63,9 +63,8 @@ class Hyperflux(DenseGradient[HyperfluxOptions]):
         self._mean, self._square = torch.zeros_like(weights), torch.zeros_like(weights)
         self._base, self._rising, self._falling = (torch.zeros_like(self._step) for _ in range(3))
         self._budget = GlobalBudget(layout, requests, timeline, self._t.clone(), floor=floor, ramp="none")
-        # While there is pressure any number of connections is allowed; then exactly the budget, whatever the sign of t.
-        self._settled = (torch.arange(timeline.length, device=weights.device) >= self._pressing).to(weights.dtype)
-        self._final = torch.tensor(keep, device=weights.device)
+        self._settled = torch.arange(timeline.length, device=weights.device) >= self._pressing
+        self._final, self._fewest = torch.tensor(keep, device=weights.device), max(1, sum(layout.floors(floor)))
 
     @property
     def mask(self) -> Tensor:
@@ -80,14 +79,10 @@ class Hyperflux(DenseGradient[HyperfluxOptions]):
         mean = self._mean / (1.0 - _FIRST**number)
         square = self._square / (1.0 - _SECOND**number)
         self._t.sub_(mean / (square.sqrt() + _EPSILON) * self._timeline.now(self._rate))
-        self._choose_(self._timeline.now(self._settled))
-
-    def _choose_(self, settled: Tensor) -> None:
-        """By the sign of t, or once settled by its order, in which case all scores are lifted above zero."""
-        lowest = self._t.amin(1, keepdim=True) - torch.finfo(self._t.dtype).eps
-        self._budget.score.copy_(self._t - settled * lowest)
-        everything = torch.full_like(self._final, self._t.shape[1])
-        self._budget.allow_(torch.where(settled[:, 0] > 0, self._final, everything))
+        self._budget.score.copy_(self._t)
+        # While there is pressure as many as are not below zero, then exactly the budget, whatever the sign of t.
+        open_ = (self._t >= 0.0).sum(1).clamp_min(self._fewest)
+        self._budget.allow_(torch.where(self._timeline.now(self._settled)[:, 0], self._final, open_))
 
     def due(self, step: int) -> bool:
         return (step < self._pressing and step % self._every == 0) or step == self._pressing
@@ -108,7 +103,7 @@ class Hyperflux(DenseGradient[HyperfluxOptions]):
     def freeze_(self, weights: Tensor) -> Tensor:
         self._budget.score.copy_(self._t)
         self._budget.choose_floor_()
-        self._choose_(torch.ones_like(self._step))
+        self._budget.cut_()
         return self._budget.mask
 
     def state(self) -> dict[str, Tensor]:

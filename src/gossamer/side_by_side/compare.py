@@ -9,7 +9,7 @@ import hashlib
 import json
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -22,9 +22,11 @@ from gossamer.checkpoint import save
 from gossamer.data.sets import ImageSet
 from gossamer.methods import METHODS, Layout
 from gossamer.methods.filters import check_reach
+from gossamer.results import race_page
 from gossamer.select import select
 from gossamer.side_by_side.entries import Member, Race, run_race
 from gossamer.side_by_side.lanes import Outcome
+from gossamer.side_by_side.plot import accuracy_against_sparsity, can_draw, check
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,12 +82,18 @@ def compare(
     together: int = 32,
     checkpoint_minutes: float = 5.0,
     save_models: bool = False,
+    plot: Path | None = None,
     progress: Callable[[str], None] = lambda line: None,
+    finished: Callable[[list[dict[str, Any]]], None] = lambda records: None,
 ) -> list[dict[str, Any]]:
     """Train what has no record in `out` yet, `together` runs at a time, and return all the records.
 
-    With `save_models` each network is left beside its record, as a file for `gossamer.load`.
+    Whenever records have been added, and where there were all, table.md beside them and the plot are made of those that
+    there are, and `finished` is given them. The plot is accuracy.svg if not `plot`, where matplotlib is installed. With
+    `save_models` each network is left beside its record, as a file for `gossamer.load`.
     """
+    if plot is not None:
+        check()
     race, paths = comparison.race(), {}
     for member in _possible(comparison, progress):
         paths[member] = out / f"{comparison.net}-{member.method}-{_name(comparison, race, [member])}.json"
@@ -125,7 +133,21 @@ def compare(
             temporary.write_text(json.dumps(content, indent=1))
             temporary.replace(paths[member])
         checkpoint.unlink(missing_ok=True)
-    return [json.loads(path.read_text()) for path in paths.values()]
+        finished(_publish(paths.values(), out, plot))
+    records = _publish(paths.values(), out, plot)
+    if not missing:
+        finished(records)
+    progress(f"records and table.md are in {out}")
+    return records
+
+
+def _publish(paths: Iterable[Path], out: Path, plot: Path | None) -> list[dict[str, Any]]:
+    """The records that there are, after their table and plot have been written."""
+    records = [json.loads(path.read_text()) for path in paths if path.exists()]
+    (out / "table.md").write_text(race_page(records))
+    if plot is not None or can_draw():
+        accuracy_against_sparsity(records, plot or out / "accuracy.svg")
+    return records
 
 
 def record(member: Member, outcome: Outcome, race: Race, seconds: float, together: int) -> dict[str, Any]:

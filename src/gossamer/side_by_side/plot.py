@@ -6,62 +6,95 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from gossamer.methods import find
-from gossamer.results import Record
+from gossamer.results import Record, labels
+
+_MARKERS = "osD^v<>PXp"  # with the ten colours twice, so that each of twenty lines has its own pair
 
 
 @dataclass(frozen=True)
 class Line:
-    """One method: mean and spread of the test accuracy at each sparsity."""
+    """One method, or one of its settings: mean and spread of the test accuracy at each sparsity."""
 
     method: str
+    label: str
     sparsity: tuple[float, ...]  # in percent, rising
     accuracy: tuple[float, ...]
     spread: tuple[float, ...]
 
 
+def can_draw() -> bool:
+    return importlib.util.find_spec("matplotlib") is not None
+
+
 def check() -> None:
     """Raise an error that says what to do where matplotlib is not installed."""
-    if importlib.util.find_spec("matplotlib") is None:
+    if not can_draw():
         raise ImportError("a plot needs matplotlib, which is not installed: pip install 'gossamer[plot]'")
 
 
 def lines(records: Sequence[Record]) -> list[Line]:
     """What is drawn, in the order in which methods first appear."""
-    found: dict[str, dict[float, list[float]]] = defaultdict(lambda: defaultdict(list))
-    for record in records:
-        found[record["method"]][100 * record["asked_sparsity"]].append(record["accuracy"])
+    found: dict[tuple[str, str], dict[float, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for label, record in zip(labels(records), records, strict=True):
+        found[record["method"], label][100 * record["asked_sparsity"]].append(record["accuracy"])
     drawn = []
-    for method, points in found.items():
+    for (method, label), points in found.items():
         at = sorted(points)
         spread = [statistics.stdev(points[each]) if len(points[each]) > 1 else 0.0 for each in at]
         mean = [statistics.mean(points[each]) for each in at]
-        drawn.append(Line(method, tuple(at), tuple(mean), tuple(spread)))
+        drawn.append(Line(method, label, tuple(at), tuple(mean), tuple(spread)))
     return drawn
 
 
 def accuracy_against_sparsity(records: Sequence[Record], path: Path) -> None:
-    """Draw the records into a file; what kind of file its name says."""
+    """Draw the records into a file; what kind of file its name says. Whole filters have a panel of their own."""
     check()
     from matplotlib.figure import Figure  # optional
 
-    figure = Figure(figsize=(8, 5), layout="constrained")
-    axes = figure.subplots()
-    for line in lines(records):
-        if line.method == "dense":
-            axes.axhline(line.accuracy[0], color="black", linewidth=1, linestyle=":", label=find("dense").title)
-            continue
-        style = "--" if find(line.method).structured else "-"
-        axes.errorbar(
-            line.sparsity, line.accuracy, yerr=line.spread, linestyle=style, marker="o", markersize=3, capsize=2,
-            linewidth=2 if line.method == "scl" else 1, label=find(line.method).title,
-        )  # fmt: skip
+    drawn = lines(records)
+    dense = [line for line in drawn if line.method == "dense"]
+    panels = [
+        (title, own)
+        for title, structured in (("single connections", False), ("whole filters", True))
+        if (own := [line for line in drawn if find(line.method).structured is structured and line not in dense])
+    ] or [("", [])]
+    figure = Figure(figsize=(8 * len(panels), 6), layout="constrained")
+    for axes, (title, own) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
+        _draw(axes, dense, own)
+        axes.set_title(title)
     first = records[0]
-    axes.set_xlabel("zeros, %")
-    axes.set_ylabel("test accuracy, %")
-    axes.set_title(f"{first['net']} on {first['data']}, {first['epochs']} epochs, mean ± standard deviation over seeds")
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize="small")
+    run = f"{first['tier']}: {first['net']} on {first['data']}, {first['epochs']} epochs"
+    figure.suptitle(f"{run}, mean ± standard deviation over seeds")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
+
+
+def _draw(axes: Any, dense: Sequence[Line], own: Sequence[Line]) -> None:
+    """The axis of sparsity shows the logarithm of what is left, as 90 and 95 % are farther apart than 50 and 55 %."""
+    for line in dense:
+        axes.axhline(line.accuracy[0], color="black", linewidth=1, linestyle=":", label=line.label)
+    for number, line in enumerate(own):
+        axes.errorbar(
+            [100 - each for each in line.sparsity],
+            line.accuracy,
+            yerr=line.spread,
+            linestyle="-" if number < 10 else "--",
+            marker=_MARKERS[number % len(_MARKERS)],
+            color=f"C{number % 10}",
+            markersize=4,
+            capsize=2,
+            linewidth=2.5 if line.method == "scl" else 1,
+            label=line.label,
+        )
+    at = sorted({each for line in own for each in line.sparsity})
+    axes.set_xscale("log")
+    axes.invert_xaxis()
+    axes.set_xticks([100 - each for each in at], [f"{each:g}" for each in at])
+    axes.minorticks_off()
+    axes.set_xlabel("zeros, %")
+    axes.set_ylabel("test accuracy, %")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize="small")
