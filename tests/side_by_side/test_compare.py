@@ -11,7 +11,6 @@ import torch
 import gossamer
 from gossamer import cli, models
 from gossamer.methods import METHODS
-from gossamer.results import race_blocks
 from gossamer.side_by_side import Member, Race, plot
 from gossamer.side_by_side import compare as module
 from gossamer.side_by_side.compare import Comparison, compare
@@ -98,18 +97,33 @@ def test_a_command_that_is_stopped_says_how_to_go_on(
 
 
 @pytest.mark.usefixtures("tiny")
-def test_the_command_shows_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_shows_a_table(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The dense network runs with the methods, and the folder is named after the network if none is given."""
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as exit_:
         cli.main(
-            f"compare --out {tmp_path} --net lenet300 --data mnist --methods scl magnitude --sparsity 0.8 --seeds 2 "
-            f"--tier final --epochs 4 --validation 16 --device cpu --plot {tmp_path / 'race.png'}".split()
+            f"compare --net lenet300 --data mnist --methods scl magnitude --sparsity 0.5 0.8 --seeds 2 --tier final "
+            f"--epochs 4 --validation 16 --device cpu --together 6 --plot {tmp_path / 'race.png'}".split()
         )
     assert exit_.value.code == 0
     shown = capsys.readouterr().out
-    assert "gossamer (learned masks)" in shown
-    assert "80 %" in shown
+    tables = [part for part in shown.split("Final of lenet300 on mnist: 4 epochs") if "single connections" in part]
+    assert len(tables) == 2  # it fills as runs finish
+    assert METHODS["dpf"].title not in tables[0]
+    assert all(METHODS[name].title in tables[1] for name in ("dense", "scl", "dpf"))
     assert (tmp_path / "race.png").read_bytes().startswith(b"\x89PNG")
-    assert {json.loads(path.read_text())["tier"] for path in tmp_path.glob("*.json")} == {"final"}
+    folder = tmp_path / "results" / "race-lenet300"
+    records = [json.loads(path.read_text()) for path in folder.glob("*.json")]
+    assert {each["tier"] for each in records} == {"final"}
+    raced = {(each["method"], each["asked_sparsity"]) for each in records}
+    assert raced == {("dense", 0.0), ("scl", 0.5), ("scl", 0.8), ("dpf", 0.5), ("dpf", 0.8)}
+    assert len(records) == 10
+    page = (folder / "table.md").read_text()
+    mean = sum(each["accuracy"] for each in records if each["method"] == "scl" and each["asked_sparsity"] == 0.5) / 2
+    (row,) = [line for line in page.splitlines() if METHODS["scl"].title in line]
+    assert row.split("|")[3].split()[0] == f"{mean:.2f}"
 
 
 @pytest.mark.usefixtures("tiny")
@@ -181,7 +195,7 @@ def test_the_records_that_are_there_are_recognised() -> None:
 
 
 def test_the_plot_has_a_line_a_method(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    about = {"net": "resnet20", "data": "cifar10", "epochs": 50}
+    about = {"net": "resnet20", "data": "cifar10", "epochs": 50, "tier": "screening", "settings": {}}
     points = [("dense", 0.0, 92.0), ("scl", 0.9, 91.0), ("scl", 0.9, 91.5), ("scl", 0.5, 92.0), ("slimming", 0.5, 90.0)]
     records = [{"method": m, "asked_sparsity": s, "accuracy": a, **about} for m, s, a in points]
     scl = plot.lines(records)[1]
@@ -202,15 +216,6 @@ def test_what_whole_filters_cannot_do_is_left_out(tmp_path: Path) -> None:
     records = compare(comparison, tmp_path, device=CPU, progress=told.append)
     assert [record["method"] for record in records] == ["dense"]
     assert "left out: l1_filter with seed 0: sparsity=0.9 cannot be met by whole filters" in told[0]
-
-
-def test_tables_keep_whole_filters_apart() -> None:
-    common = {"settings": {"seed": 0}, "asked_sparsity": 0.5, "accuracy": 90.0, "train_loss": 0.1}
-    blocks = race_blocks([{"method": name, **common} for name in ("slimming", "scl", "dpf")])
-    assert [(title, [row[0] for row in rows]) for title, rows in blocks] == [
-        ("single connections", [METHODS["scl"].title, METHODS["dpf"].title]),
-        ("whole filters", [METHODS["slimming"].title]),
-    ]
 
 
 def test_too_few_epochs_and_no_gpu_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
