@@ -96,7 +96,7 @@ class Compare:
     """Network out of `gossamer list`, for `data`: a set of images."""
     data: str = "cifar10"
     methods: tuple[str, ...] = ("scl", "dpf")
-    """Names out of `gossamer list`, or all; the dense network always runs with them."""
+    """Names out of `gossamer list`, or all, or with settings: autoprune:two_pass=True. dense always runs with them."""
     sparsity: tuple[float, ...] = (0.9, 0.95, 0.98)
     seeds: int = 3
     tier: Literal["screening", "final"] = "screening"

@@ -54,14 +54,16 @@ def test_scl_estimators_and_feature_scale(estimator: str, slope: object) -> None
 
 
 @pytest.mark.parametrize("two_pass", [False, True])
-def test_autoprune_forgets_the_size_of_the_weight(two_pass: bool) -> None:
-    options = {"estimator": "leaky_relu", "alpha": 0.2, "mask_lr": 0.1, "two_pass": two_pass}
+@pytest.mark.parametrize("estimator", ["leaky_relu", "softplus"])
+def test_autoprune_forgets_the_size_of_the_weight(estimator: str, two_pass: bool) -> None:
+    options = {"estimator": estimator, "alpha": 0.2, "mask_lr": 0.1, "two_pass": two_pass}
     rule, weights, timeline = begin("autoprune", 0.6, **options)
     m = np.abs(weights.numpy()[0])
     for number in range(10):
         w, g = weights.numpy()[0].copy(), gradient_like(weights, number).numpy()[0]
         _, gradient = step(rule, weights, timeline, number)
-        direction = g * np.sign(w) * np.where(m > 0, 1.0, 0.2)
+        slope = 1 / (1 + np.exp(-m)) if estimator == "softplus" else np.where(m > 0, 1.0, 0.2)
+        direction = g * np.sign(w) * slope
         rate = 0.1 * cosine(number)
         if two_pass:
             rate *= 2 * (number % 2)

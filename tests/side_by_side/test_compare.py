@@ -70,6 +70,22 @@ def test_one_record_a_run_and_none_twice(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.usefixtures("tiny")
+def test_variants_of_a_method_race_each_other(tmp_path: Path) -> None:
+    variants = ("autoprune", "autoprune:estimator=leaky_relu,two_pass=True", "lottery:rewind=weights", "scl:distil=0.5")
+    records = compare(replace(SMALL, methods=("dense", *variants)), tmp_path, device=CPU)
+    assert [record["method"] for record in records] == ["dense", "autoprune", "autoprune", "lottery", "scl"]
+    assert [records[number]["settings"]["two_pass"] for number in (1, 2)] == [False, True]
+    assert records[3]["settings"]["rewind"] == "weights"
+    page = (tmp_path / "table.md").read_text()
+    title = METHODS["autoprune"].title
+    assert f"| {title} |" in page
+    assert f"| {title}, estimator=leaky_relu, two_pass=True |" in page
+    for wrong in ("scl:mask_lr", "scl:rewind=rate"):
+        with pytest.raises(ValueError, match="expected scl:SETTING=VALUE with one of weight_decay, mask_lr"):
+            compare(replace(SMALL, methods=(wrong,)), tmp_path, device=CPU)
+
+
+@pytest.mark.usefixtures("tiny")
 def test_networks_are_left_beside_their_records(tmp_path: Path) -> None:
     (record,) = compare(replace(SMALL, methods=("scl",)), tmp_path, device=CPU, save_models=True)
     (path,) = tmp_path.glob("*.safetensors")

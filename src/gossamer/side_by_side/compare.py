@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, get_type_hints
 
 import torch
 from torch import nn
@@ -20,13 +20,15 @@ from torch import nn
 from gossamer import data, models
 from gossamer.checkpoint import save
 from gossamer.data.sets import ImageSet
-from gossamer.methods import METHODS, Layout
+from gossamer.methods import METHODS, Layout, find
 from gossamer.methods.filters import check_reach
 from gossamer.results import race_page
 from gossamer.select import select
 from gossamer.side_by_side.entries import Member, Race, run_race
 from gossamer.side_by_side.lanes import Outcome
 from gossamer.side_by_side.plot import accuracy_against_sparsity, can_draw, check
+from gossamer.side_by_side.training import Training
+from gossamer.training.values import parse
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +51,7 @@ class Comparison:
 
     net: str
     data: str
-    methods: tuple[str, ...] = tuple(METHODS)
+    methods: tuple[str, ...] = tuple(METHODS)  # or with settings of its own: "autoprune:estimator=leaky_relu"
     sparsity: tuple[float, ...] = (0.9, 0.95, 0.98)
     seeds: int = 3
     epochs: int = 50
@@ -67,11 +69,25 @@ class Comparison:
 
     def members(self) -> list[Member]:
         return [
-            Member(seed=seed, method=method, sparsity=sparsity)
-            for method in self.methods
+            Member.of(seed, method, sparsity, **settings)
+            for method, settings in map(entrant, self.methods)
             for sparsity in (self.sparsity if method != "dense" else (0.0,))
             for seed in range(self.seeds)
         ]
+
+
+def entrant(text: str) -> tuple[str, dict[str, Any]]:
+    """A method and settings, its own or of its training, out of METHOD or METHOD:NAME=VALUE,NAME=VALUE."""
+    name, _, told = text.partition(":")
+    rule = find(name)
+    kinds = {"weight_decay": float, **get_type_hints(rule.options), **get_type_hints(Training)}
+    settings = {}
+    for assignment in filter(None, told.split(",")):
+        key, equals, value = assignment.partition("=")
+        if not equals or key not in kinds:
+            raise ValueError(f"expected {name}:SETTING=VALUE with one of {', '.join(kinds)}, got {text!r}")
+        settings[key] = parse(kinds[key], key, value)
+    return rule.name, settings
 
 
 def compare(
