@@ -8,9 +8,9 @@ connections than planned, and falls in the same way while there are less. Then p
 loss asks for return (regrowth).
 Reference: Barbulescu et al. 2025, Hyperflux: Pruning Reveals the Importance of Weights (arXiv 2504.05349).
 Ours: the plan is our cubic, and pressure is off in the stabilise phase. From there on the largest t stay, exactly as
-many as the budget, so that what regrows takes the place of the weakest. In phases of less than 4,000 steps masks are
-faster: the first of them shall come to zero within a twentieth of the phase. Weights are those of our warmed-up network
-instead of a fully trained one.
+many as the budget, so that what regrows takes the place of the weakest. The learning rate of the masks is meant for
+12,500 steps of pressure and scaled to the length of that phase, so that masks come as far in long and short runs, and
+goes to zero on a cosine. Weights are those of our warmed-up network instead of a fully trained one.
 """
 
 from collections.abc import Sequence
@@ -25,12 +25,13 @@ from gossamer.methods.rule import DenseGradient, Layout, Options, Request, Timel
 
 _FIRST, _SECOND, _EPSILON = 0.9, 0.999, 1e-8  # Adam's
 _LOOKS = 100  # of the controller, in the phase in which connections go
+_LENGTH = 12_500  # steps of that phase for which the learning rate is meant
 _SPREAD, _DEPTH = 2.5, 1.5  # the largest t at the start, and where pressure ends below zero, in starts
 
 
 @dataclass(frozen=True)
 class HyperfluxOptions(Options):
-    mask_lr: float = 1e-3
+    mask_lr: float = 1e-3  # in a phase of 12,500 steps, in others in proportion
     start: float = 0.2  # the smallest t
     step: float = 0.3  # of the controller
 
@@ -51,7 +52,7 @@ class Hyperflux(DenseGradient[HyperfluxOptions]):
         self._timeline, self._pressing = timeline, timeline.plan.sparsify
         self._every = max(1, self._pressing // _LOOKS)
         settings = [request.settings for request in requests]
-        self._rate = timeline.annealed([max(each.mask_lr, 20 * each.start / self._pressing) for each in settings])
+        self._rate = timeline.annealed([each.mask_lr * _LENGTH / self._pressing for each in settings])
         keep = [layout.keep(request.sparsity) for request in requests]
         self._planned = timeline.budgets(layout.count, keep)
         self._step = column([each.step for each in settings], weights)

@@ -17,7 +17,7 @@ from typing import Any, get_type_hints
 import torch
 from torch import nn
 
-from gossamer import data, models
+from gossamer import data
 from gossamer.checkpoint import save
 from gossamer.data.sets import ImageSet
 from gossamer.methods import METHODS, Layout, find
@@ -28,6 +28,8 @@ from gossamer.side_by_side.entries import Member, Race, run_race
 from gossamer.side_by_side.lanes import Outcome
 from gossamer.side_by_side.plot import accuracy_against_sparsity, can_draw, check
 from gossamer.side_by_side.training import Training
+from gossamer.training import networks
+from gossamer.training.run import Run
 from gossamer.training.values import parse
 
 
@@ -55,7 +57,7 @@ class Comparison:
     sparsity: tuple[float, ...] = (0.9, 0.95, 0.98)
     seeds: int = 3
     epochs: int = 50
-    validation: int = 5000  # training images held out; 0 trains on all of them
+    validation: int = 5000  # training images held out, a tenth where there are not so many; 0 trains on all of them
     commit: str = "unknown"
     tier: str = "screening"
 
@@ -110,11 +112,14 @@ def compare(
     """
     if plot is not None:
         check()
-    race, paths = comparison.race(), {}
+    race, run, paths = comparison.race(), Run(model=comparison.net, data=comparison.data), {}
     for member in _possible(comparison, progress):
         paths[member] = out / f"{comparison.net}-{member.method}-{_name(comparison, race, [member])}.json"
     missing = [member for member, path in paths.items() if not path.exists()]
     images = _images(comparison) if missing else None
+    if images is not None:
+        network = networks.create(run, images.num_classes)
+        networks.check_shapes(run, network, torch.zeros(2, *images.input_shape), images.num_classes)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
 
     for first in range(0, len(missing), together):
@@ -133,7 +138,7 @@ def compare(
             race,
             runs,
             images,
-            lambda: models.create(comparison.net, num_classes=classes),  # noqa: B023 - called before the loop goes on
+            lambda: networks.create(run, classes),  # noqa: B023 - called before the loop goes on
             device=device,
             dtype=dtype,
             progress=progress,
@@ -144,7 +149,7 @@ def compare(
         seconds = time.perf_counter() - start
         out.mkdir(parents=True, exist_ok=True)
         for member, outcome in zip(runs, outcomes, strict=True):
-            content = {**record(member, outcome, race, seconds, len(runs)), **_shared(comparison)}
+            content = {**record(member, outcome, race, seconds, len(runs)), **_shared(comparison, images)}
             temporary = paths[member].with_suffix(".partial")
             temporary.write_text(json.dumps(content, indent=1))
             temporary.replace(paths[member])
@@ -193,7 +198,7 @@ def record(member: Member, outcome: Outcome, race: Race, seconds: float, togethe
 
 def _possible(comparison: Comparison, progress: Callable[[str], None]) -> list[Member]:
     """The runs that are asked for, without those that whole filters are too coarse for; these are told."""
-    weights = select(models.create(comparison.net))
+    weights = select(networks.create(Run(model=comparison.net), num_classes=10))
     layout = Layout(
         tuple(weight.name for weight in weights), tuple(tuple(weight.parameter.shape) for weight in weights)
     )
@@ -208,12 +213,12 @@ def _possible(comparison: Comparison, progress: Callable[[str], None]) -> list[M
     return found
 
 
-def _shared(comparison: Comparison) -> dict[str, Any]:
+def _shared(comparison: Comparison, images: ImageSet) -> dict[str, Any]:
     return {
         "tier": comparison.tier,
         "net": comparison.net,
         "data": comparison.data,
-        "validation_images": comparison.validation,
+        "validation_images": 0 if images.validation is None else len(images.validation),
         "commit": comparison.commit,
     }
 
@@ -239,4 +244,7 @@ def _images(comparison: Comparison) -> ImageSet:
     images = data.load(comparison.data)
     if not isinstance(images, ImageSet):
         raise ValueError(f"expected a set of images that fits the device, such as cifar10, got {comparison.data!r}")
-    return images.split(comparison.validation) if comparison.validation else images
+    if not comparison.validation:
+        return images
+    enough = comparison.validation < len(images.train)
+    return images.split(comparison.validation if enough else len(images.train) // 10)
