@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from gossamer.methods import METHODS
-from gossamer.results import labels, race_blocks, race_page
+from gossamer.results import labels, plot, race_blocks, race_page
 from gossamer.results.races import race_table, races
 
 
@@ -111,3 +111,19 @@ def test_every_length_and_tier_has_its_section(page: str) -> None:
 
 def test_runs_that_try_settings_are_in_no_race(page: str) -> None:
     assert "11.11" not in page
+
+
+def test_the_plot_has_a_line_a_method(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    points = [("dense", 0.0, 92.0), ("scl", 0.9, 91.0), ("scl", 0.9, 91.5), ("scl", 0.5, 92.0), ("slimming", 0.5, 90.0)]
+    records = [record(*point) for point in points]
+    scl = plot.lines(records)[1]
+    assert (scl.sparsity, scl.accuracy) == ((50.0, 90.0), (92.0, 91.25))
+    assert scl.spread == (0.0, pytest.approx(0.5 / 2**0.5))
+    plot.accuracy_against_sparsity(records, tmp_path / "race.svg")
+    drawn = (tmp_path / "race.svg").read_text()
+    plot.accuracy_against_sparsity(records, tmp_path / "again.svg")
+    assert (tmp_path / "again.svg").read_text() == drawn
+    assert all(METHODS[name].title in drawn for name in ("dense", "scl", "slimming"))
+    monkeypatch.setattr(plot.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ImportError, match="pip install 'gossamer\\[plot\\]'"):
+        plot.accuracy_against_sparsity(records, tmp_path / "race.svg")

@@ -11,7 +11,7 @@ import torch
 import gossamer
 from gossamer import cli, models
 from gossamer.methods import METHODS
-from gossamer.side_by_side import Member, Race, plot
+from gossamer.side_by_side import Member, Race
 from gossamer.side_by_side import compare as module
 from gossamer.side_by_side.compare import Comparison, compare
 from gossamer.side_by_side.entries import lanes_of
@@ -76,7 +76,7 @@ def test_variants_of_a_method_race_each_other(tmp_path: Path) -> None:
     assert [record["method"] for record in records] == ["dense", "autoprune", "autoprune", "lottery", "scl"]
     assert [records[number]["settings"]["two_pass"] for number in (1, 2)] == [False, True]
     assert records[3]["settings"]["rewind"] == "weights"
-    page = (tmp_path / "table.md").read_text()
+    page = (tmp_path / "screening.md").read_text()
     title = METHODS["autoprune"].title
     assert f"| {title} |" in page
     assert f"| {title}, estimator=leaky_relu, two_pass=True |" in page
@@ -136,7 +136,7 @@ def test_the_command_shows_a_table(
     raced = {(each["method"], each["asked_sparsity"]) for each in records}
     assert raced == {("dense", 0.0), ("scl", 0.5), ("scl", 0.8), ("dpf", 0.5), ("dpf", 0.8)}
     assert len(records) == 10
-    page = (folder / "table.md").read_text()
+    page = (folder / "final.md").read_text()
     mean = sum(each["accuracy"] for each in records if each["method"] == "scl" and each["asked_sparsity"] == 0.5) / 2
     (row,) = [line for line in page.splitlines() if METHODS["scl"].title in line]
     assert row.split("|")[3].split()[0] == f"{mean:.2f}"
@@ -208,21 +208,6 @@ def test_the_records_that_are_there_are_recognised() -> None:
         assert path.name == f"resnet20-{member.method}-{name}.json"
         recognised += 1
     assert recognised > 30
-
-
-def test_the_plot_has_a_line_a_method(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    about = {"net": "resnet20", "data": "cifar10", "epochs": 50, "tier": "screening", "settings": {}}
-    points = [("dense", 0.0, 92.0), ("scl", 0.9, 91.0), ("scl", 0.9, 91.5), ("scl", 0.5, 92.0), ("slimming", 0.5, 90.0)]
-    records = [{"method": m, "asked_sparsity": s, "accuracy": a, **about} for m, s, a in points]
-    scl = plot.lines(records)[1]
-    assert (scl.sparsity, scl.accuracy) == ((50.0, 90.0), (92.0, 91.25))
-    assert scl.spread == (0.0, pytest.approx(0.5 / 2**0.5))
-    plot.accuracy_against_sparsity(records, tmp_path / "race.svg")
-    drawn = (tmp_path / "race.svg").read_text()
-    assert all(METHODS[name].title in drawn for name in ("dense", "scl", "slimming"))
-    monkeypatch.setattr(plot.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ImportError, match="pip install 'gossamer\\[plot\\]'"):
-        plot.accuracy_against_sparsity(records, tmp_path / "race.svg")
 
 
 @pytest.mark.usefixtures("tiny")

@@ -123,8 +123,9 @@ def races(root: Path) -> str:
         "seeds (their number in brackets where it is another). Batch 64, cosine learning rate from 0.1 to 0, one H200, "
         "runs side by side; settings were chosen on held-out images. A row names what differs from the defaults.",
     ]
-    for epochs, final in by_epochs(records, "final"):
+    for number, (epochs, final) in enumerate(by_epochs(records, "final")):
         parts += [f"### Final: {epochs} epochs on all 50,000 training images", *_tables(final)]
+        parts += _drawing(root, "final") if number == 0 else []
         parts += _more("Training loss in the last epoch", final, "train_loss")
     for epochs, screening in by_epochs(records, "screening"):
         current = [record for record in screening if "validation_images" in record]
@@ -132,6 +133,7 @@ def races(root: Path) -> str:
             parts += [
                 f"### Screening: {epochs} epochs on 45,000 images, 5,000 held out (`gossamer compare`)",
                 *_tables(current),
+                *_drawing(root, "screening"),
                 *_more("Accuracy on the images held out", current, "validation_accuracy"),
                 *_more("Training loss in the last epoch", current, "train_loss"),
             ]
@@ -175,6 +177,12 @@ def by_epochs(records: Sequence[Record], tier: str) -> list[tuple[int, list[Reco
     own = [record for record in records if record["tier"] == tier]
     lengths = sorted({record["epochs"] for record in own}, reverse=True)
     return [(epochs, [record for record in own if record["epochs"] == epochs]) for epochs in lengths]
+
+
+def _drawing(root: Path, tier: str) -> list[str]:
+    """The plot of the longest runs of a tier, where it has been drawn."""
+    file = f"race-resnet20/{tier}.svg"
+    return [f"![accuracy against sparsity](../results/{file})"] if (root / file).exists() else []
 
 
 def _more(summary: str, records: Sequence[Record], key: str) -> list[str]:

@@ -23,10 +23,10 @@ from gossamer.data.sets import ImageSet
 from gossamer.methods import METHODS, Layout, find
 from gossamer.methods.filters import check_reach
 from gossamer.results import race_page
+from gossamer.results.plot import accuracy_against_sparsity, can_draw, check
 from gossamer.select import select
 from gossamer.side_by_side.entries import Member, Race, run_race
 from gossamer.side_by_side.lanes import Outcome
-from gossamer.side_by_side.plot import accuracy_against_sparsity, can_draw, check
 from gossamer.side_by_side.training import Training
 from gossamer.training import networks
 from gossamer.training.run import Run
@@ -106,9 +106,9 @@ def compare(
 ) -> list[dict[str, Any]]:
     """Train what has no record in `out` yet, `together` runs at a time, and return all the records.
 
-    Whenever records have been added, and where there were all, table.md beside them and the plot are made of those that
-    there are, and `finished` is given them. The plot is accuracy.svg if not `plot`, where matplotlib is installed. With
-    `save_models` each network is left beside its record, as a file for `gossamer.load`.
+    Whenever records have been added, and where there were all, a table (TIER.md beside them) and the plot are made of
+    those that there are, and `finished` is given them. The plot is TIER.svg if not `plot`, where matplotlib is there.
+    With `save_models` each network is left beside its record, as a file for `gossamer.load`.
     """
     if plot is not None:
         check()
@@ -156,18 +156,20 @@ def compare(
         checkpoint.unlink(missing_ok=True)
         finished(_publish(paths.values(), out, plot))
     records = _publish(paths.values(), out, plot)
-    if not missing:
+    if not missing and records:
         finished(records)
-    progress(f"records and table.md are in {out}")
+    progress(f"the records and their table, {comparison.tier}.md, are in {out}")
     return records
 
 
 def _publish(paths: Iterable[Path], out: Path, plot: Path | None) -> list[dict[str, Any]]:
     """The records that there are, after their table and plot have been written."""
     records = [json.loads(path.read_text()) for path in paths if path.exists()]
-    (out / "table.md").write_text(race_page(records))
-    if plot is not None or can_draw():
-        accuracy_against_sparsity(records, plot or out / "accuracy.svg")
+    if records:
+        tier = records[0]["tier"]
+        (out / f"{tier}.md").write_text(race_page(records))
+        if plot is not None or can_draw():
+            accuracy_against_sparsity(records, plot or out / f"{tier}.svg")
     return records
 
 

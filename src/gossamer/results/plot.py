@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from gossamer.methods import find
-from gossamer.results import Record, labels
+from gossamer.results.races import labels
+from gossamer.results.records import Record
 
 _MARKERS = "osD^v<>PXp"  # with the ten colours twice, so that each of twenty lines has its own pair
 
@@ -52,7 +53,8 @@ def lines(records: Sequence[Record]) -> list[Line]:
 def accuracy_against_sparsity(records: Sequence[Record], path: Path) -> None:
     """Draw the records into a file; what kind of file its name says. Whole filters have a panel of their own."""
     check()
-    from matplotlib.figure import Figure  # optional
+    from matplotlib import rc_context  # optional
+    from matplotlib.figure import Figure
 
     drawn = lines(records)
     dense = [line for line in drawn if line.method == "dense"]
@@ -61,7 +63,7 @@ def accuracy_against_sparsity(records: Sequence[Record], path: Path) -> None:
         for title, structured in (("single connections", False), ("whole filters", True))
         if (own := [line for line in drawn if find(line.method).structured is structured and line not in dense])
     ] or [("", [])]
-    figure = Figure(figsize=(8 * len(panels), 6), layout="constrained")
+    figure = Figure(figsize=(8 * len(panels), 7), layout="constrained")
     for axes, (title, own) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
         _draw(axes, dense, own)
         axes.set_title(title)
@@ -69,7 +71,9 @@ def accuracy_against_sparsity(records: Sequence[Record], path: Path) -> None:
     run = f"{first['tier']}: {first['net']} on {first['data']}, {first['epochs']} epochs"
     figure.suptitle(f"{run}, mean ± standard deviation over seeds")
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
+    # The same records give the same file.
+    with rc_context({"svg.hashsalt": "gossamer", "svg.fonttype": "none"}):
+        figure.savefig(path, metadata={"Date": None} if path.suffix in (".svg", ".svgz") else None)
 
 
 def _draw(axes: Any, dense: Sequence[Line], own: Sequence[Line]) -> None:
@@ -97,4 +101,4 @@ def _draw(axes: Any, dense: Sequence[Line], own: Sequence[Line]) -> None:
     axes.set_xlabel("zeros, %")
     axes.set_ylabel("test accuracy, %")
     axes.grid(alpha=0.3)
-    axes.legend(fontsize="small")
+    axes.legend(fontsize="small", loc="upper center", bbox_to_anchor=(0.5, -0.1), ncols=2, frameon=False)
