@@ -49,14 +49,14 @@ def test_a_row_a_method_and_a_column_a_sparsity() -> None:
 def test_a_row_says_what_differs_from_the_defaults() -> None:
     runs = [
         record("scl", 0.9, 90.0),
-        record("scl", 0.9, 90.0, settings={"mask_lr": 0.03, "distil": 0.5}),
+        record("scl", 0.9, 90.0, settings={"mask_lr": 0.03, "shares": [0.2, 0.8]}),
         record("dpf", 0.9, 90.0, settings={"mask_lr": 0.03, "weight_decay": 5e-4}),  # as early records have it
         record("scl", 0.9, 90.0, race={"warmup": 10, "sparsify": 20, "label_smoothing": 0.1}),
     ]
     title = METHODS["scl"].title
     assert labels([runs[0], *runs])[1:] == [
         title,
-        f"{title}, mask_lr=0.03, distil=0.5",
+        f"{title}, mask_lr=0.03, shares=0.2+0.8",
         f"{METHODS['dpf'].title}, weight_decay=0.0005",
         f"{title}, label_smoothing=0.1, phases=10+20+8+12",
     ]

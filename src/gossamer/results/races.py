@@ -88,7 +88,13 @@ def _changes(record: Record, usual_race: dict[str, Any]) -> list[str]:
     if changed.keys() & _PHASES:
         phases = "+".join(str(record["race"][name]) for name in ("warmup", "sparsify", "stabilise", "finetune"))
         changed = {name: value for name, value in changed.items() if name not in _PHASES} | {"phases": phases}
-    return [f"{name}={value:g}" if isinstance(value, float) else f"{name}={value}" for name, value in changed.items()]
+    return [f"{name}={_said(value)}" for name, value in changed.items()]
+
+
+def _said(value: Any) -> str:
+    if isinstance(value, list):
+        return "+".join(map(_said, value))
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _usual_race(records: Sequence[Record]) -> dict[str, Any]:

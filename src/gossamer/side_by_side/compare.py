@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, get_type_hints
+from typing import Any, get_args, get_origin, get_type_hints
 
 import torch
 from torch import nn
@@ -82,7 +82,9 @@ def entrant(text: str) -> tuple[str, dict[str, Any]]:
     """A method and settings, its own or of its training, out of METHOD or METHOD:NAME=VALUE,NAME=VALUE."""
     name, _, told = text.partition(":")
     rule = find(name)
-    kinds = {"weight_decay": float, **get_type_hints(rule.options), **get_type_hints(Training)}
+    declared = {"weight_decay": float, **get_type_hints(rule.options), **get_type_hints(Training)}
+    # Without lists, which could not be told from the next setting.
+    kinds = {key: kind for key, kind in declared.items() if not any(map(get_origin, get_args(kind)))}
     settings = {}
     for assignment in filter(None, told.split(",")):
         key, equals, value = assignment.partition("=")
