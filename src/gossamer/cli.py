@@ -122,8 +122,8 @@ class Reproduce:
     """Repeat an exhibit of the paper and show its table."""
 
     exhibit: tyro.conf.Positional[Literal["map-fitting", "mnist"]]
-    out: Path
-    """Folder for the records; what is there already is not computed again."""
+    out: Path | None = None
+    """Folder for the records (results/EXHIBIT); what is there already is not computed again."""
     seeds: int = 3
     steps: int = 2000
     """Of map-fitting."""
@@ -343,14 +343,13 @@ def _compare(command: Compare, console: Console) -> None:
 
 
 def _reproduce(command: Reproduce, console: Console) -> None:
+    out = command.out or Path("results") / command.exhibit
     if command.exhibit == "map-fitting":
-        records = map_fitting.reproduce(command.out, seeds=command.seeds, steps=command.steps, progress=console.print)
+        records = map_fitting.reproduce(out, seeds=command.seeds, steps=command.steps, progress=console.print)
         console.print(tables.of_map_fitting(map_fitting_rows(records)))
         return
     device = join(command.device).device
-    records = mnist.reproduce(
-        command.out, seeds=command.seeds, epochs=command.epochs, device=device, progress=console.print
-    )
+    records = mnist.reproduce(out, seeds=command.seeds, epochs=command.epochs, device=device, progress=console.print)
     for head, rows in (mnist_decay_table(records), mnist_estimator_table(records)):
         console.print(tables.of_rows(head, rows))
 

@@ -1,4 +1,4 @@
-"""Accuracy against sparsity, a line a method, from the records of a comparison. Needs matplotlib."""
+"""Plots of records: accuracy against sparsity, a line a method; learning curves of map fitting. Need matplotlib."""
 
 import importlib.util
 import statistics
@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from gossamer.methods import find
+from gossamer.results.exhibits import best_of, rates_of
 from gossamer.results.races import labels
 from gossamer.results.records import Record
 
@@ -53,8 +54,7 @@ def lines(records: Sequence[Record]) -> list[Line]:
 def accuracy_against_sparsity(records: Sequence[Record], path: Path) -> None:
     """Draw the records into a file; what kind of file its name says. Whole filters have a panel of their own."""
     check()
-    from matplotlib import rc_context  # optional
-    from matplotlib.figure import Figure
+    from matplotlib.figure import Figure  # optional
 
     drawn = lines(records)
     dense = [line for line in drawn if line.method == "dense"]
@@ -70,10 +70,44 @@ def accuracy_against_sparsity(records: Sequence[Record], path: Path) -> None:
     first = records[0]
     run = f"{first['tier']}: {first['net']} on {first['data']}, {first['epochs']} epochs"
     figure.suptitle(f"{run}, mean ± standard deviation over seeds")
+    _write(figure, path)
+
+
+def map_fitting_curves(records: Sequence[Record], path: Path) -> None:
+    """The figure of the paper: errors by estimator, normalised (solid) and raw (dashed), mean over seeds.
+
+    At the rate of the table, 0.1 and constant, and at the best rate of each on a cosine.
+    """
+    check()
+    from matplotlib.figure import Figure  # optional
+
+    figure = Figure(figsize=(12, 5), layout="constrained")
+    panels = zip(figure.subplots(1, 2, sharey=True), ("constant", "cosine"), strict=True)
+    for axes, anneal in panels:
+        for number, record in enumerate(records):
+            for scale, style in (("batch", "-"), ("none", "--")):
+                groups = rates_of(record, scale, anneal)
+                chosen = groups[0.1] if anneal == "constant" else best_of(groups)
+                curve = [statistics.mean(errors) for errors in zip(*(each["curve"] for each in chosen), strict=True)]
+                steps = [record["steps"] * point / len(curve) for point in range(len(curve))]
+                label = f"{chosen[0]['fit']['estimator']}, {'normalised' if scale == 'batch' else 'raw'}"
+                axes.plot(steps, curve, style, color=f"C{number}", linewidth=1.5, label=label)
+        axes.set_title("mask rate 0.1, constant" if anneal == "constant" else "best mask rate of each, cosine to zero")
+        axes.set_yscale("log")
+        axes.set_xlabel("steps")
+        axes.grid(alpha=0.3)
+        axes.set_ylabel("mean squared error" if anneal == "constant" else "")
+    axes.legend(fontsize="small", loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
+    _write(figure, path)
+
+
+def _write(figure: Any, path: Path) -> None:
+    """The same records give the same file."""
+    from matplotlib import rc_context
+
     path.parent.mkdir(parents=True, exist_ok=True)
-    # The same records give the same file.
     with rc_context({"svg.hashsalt": "gossamer", "svg.fonttype": "none"}):
-        figure.savefig(path, metadata={"Date": None} if path.suffix in (".svg", ".svgz") else None)
+        figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
 
 
 def _draw(axes: Any, dense: Sequence[Line], own: Sequence[Line]) -> None:
