@@ -162,7 +162,7 @@ def _settings_table(records: Sequence[Record]) -> tuple[list[str], list[list[str
         groups[record["asked_sparsity"], label].append(record)
 
     def held_out(group: Sequence[Record]) -> float:
-        return statistics.mean(record["validation_accuracy"] for record in group)
+        return float(statistics.mean(record["validation_accuracy"] for record in group))
 
     rows = [
         [
@@ -197,5 +197,8 @@ def _more(summary: str, records: Sequence[Record], key: str) -> list[str]:
 
 
 def _tables(records: Sequence[Record], key: str = "accuracy") -> list[str]:
-    (_, *first), *others = race_blocks(records, key)
-    return [table(*first), *(text for title, *own in others for text in (f"{title.capitalize()}:", table(*own)))]
+    parts: list[str] = []
+    for title, head, rows in race_blocks(records, key):
+        parts += [f"{title.capitalize()}:"] if parts else []
+        parts.append(table(head, rows))
+    return parts
