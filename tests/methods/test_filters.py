@@ -30,6 +30,18 @@ def test_equal_shares_come_as_near_as_whole_filters_can() -> None:
         equal_share(FILTERS, 0.9)
 
 
+@pytest.mark.parametrize(("share", "paper"), [(0.1, 0.241), (0.2, 0.214), (0.3, 0.188)])
+def test_filters_are_counted_as_in_the_paper(share: float, paper: float) -> None:
+    """Its table of ResNet-20: millions of weights that are left when that share of the filters goes."""
+    shapes = tuple(tuple(each.shape) for each in ResNet(20).parameters() if each.dim() > 1)
+    layout = Layout(tuple(map(str, range(len(shapes)))), shapes)
+    kept = equal_share(layout, share)
+    weights = sum(count * size // shape[0] for count, shape, size in zip(kept, shapes, layout.sizes, strict=True))
+    assert weights / 1e6 == pytest.approx(paper, abs=0.0025)
+    filters = [(count, shape[0]) for count, shape in zip(kept, shapes, strict=True) if len(shape) > 2]
+    assert 1 - sum(count for count, _ in filters) / sum(all_ for _, all_ in filters) == pytest.approx(share, abs=0.01)
+
+
 def test_l1_takes_the_filters_with_the_smallest_sum() -> None:
     rule, weights, timeline = begin("l1_filter", 40 / 96, layout=FILTERS)
     sums = [np.abs(part).sum(1) for part in (weights[0, :48].view(8, 6).numpy(), weights[0, 48:80].view(4, 8).numpy())]
