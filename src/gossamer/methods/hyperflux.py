@@ -52,7 +52,7 @@ class Hyperflux(DenseGradient[HyperfluxOptions]):
         self._timeline, self._pressing = timeline, timeline.plan.sparsify
         self._every = max(1, self._pressing // _LOOKS)
         settings = [request.settings for request in requests]
-        self._rate = timeline.annealed([each.mask_lr * _LENGTH / self._pressing for each in settings])
+        self._rate = timeline.annealed([each.mask_lr * _LENGTH / max(1, self._pressing) for each in settings])
         keep = [layout.keep(request.sparsity) for request in requests]
         self._planned = timeline.budgets(layout.count, keep)
         self._step = column([each.step for each in settings], weights)
