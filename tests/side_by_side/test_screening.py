@@ -65,9 +65,11 @@ def write(runs: list[Any], **accuracies: tuple[float, ...]) -> None:
 
 
 def test_the_best_on_held_out_images_is_chosen_and_differences_are_paired(screen: ModuleType, tmp_path: Path) -> None:
-    tried = [each for each in screen.HYPOTHESES if each.name in ("default", "magnitude", "curvature 1", "peak rate .2")]
+    tried = [
+        each for each in screen.HYPOTHESES if each.name in ("default", "magnitude", "curvature 1", "label smoothing .1")
+    ]
     runs = screen.plan_screening(tried, RACE, 0.95, tmp_path)
-    write(runs, default=(87.0, 88.0, 89.0), magnitude=(95.0,) * 3, curvature=(87.2, 88.3, 89.4), peak=(99.0,) * 3)
+    write(runs, default=(87.0, 88.0, 89.0), magnitude=(95.0,) * 3, curvature=(87.2, 88.3, 89.4), label=(99.0,) * 3)
     assert screen.choose(runs, 1) == {"curvature 1": {"curvature": 1.0}}  # not magnitude, not another race
     lines = [line for line in screen.table(runs, "validation_accuracy") if line.startswith("curvature 1")]
     assert "88.30 ± 1.10" in lines[0]
