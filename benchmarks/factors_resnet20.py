@@ -136,6 +136,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     told = parser.parse_args(arguments)
     told.out.mkdir(parents=True, exist_ok=True)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    torch.backends.cudnn.benchmark = True
     race = Comparison("resnet20", "cifar10", epochs=told.epochs).race()
     if told.tiny:
         race = Race(2, 3, 1, 2, batch_size=16)

@@ -2,10 +2,12 @@
 
     python benchmarks/screen_resnet20.py --stage screening --budget-seconds 1400 --chosen chosen.json
     python benchmarks/screen_resnet20.py --stage final --settings chosen.json --epochs 350
+    python benchmarks/screen_resnet20.py --stage normalisation
 
 Screening: 50 epochs, 5,000 images held out, three seeds each; the table is by accuracy on those images, with the
 difference to the default in runs of the same seed (same trunk, same batches). The test accuracy is in the records and
-is not looked at. Final: the chosen settings at 50 to 98 % zeros with the dense network and two peers, on all training
+is not looked at. Normalisation: the same for the paper's scale of mask gradients, with the exact budget and with fixed
+λ1, in which the sparsity is what comes out. Final: the chosen settings at 50 to 98 % zeros with the dense network and two peers, on all training
 images. One JSON record a run; a run that has one is not trained again, and a race that was cut short goes on.
 """
 
@@ -42,10 +44,11 @@ class Hypothesis:
     name: str
     settings: dict[str, Any] = field(default_factory=dict)
     race: dict[str, Any] = field(default_factory=dict)  # what all runs of its race share
+    seeds: tuple[int, ...] = SEEDS
 
     def members(self, sparsity: float) -> list[Member]:
         asked = {"sparsity": 0.0 if self.settings.get("method") == "dense" else sparsity, **self.settings}
-        return [Member.of(seed, **asked) for seed in SEEDS]
+        return [Member.of(seed, **asked) for seed in self.seeds]
 
 
 DISTIL = {"distil": 0.5, "temperature": 4.0}
@@ -94,6 +97,28 @@ HYPOTHESES = (
     Hypothesis("shorter warm-up", {"phases": (0.1, 0.44, 0.18, 0.28)}),
     Hypothesis("peak rate .2", {"peak_rate": 0.2}),
     Hypothesis("label smoothing .1", race={"label_smoothing": 0.1}),
+)
+
+RAW, BY_FEATURE = {"feature_power": 0.0, "global_power": 0.0}, {"feature_power": 1.0, "global_power": 0.0}
+FROM_ONE = {"start_value": 1.0}
+NORMALISATION = (
+    Hypothesis("default"),
+    Hypothesis("from one", FROM_ONE),
+    Hypothesis("by feature, from one", {**BY_FEATURE, **FROM_ONE, "mask_lr": 0.1}),
+    *(Hypothesis(f"by feature, rate {rate:g}", {**BY_FEATURE, "mask_lr": rate}) for rate in (0.001, 0.01, 0.1)),
+    *(
+        Hypothesis(
+            f"fixed decay {decay:g}, {name}",
+            {**scale, **FROM_ONE, "mask_lr": rate, "anneal": "step", "decay": decay},
+            seeds=(0,),
+        )
+        for name, scale, rate, decays in (
+            ("by feature, rate .1", BY_FEATURE, 0.1, (0.001, 0.003, 0.01, 0.03)),
+            ("raw, rate .1", RAW, 0.1, (1e-5, 1e-4, 1e-3)),
+            ("raw, rate 30", RAW, 30.0, (1e-6, 3e-6, 1e-5, 3e-5)),
+        )
+        for decay in decays
+    ),
 )
 
 
@@ -269,7 +294,7 @@ def say(line: str) -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("results/race-resnet20"))
-    parser.add_argument("--stage", choices=["screening", "final"], default="screening")
+    parser.add_argument("--stage", choices=["screening", "normalisation", "final"], default="screening")
     parser.add_argument("--only", nargs="+", help="names of hypotheses; the default is always among them")
     parser.add_argument("--sparsity", type=float, default=0.95, help="of the screening")
     parser.add_argument("--epochs", type=int, help="50 for the screening, 350 for the final")
@@ -284,15 +309,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     told.out.mkdir(parents=True, exist_ok=True)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.backends.cudnn.benchmark = True
-    screening = told.stage == "screening"
+    screening, listed = told.stage != "final", HYPOTHESES if told.stage == "screening" else NORMALISATION
     race = Comparison("resnet20", "cifar10", epochs=told.epochs or (50 if screening else 350)).race()
     if told.tiny:
         race = Race(1, 1, 1, 1, batch_size=16)
     if screening:
-        known = {each.name for each in HYPOTHESES}
+        known = {each.name for each in listed}
         if told.only and set(told.only) - known:
             parser.error(f"unknown: {', '.join(sorted(set(told.only) - known))}; known: {', '.join(sorted(known))}")
-        tried = [each for each in HYPOTHESES if not told.only or each.name in {"default", *told.only}]
+        tried = [each for each in listed if not told.only or each.name in {"default", *told.only}]
         runs = plan_screening(tried, race, told.sparsity, told.out)
     else:
         if told.settings is None:
