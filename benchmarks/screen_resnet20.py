@@ -7,8 +7,9 @@
 Screening: 50 epochs, 5,000 images held out, three seeds each; the table is by accuracy on those images, with the
 difference to the default in runs of the same seed (same trunk, same batches). The test accuracy is in the records and
 is not looked at. Normalisation: the same for the paper's scale of mask gradients, with the exact budget and with fixed
-λ1, in which the sparsity is what comes out. Final: the chosen settings at 50 to 98 % zeros with the dense network and two peers, on all training
-images. One JSON record a run; a run that has one is not trained again, and a race that was cut short goes on.
+λ1, in which the sparsity is what comes out. Final: the chosen settings at 50 to 98 % zeros with the dense network and
+two peers, on all training images. One JSON record a run; a run that has one is not trained again, and a race that was
+cut short goes on.
 """
 
 import argparse
