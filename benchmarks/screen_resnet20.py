@@ -3,13 +3,14 @@
     python benchmarks/screen_resnet20.py --stage screening --budget-seconds 1400 --chosen chosen.json
     python benchmarks/screen_resnet20.py --stage final --settings chosen.json --epochs 350
     python benchmarks/screen_resnet20.py --stage normalisation
+    python benchmarks/screen_resnet20.py --stage damping --sparsity 0.95 0.98
 
 Screening: 50 epochs, 5,000 images held out, three seeds each; the table is by accuracy on those images, with the
 difference to the default in runs of the same seed (same trunk, same batches). The test accuracy is in the records and
 is not looked at. Normalisation: the same for the paper's scale of mask gradients, with the exact budget and with fixed
-λ1, in which the sparsity is what comes out. Final: the chosen settings at 50 to 98 % zeros with the dense network and
-two peers, on all training images. One JSON record a run; a run that has one is not trained again, and a race that was
-cut short goes on.
+λ1, in which the sparsity is what comes out. Damping: less gradient for removed weights, alone and with what may go with
+it. Final: the chosen settings at 50 to 98 % zeros with the dense network and two peers, on all training images. One
+JSON record a run; a run that has one is not trained again, and a race that was cut short goes on.
 """
 
 import argparse
@@ -122,6 +123,27 @@ NORMALISATION = (
     ),
 )
 
+QUARTER, AVERAGED = {"removed_gradient": 0.25}, {"average_decay": 0.998}
+DAMPING = tuple(
+    Hypothesis(name, {**AVERAGED, **settings}, seeds=(0, 1))
+    for name, settings in (
+        ("default", {}),
+        ("dense", {"method": "dense"}),
+        ("magnitude", {"method": "dpf"}),
+        *((f"removed gradient {share:g}", {"removed_gradient": share}) for share in (0.5, 0.25, 0.1, 0.0)),
+        ("quarter, peak rate .05", {**QUARTER, "peak_rate": 0.05}),
+        ("quarter, distil half", {**QUARTER, **DISTIL}),
+        ("quarter, distil most, cool", {**QUARTER, "distil": 0.8, "temperature": 2.0}),
+        ("quarter, weight decay 5e-4", {**QUARTER, "weight_decay": 5e-4}),
+        ("quarter, removed decay five times", {**QUARTER, "removed_weight_decay": 5.0}),
+        ("quarter, masks to the end", {**QUARTER, **TO_THE_END}),
+        ("quarter, mask rate .05", {**QUARTER, "mask_lr": 0.05}),
+        ("quarter, curvature 1", {**QUARTER, "curvature": 1.0}),
+        ("quarter, longer warm-up", {**QUARTER, "phases": (0.36, 0.24, 0.16, 0.24)}),
+    )
+)
+STAGES = {"screening": HYPOTHESES, "normalisation": NORMALISATION, "damping": DAMPING}
+
 
 @dataclass(frozen=True)
 class Run:
@@ -133,13 +155,15 @@ class Run:
     path: Path
 
 
-def plan_screening(hypotheses: Sequence[Hypothesis], base: Race, sparsity: float, out: Path) -> list[Run]:
+def plan_screening(hypotheses: Sequence[Hypothesis], base: Race, out: Path, *sparsities: float) -> list[Run]:
     """All runs, the ones to be tried first in front."""
-    return [
+    found = [
         make_run(each.name, member, dataclasses.replace(base, **each.race), "hypotheses", out)
         for each in hypotheses
+        for sparsity in sparsities
         for member in each.members(sparsity)
     ]
+    return list({run.path: run for run in found}.values())  # dense ones are the same at all sparsities
 
 
 def plan_final(chosen: dict[str, dict[str, Any]], peers: Sequence[str], race: Race, out: Path) -> list[Run]:
@@ -295,9 +319,9 @@ def say(line: str) -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("results/race-resnet20"))
-    parser.add_argument("--stage", choices=["screening", "normalisation", "final"], default="screening")
+    parser.add_argument("--stage", choices=[*STAGES, "final"], default="screening")
     parser.add_argument("--only", nargs="+", help="names of hypotheses; the default is always among them")
-    parser.add_argument("--sparsity", type=float, default=0.95, help="of the screening")
+    parser.add_argument("--sparsity", type=float, nargs="+", default=[0.95], help="of the screening")
     parser.add_argument("--epochs", type=int, help="50 for the screening, 350 for the final")
     parser.add_argument("--settings", type=Path, help="of the final: JSON, {name: {setting: value}}")
     parser.add_argument("--chosen", type=Path, help="where the screening writes the best settings, for --settings")
@@ -310,7 +334,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     told.out.mkdir(parents=True, exist_ok=True)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.backends.cudnn.benchmark = True
-    screening, listed = told.stage != "final", HYPOTHESES if told.stage == "screening" else NORMALISATION
+    screening, listed = told.stage != "final", STAGES.get(told.stage, ())
     race = Comparison("resnet20", "cifar10", epochs=told.epochs or (50 if screening else 350)).race()
     if told.tiny:
         race = Race(1, 1, 1, 1, batch_size=16)
@@ -319,7 +343,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if told.only and set(told.only) - known:
             parser.error(f"unknown: {', '.join(sorted(set(told.only) - known))}; known: {', '.join(sorted(known))}")
         tried = [each for each in listed if not told.only or each.name in {"default", *told.only}]
-        runs = plan_screening(tried, race, told.sparsity, told.out)
+        runs = plan_screening(tried, race, told.out, *told.sparsity)
     else:
         if told.settings is None:
             parser.error("--stage final needs --settings FILE: JSON with a name and settings for each choice")

@@ -44,7 +44,7 @@ class Training:
             ("distil", 0.0, 1.0),
             ("average_decay", 0.0, 1.0),
             ("average_tail", 0.0, 1.0),
-            ("removed_weight_decay", 0.0, 1.0),
+            ("removed_weight_decay", 0.0, 100.0),
         ):
             value = getattr(self, name)
             if not low <= value <= high:
