@@ -79,6 +79,7 @@ class Race:
     floor: float = 0.001
     label_smoothing: float = 0.0
     hold: float = 0.0  # share of the epochs before the cosine begins, at the full learning rate
+    restart: float | None = None  # a cosine to zero in the warm-up, and another one from this rate
 
     @property
     def epochs(self) -> int:
@@ -90,6 +91,11 @@ class Race:
 
     def rate(self, epoch: float) -> float:
         """The learning rate of the weights at a (fractional) epoch."""
+        if self.restart is not None:
+            first, rest = self.warmup, self.epochs - self.warmup
+            if epoch < first:
+                return self.learning_rate * method.cosine(epoch / first)
+            return self.restart * method.cosine((epoch - first) / rest)
         if self.schedule == "cosine":
             held = self.hold * self.epochs
             return self.learning_rate * method.cosine(max(0.0, epoch - held) / (self.epochs - held))
@@ -158,7 +164,7 @@ def _lane(race: Race, member: Member, steps_per_epoch: int) -> Lane:
 def _own(race: Race, member: Member) -> Race:
     """The race with the phases and the learning rate of one of its members."""
     training = member.training
-    rates = {"learning_rate": training.peak_rate, "hold": training.hold}
+    rates = {"learning_rate": training.peak_rate, "hold": training.hold, "restart": training.restart}
     changes: dict[str, Any] = {name: value for name, value in rates.items() if value is not None}
     return replace(race, **{**changes, **training.epochs(race.epochs)})
 

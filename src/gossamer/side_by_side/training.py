@@ -35,9 +35,11 @@ class Training:
     recalibrate: bool = False
     finetune_weight_decay: float | None = None  # once masks are frozen; None: as before
     removed_weight_decay: float = 1.0  # factor of weight decay behind the masks: 0 decays only what is kept
+    removed_update: float = 1.0  # factor of the whole step behind the masks, of gradient, momentum and weight decay
     phases: tuple[float, float, float, float] | None = None
     peak_rate: float | None = None  # the learning rate of the race, for this run
     hold: float | None = None  # share of the epochs before the learning rate begins to fall, in the place of the race's
+    restart: float | None = None  # the warm-up has a cosine to zero of its own, and the rest one from this rate
 
     def __post_init__(self) -> None:
         for name, low, high in (
@@ -45,6 +47,7 @@ class Training:
             ("average_decay", 0.0, 1.0),
             ("average_tail", 0.0, 1.0),
             ("removed_weight_decay", 0.0, 100.0),
+            ("removed_update", 0.0, 1.0),
         ):
             value = getattr(self, name)
             if not low <= value <= high:
@@ -62,6 +65,8 @@ class Training:
             object.__setattr__(self, "phases", shares)
         if self.hold is not None and not 0.0 <= self.hold < 1.0:
             raise ValueError(f"hold: expected a share from 0 to below 1, got {self.hold}")
+        if self.restart is not None and self.restart <= 0:
+            raise ValueError(f"restart: expected a learning rate above 0, got {self.restart}")
         if self.average_decay and self.average_tail:
             raise ValueError("expected average_decay or average_tail, got both: choose one")
 
