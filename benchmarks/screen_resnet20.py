@@ -60,20 +60,9 @@ HYPOTHESES = (
     Hypothesis("dense", {"method": "dense"}),
     Hypothesis("magnitude", {"method": "dpf"}),
     Hypothesis("distil half", DISTIL),
-    Hypothesis("distil most", {**DISTIL, "distil": 0.9}),
-    Hypothesis("distil cool", {**DISTIL, "temperature": 2.0}),
-    Hypothesis("magnitude, distil half", {**DISTIL, "method": "dpf"}),
-    Hypothesis("average .999", {"average_decay": 0.999}),
-    Hypothesis("average last tenth", {"average_tail": 0.1}),
-    Hypothesis("distil half, average .999", {**DISTIL, "average_decay": 0.999}),
-    Hypothesis("removed gradient half", {"removed_gradient": 0.5}),
-    Hypothesis("removed gradient tenth", {"removed_gradient": 0.1}),
-    Hypothesis("distil half, removed gradient half", {**DISTIL, "removed_gradient": 0.5}),
     Hypothesis("score remembered .99", {"score_memory": 0.99}),
     Hypothesis("curvature 1", {"curvature": 1.0}),
     Hypothesis("masks to the end", TO_THE_END),
-    Hypothesis("masks to the end, distil half", {**DISTIL, **TO_THE_END}),
-    Hypothesis("distil half from the trunk", {**DISTIL, "teacher": "trunk"}),
     Hypothesis("distil half, better teacher", {**DISTIL, "teacher_weight_decay": 5e-4}),
     Hypothesis("ramp half as long", {"ramp_share": 0.5}),
     Hypothesis("ramp 1.4 times as long", {"ramp_share": 1.4}),
@@ -81,18 +70,12 @@ HYPOTHESES = (
     Hypothesis("linear ramp", {"ramp": "linear"}),
     Hypothesis("no weight decay at the end", {"finetune_weight_decay": 0.0}),
     Hypothesis("weight decay 5e-4 at the end", {"finetune_weight_decay": 5e-4}),
-    Hypothesis("weight decay of kept only", {"removed_weight_decay": 0.0}),
     Hypothesis("hysteresis 3", {"hysteresis": 3.0}),
     Hypothesis("scale remembered .99", {"scale_memory": 0.99}),
     Hypothesis("curvature 4", {"curvature": 4.0}),
-    Hypothesis("average .9998", {"average_decay": 0.9998}),
-    Hypothesis("average last quarter", {"average_tail": 0.25}),
-    Hypothesis("batch norm recalibrated", {"recalibrate": True}),
-    Hypothesis("removed gradient half above 90 %", {"removed_gradient": 0.5, "removed_gradient_above": 0.9}),
     Hypothesis("layer scale to the half", {"layer_power": 0.5, "global_power": 0.5}),
     Hypothesis("adam on masks", {"mask_momentum": 0.9, "noise_power": 1.0, "global_power": 0.0, "mask_lr": 3e-4}),
     Hypothesis("mask momentum .9", {"mask_momentum": 0.9}),
-    Hypothesis("start by layer", {"start": "layer_magnitude"}),
     Hypothesis("floor of 1 %", {"floor": 0.01}),
     Hypothesis("no floor", {"floor": 0.0}),
     Hypothesis("longer mask phases", {"phases": (0.16, 0.52, 0.16, 0.16)}),
@@ -142,7 +125,27 @@ DAMPING = tuple(
         ("quarter, longer warm-up", {**QUARTER, "phases": (0.36, 0.24, 0.16, 0.24)}),
     )
 )
-STAGES = {"screening": HYPOTHESES, "normalisation": NORMALISATION, "damping": DAMPING}
+FINISHED = {"phases": (0.4, 0.24, 0.12, 0.24), "restart": 0.1}  # a dense network whose learning rate came down to zero
+TRUNK = {"teacher": "trunk", "distil": 0.5, "temperature": 4.0}
+MOSTLY = {"teacher": "trunk", "distil": 0.8, "temperature": 2.0}
+TEACHING = tuple(
+    Hypothesis(name, settings, seeds=(0, 1))
+    for name, settings in (
+        ("default", {}),
+        ("quarter", QUARTER),
+        ("quarter of the step", {"removed_update": 0.25}),
+        ("quarter, beside", {**QUARTER, **DISTIL}),
+        ("quarter, restart", {**QUARTER, **FINISHED}),
+        ("quarter, restart, trunk half", {**QUARTER, **FINISHED, **TRUNK}),
+        ("quarter, restart, trunk mostly", {**QUARTER, **FINISHED, **MOSTLY}),
+        ("quarter, restart .05, trunk mostly", {**QUARTER, **FINISHED, **MOSTLY, "restart": 0.05}),
+        ("magnitude, restart, trunk mostly", {"method": "dpf", **FINISHED, **MOSTLY}),
+        ("gradual, restart, trunk mostly", {"method": "gradual", **FINISHED, **MOSTLY}),
+        ("gradual, beside", {"method": "gradual", **DISTIL}),
+        ("gradual", {"method": "gradual"}),
+    )
+)
+STAGES = {"screening": HYPOTHESES, "normalisation": NORMALISATION, "damping": DAMPING, "teaching": TEACHING}
 
 
 @dataclass(frozen=True)
