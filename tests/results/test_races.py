@@ -13,7 +13,7 @@ from gossamer.results.races import race_table, races
 
 def record(method: str, sparsity: float, accuracy: float, seed: int = 0, **more: Any) -> dict[str, Any]:
     settings = {"seed": seed, "method": method, "sparsity": sparsity, "weight_decay": 1e-4, **more.pop("settings", {})}
-    about = {"net": "resnet20", "data": "cifar10", "tier": "screening", "epochs": 50, "validation_images": 5000}
+    about: dict[str, Any] = {"hardware": "NVIDIA H200", "net": "resnet20", "data": "cifar10", "tier": "screening", "epochs": 50, "validation_images": 5000}
     race = {
         "warmup": 12,
         "sparsify": 18,
@@ -107,6 +107,18 @@ def test_every_length_and_tier_has_its_section(page: str) -> None:
     assert "Whole filters:" in sections[3]
     assert "86.50" in sections[4]
     assert not any("86.50" in section for section in sections[:4])
+
+
+def test_every_network_has_its_section(tmp_path: Path) -> None:
+    for net in ("aaa", "resnet20", "vgg16_cifar"):
+        (tmp_path / f"race-{net}").mkdir()
+    for net in ("aaa", "resnet20"):
+        (tmp_path / f"race-{net}" / "0.json").write_text(json.dumps(record("scl", 0.9, 90.0, net=net)))
+    (tmp_path / "race-resnet20" / "screening.svg").touch()
+    page = races(tmp_path)
+    assert [line for line in page.splitlines() if line.startswith("## ")] == ["## ResNet-20 on CIFAR-10", "## aaa on CIFAR-10"]
+    assert "(../results/race-resnet20/screening.svg)" in page
+    assert "race-aaa" not in page
 
 
 def test_runs_that_try_settings_are_in_no_race(page: str) -> None:

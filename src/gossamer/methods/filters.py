@@ -139,7 +139,7 @@ class SoftFilter(Rule[Options]):
         gradient.masked_fill_(~(self._mask | self._soft), 0.0)
         parts = zip(self._layout.shapes, self._layout.split(gradient), self._layout.split(self._mask), strict=True)
         for shape, part, kept in parts:
-            filters, stays = (each.unflatten(1, (shape[0], -1)) for each in (part, kept))
+            filters, stays = (each.view(len(each), shape[0], -1) for each in (part, kept))
             _limit_(filters, stays[:, :, 0])
 
     def settle_(self, weights: Tensor) -> None:

@@ -27,11 +27,14 @@ def summary(root: Path) -> str:
 
 
 def drawings(checkout: Path) -> dict[Path, list[Record]]:
-    """The plots of a checkout and what they are drawn from: the longest runs of each tier."""
-    folder = checkout / "results" / "race-resnet20"
-    records = [record for record in read(folder) if record["tier"] == "final" or "validation_images" in record]
-    longest = {tier: by_epochs(records, tier)[:1] for tier in ("final", "screening")}
-    return {folder / f"{tier}.svg": own for tier, found in longest.items() for _, own in found}
+    """The plots of a checkout and what they are drawn from: the longest runs of each tier of each race."""
+    found = {}
+    for folder in sorted((checkout / "results").glob("race-*")):
+        records = [record for record in read(folder) if record["tier"] == "final" or "validation_images" in record]
+        for tier in ("final", "screening"):
+            for _, longest in by_epochs(records, tier)[:1]:
+                found[folder / f"{tier}.svg"] = longest
+    return found
 
 
 def documents(checkout: Path) -> dict[Path, str]:

@@ -15,6 +15,7 @@ from typing import Any
 from gossamer.methods import find
 from gossamer.results.records import Record, mean_and_spread, read, table
 
+_NAMES = {"resnet20": "ResNet-20", "vgg16_cifar": "VGG-16", "cifar10": "CIFAR-10", "cifar100": "CIFAR-100"}
 _WEIGHT_DECAY = 1e-4  # of a run that is asked for nothing else
 _ASKED = {"seed", "method", "sparsity"}
 _PHASES = {"warmup", "sparsify", "stabilise", "finetune"}
@@ -122,31 +123,41 @@ def _cell(values: Sequence[float | None], seeds: int, key: str) -> str:
 
 
 def races(root: Path) -> str:
-    records = read(root / "race-resnet20")
+    """A section for each network, that of the paper's first table before the others."""
+    folders = sorted(root.glob("race-*"), key=lambda folder: (folder.name != "race-resnet20", folder.name))
+    return "\n\n".join(filter(None, map(_of_network, folders)))
+
+
+def _of_network(folder: Path) -> str:
+    records = [record for record in read(folder) if record["tier"] in ("final", "screening")]
+    if not records:
+        return ""
+    first = records[0]
     parts = [
-        "## ResNet-20 on CIFAR-10",
-        "Test accuracy in percent at the last epoch against the share of zeros, mean ± standard deviation over three "
-        "seeds (their number in brackets where it is another). Batch 64, cosine learning rate from 0.1 to 0, one H200, "
-        "runs side by side; settings were chosen on held-out images. A row names what differs from the defaults.",
+        f"## {_NAMES.get(first['net'], first['net'])} on {_NAMES.get(first['data'], first['data'])}",
+        "Test accuracy in percent at the last epoch against the share of zeros, mean ± standard deviation over seeds "
+        "(three, or their number in brackets). Batch 64, cosine learning rate from 0.1 to 0, runs side by side on one "
+        f"{first['hardware']}; settings were chosen on held-out images. A row names what differs from the defaults.",
     ]
     for number, (epochs, final) in enumerate(by_epochs(records, "final")):
-        parts += [f"### Final: {epochs} epochs on all 50,000 training images", *_tables(final)]
-        parts += _drawing(root, "final") if number == 0 else []
+        parts += [f"### Final: {epochs} epochs on all training images", *_tables(final)]
+        parts += _drawing(folder, "final") if number == 0 else []
         parts += _more("Training loss in the last epoch", final, "train_loss")
-    for epochs, screening in by_epochs(records, "screening"):
+    for number, (epochs, screening) in enumerate(by_epochs(records, "screening")):
         current = [record for record in screening if "validation_images" in record]
         if current:
+            held_out = current[0]["validation_images"]
             parts += [
-                f"### Screening: {epochs} epochs on 45,000 images, 5,000 held out (`gossamer compare`)",
+                f"### Screening: {epochs} epochs, {held_out:,} training images held out (`gossamer compare`)",
                 *_tables(current),
-                *_drawing(root, "screening"),
+                *(_drawing(folder, "screening") if number == 0 else []),
                 *_more("Accuracy on the images held out", current, "validation_accuracy"),
                 *_more("Training loss in the last epoch", current, "train_loss"),
             ]
         early = [record for record in screening if "validation_images" not in record]
         if early:
             parts += [
-                f"### Settings of learned masks against each other: {epochs} epochs on 45,000 images",
+                f"### Settings of learned masks against each other: {epochs} epochs, 5,000 training images held out",
                 "An early screening, made to choose the mask learning rate, the scale and the weight decay (sections 1 "
                 "and 3 of the [lab book](lab-book.md); `python benchmarks/race_cifar10.py --stage screening`). Its "
                 "dense and magnitude runs stand for those of its own engine and belong to no race above.",
@@ -185,10 +196,10 @@ def by_epochs(records: Sequence[Record], tier: str) -> list[tuple[int, list[Reco
     return [(epochs, [record for record in own if record["epochs"] == epochs]) for epochs in lengths]
 
 
-def _drawing(root: Path, tier: str) -> list[str]:
+def _drawing(folder: Path, tier: str) -> list[str]:
     """The plot of the longest runs of a tier, where it has been drawn."""
-    file = f"race-resnet20/{tier}.svg"
-    return [f"![accuracy against sparsity](../results/{file})"] if (root / file).exists() else []
+    file = folder / f"{tier}.svg"
+    return [f"![accuracy against sparsity](../results/{folder.name}/{file.name})"] if file.exists() else []
 
 
 def _more(summary: str, records: Sequence[Record], key: str) -> list[str]:
