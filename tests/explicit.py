@@ -17,22 +17,24 @@ Loss = Callable[[nn.Module, Any], Tensor]
 
 class MaskedWeight(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, mask_variable: Tensor) -> Tensor:
-        ctx.save_for_backward(weight)
+    def forward(ctx: Any, weight: Tensor, mask_variable: Tensor, removed: float) -> Tensor:
+        ctx.save_for_backward(weight, mask_variable > 0)
+        ctx.removed = removed
         return torch.where(mask_variable > 0, weight, torch.zeros(()))
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
-        (weight,) = ctx.saved_tensors
-        return gradients[0], gradients[0] * weight
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
+        weight, mask = ctx.saved_tensors
+        return torch.where(mask, gradients[0], gradients[0] * ctx.removed), gradients[0] * weight, None
 
 
 class Explicit(nn.Module):
     """A model whose selected weights are masked in the forward pass."""
 
-    def __init__(self, model: nn.Module, names: Sequence[str]) -> None:
+    def __init__(self, model: nn.Module, names: Sequence[str], removed: float = 1.0) -> None:
+        """`removed` is the share of their gradient that removed weights follow."""
         super().__init__()
-        self.model = model
+        self.model, self.removed = model, removed
         self.names = list(names)
         self.mask_variables: dict[str, Tensor | None] = dict.fromkeys(self.names)
 
@@ -43,7 +45,7 @@ class Explicit(nn.Module):
     def forward(self, *inputs: Tensor) -> Any:
         parameters = dict(self.model.named_parameters())
         masked = {
-            name: MaskedWeight.apply(parameters[name], mask)
+            name: MaskedWeight.apply(parameters[name], mask, self.removed)
             for name, mask in self.mask_variables.items()
             if mask is not None
         }

@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -59,23 +60,67 @@ def test_which_estimators_are_positive_everywhere(name: str, positive: bool) -> 
 
 
 @pytest.mark.equation("weight_redefine", "w_gradient")
-def test_pruned_weights_follow_the_gradient_of_the_weights_in_use() -> None:
+@pytest.mark.parametrize("share", [1.0, 0.25, 0.0])
+def test_pruned_weights_follow_their_share_of_the_gradient_of_the_weights_in_use(share: float) -> None:
     layer = nn.Linear(6, 4, bias=False, dtype=torch.float64)
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
     phases = {"warmup": "0it", "sparsify": "1it", "stabilise": "5it"}
-    sparsifier = gossamer.Sparsifier(layer, optimizer, sparsity=0.5, total_steps=9, floor=0.0, **phases)
+    sparsifier = gossamer.Sparsifier(
+        layer, optimizer, sparsity=0.5, total_steps=9, floor=0.0, removed_gradient=share, **phases
+    )
     x, y = numbers(8, 6, seed=1), numbers(8, 4, seed=2)
+    layer(x).sum().backward()
+    optimizer.step()  # the budget is met in this one
     for _ in range(3):
-        before = sparsifier.state_dict()["dense"]["weight"]
+        before, used = sparsifier.state_dict()["dense"]["weight"], sparsifier.masks["weight"].clone()
         optimizer.zero_grad()
         (layer(x) - y).square().mean().backward()
         assert layer.weight.grad is not None
         gradient = layer.weight.grad.clone()
         optimizer.step()
         after, mask = sparsifier.state_dict()["dense"]["weight"], sparsifier.masks["weight"]
-        torch.testing.assert_close(after, before - 0.1 * gradient, rtol=1e-12, atol=0)
+        followed = torch.where(used, gradient, share * gradient)
+        torch.testing.assert_close(after, before - 0.1 * followed, rtol=1e-12, atol=0)
+        torch.testing.assert_close(method.weight_gradient(gradient, used, removed=share), followed, rtol=0, atol=0)
         assert not layer.weight[~mask].any()
-        assert gradient[~mask].abs().min() > 0  # they do move
+        assert gradient[~mask].abs().min() > 0  # there is something to follow
+
+
+class Twice(torch.optim.Optimizer):
+    """Evaluates twice a step, as LBFGS does, and descends each time."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+
+    def step(self, closure: Any = None) -> Any:
+        for _ in range(2):
+            loss = closure()
+            with torch.no_grad():
+                for parameter in self.param_groups[0]["params"]:
+                    parameter.sub_(0.1 * parameter.grad)
+        return loss
+
+
+def test_removed_weights_rest_also_where_an_optimizer_evaluates_again() -> None:
+    net = nn.Linear(6, 8, bias=False, dtype=torch.float64)
+    optimizer = Twice(net.parameters())
+    phases = {"warmup": "0it", "sparsify": "1it", "stabilise": "8it"}
+    sparsifier = gossamer.Sparsifier(net, optimizer, sparsity=0.5, total_steps=9, removed_gradient=0.0, **phases)
+    x, y = numbers(16, 6, seed=1), numbers(16, 8, seed=2)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = (net(x) - y).square().mean()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    for _ in range(4):
+        before, used = sparsifier.state_dict()["dense"]["weight"], sparsifier.masks["weight"].clone()
+        optimizer.step(closure)
+        after, mask = sparsifier.state_dict()["dense"]["weight"], sparsifier.masks["weight"]
+        assert torch.equal(after[~used & ~mask], before[~used & ~mask])
+        assert (after != before)[used & mask].all()
 
 
 @pytest.mark.equation("step_redefine", "loss")

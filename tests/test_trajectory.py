@@ -57,6 +57,8 @@ REQUESTS: dict[str, dict[str, Any]] = {
     "decay-momentum": {"decay": 0.01, "scale": "none", "mask_lr": 0.01, "mask_momentum": 0.9},
     "budget-global": {"sparsity": 0.8, "scale": "global", "mask_lr": 0.01},
     "budget-raw": {"sparsity": 0.6, "scale": "none", "mask_lr": 1.0},
+    "budget-damped": {"sparsity": 0.8, "mask_lr": 0.01, "scale": "global", "removed_gradient": 0.3},
+    "budget-true-gradient": {"sparsity": 0.8, "mask_lr": 0.01, "scale": "global", "removed_gradient": 0.0},
 }
 
 
@@ -72,7 +74,7 @@ def test_equals_the_explicit_formulation_bit_for_bit(request_: str, optimizer: s
     sparsifier = gossamer.Sparsifier(ours, our_optimizer, total_steps=STEPS, **asked)
 
     plain = network()
-    theirs = Explicit(plain, WEIGHTS)
+    theirs = Explicit(plain, WEIGHTS, asked.get("removed_gradient", 1.0))
     their_optimizer = OPTIMIZERS[optimizer](plain.parameters())
     masks = ExplicitMasks(theirs, asked["scale"], asked.get("decay", 0.0), asked.get("mask_momentum", 0.0))
 

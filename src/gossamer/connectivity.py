@@ -15,7 +15,7 @@ from torch import Tensor
 from gossamer import method
 from gossamer.budget import meet_budget_
 from gossamer.health import Health, HealthLog
-from gossamer.learning import learn_masks_
+from gossamer.learning import damp_removed_, learn_masks_
 from gossamer.sample_scales import SampleScales
 from gossamer.select import Weight
 from gossamer.settings import Settings
@@ -120,7 +120,7 @@ class Connectivity:
         outcome = learn_masks_(
             store,
             self.weights,
-            [None if parameter.grad is None else local(parameter.grad) for parameter in self._parameters],
+            self._gradients(),
             [local(parameter) for parameter in self._parameters],
             self._settings,
             decay=self._target.decay or 0.0,
@@ -141,6 +141,13 @@ class Connectivity:
             squares=outcome.sums_of_squares,
             healthy=outcome.healthy,
         )
+
+    def damp(self) -> None:
+        """Leave removed weights their share of new gradients, as `learn` does."""
+        damp_removed_(self.store, self._gradients(), self._settings.removed_gradient)
+
+    def _gradients(self) -> list[Tensor | None]:
+        return [None if parameter.grad is None else local(parameter.grad) for parameter in self._parameters]
 
     def cut_to_target(self) -> None:
         """Meet the final budget now, if no step has done so yet. It takes a look at the host."""

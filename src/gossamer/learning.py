@@ -5,7 +5,8 @@ as scratch space, because there memory that was not touched lately is what costs
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -41,8 +42,12 @@ class _Block:
     gradient: Tensor | None
     weight: Tensor
     mask_variable: Tensor
+    mask: Tensor
     velocity: Tensor | None
     work: Tensor
+
+
+_KINDS = tuple(field.name for field in fields(_Block))
 
 
 def learn_masks_(
@@ -60,10 +65,15 @@ def learn_masks_(
     moments: Moments | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> Outcome:
-    """Update the mask variables from the gradients of the weights. Leaves w̃ in `scratch`."""
+    """Update the mask variables from the gradients of the weights. Leaves w̃ in `scratch`, and in the gradients what
+    the optimizer shall apply to it."""
     blocks, views = _lay_out(store, gradients, scratch)
     for block in blocks:
         _mask_gradient_(block, settings, unscale)
+        if store.device.type == "cpu" and block.gradient is not None:
+            _damp_(block.gradient, block.mask, settings.removed_gradient)  # while it is in the cache
+    if store.device.type != "cpu":
+        damp_removed_(store, gradients, settings.removed_gradient)
     if settings.l2:
         for view, gradient in zip(views, gradients, strict=True):
             if gradient is None:
@@ -98,6 +108,28 @@ def learn_masks_(
             torch.where(healthy, block.velocity, velocity, out=block.velocity)
     _leave_weights(list(zip(scratch, store.dense_views, strict=True)))
     return Outcome(squares, healthy)
+
+
+def damp_removed_(store: Store, gradients: Sequence[Tensor | None], share: float) -> None:
+    """Leave removed weights only that share of their gradient, by the masks of the forward pass."""
+    pairs = [(each, mask) for each, mask in zip(gradients, store.mask_views, strict=True) if each is not None]
+    if share == 1.0 or not pairs:
+        return
+    if store.device.type == "cpu":
+        for gradient, mask in pairs:
+            _damp_(gradient, mask, share)
+        return
+    factors = store.views(torch.where(store.mask, 1.0, share).to(store.dtype))
+    chosen = [factor for factor, each in zip(factors, gradients, strict=True) if each is not None]
+    torch._foreach_mul_([gradient for gradient, _ in pairs], chosen)
+
+
+def _damp_(gradient: Tensor, mask: Tensor, share: float) -> None:
+    bits = {torch.float32: torch.int32, torch.float64: torch.int64}.get(gradient.dtype)
+    if share == 0.0 and bits is not None:
+        gradient.view(bits).mul_(mask)  # as integers, in half the time; what is not a number is gone as well
+    elif share != 1.0:
+        method.weight_gradient(gradient, mask, removed=share, out=gradient)
 
 
 def _leave_weights(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
@@ -135,7 +167,7 @@ def _lay_out(
         views = store.views(work)
         present = [(view, gradient) for view, gradient in zip(views, gradients, strict=True) if gradient is not None]
         torch._foreach_copy_([view for view, _ in present], [gradient for _, gradient in present])
-        return [_Block(work, store.dense, store.mask_variable, store.velocity, work)], views
+        return [_Block(work, store.dense, store.mask_variable, store.mask, store.velocity, work)], views
     works = [
         tensor if tensor.dtype == store.dtype else torch.empty_like(view)
         for tensor, view in zip(scratch, store.dense_views, strict=True)
@@ -143,7 +175,9 @@ def _lay_out(
     velocities = [None] * len(works) if store.velocity is None else store.views(store.velocity)
     blocks = [
         block
-        for parts in zip(gradients, store.dense_views, store.mask_variable_views, velocities, works, strict=True)
+        for parts in zip(
+            gradients, store.dense_views, store.mask_variable_views, store.mask_views, velocities, works, strict=True
+        )
         for block in _pieces(_Block(*parts))
     ]
     return blocks, works
@@ -151,24 +185,15 @@ def _lay_out(
 
 def _pieces(block: _Block) -> Iterator[_Block]:
     """A block in parts that stay in the cache from one operation to the next."""
-    tensors = (block.gradient, block.weight, block.mask_variable, block.velocity, block.work)
+    tensors: dict[str, Any] = {name: getattr(block, name) for name in _KINDS}
     size = block.work.numel()
-    if size <= _PIECE or not all(tensor is None or tensor.is_contiguous() for tensor in tensors):
+    if size <= _PIECE or not all(tensor is None or tensor.is_contiguous() for tensor in tensors.values()):
         yield block
         return
-    gradient, weight, mask_variable, velocity, work = (None if each is None else each.view(-1) for each in tensors)
-    assert weight is not None
-    assert mask_variable is not None
-    assert work is not None
+    flat: dict[str, Any] = {name: None if tensor is None else tensor.view(-1) for name, tensor in tensors.items()}
     for start in range(0, size, _PIECE):
         part = slice(start, start + _PIECE)
-        yield _Block(
-            None if gradient is None else gradient[part],
-            weight[part],
-            mask_variable[part],
-            None if velocity is None else velocity[part],
-            work[part],
-        )
+        yield _Block(**{name: None if tensor is None else tensor[part] for name, tensor in flat.items()})
 
 
 def _mask_gradient_(block: _Block, settings: Settings, unscale: Tensor | None) -> None:

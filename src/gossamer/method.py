@@ -85,8 +85,13 @@ variable towards its optimum; identity, leaky ReLU and softplus satisfy it."""
 # --- the gradients, redefined ---
 
 
-# Of the weights, Eq. (weight_redefine): ∂L/∂w̃ := ∂L/∂w. There is nothing to compute: autograd gives ∂L/∂w, and the
-# optimizer applies it to w̃, so that pruned weights go on training, unlike in Eq. (w_gradient).
+def weight_gradient(gradient: Tensor, mask: Tensor, *, removed: float, out: Tensor | None = None) -> Tensor:
+    """∂L/∂w̃ from ∂L/∂w, which is what autograd gives.
+
+    `removed` = 1, Eq. (weight_redefine): ∂L/∂w̃ := ∂L/∂w, so that removed weights go on training. `removed` = 0,
+    Eq. (w_gradient): ∂L/∂w̃ = ∂L/∂w ⊙ m, with which they rest. Between the two: ours.
+    """
+    return torch.where(mask, gradient, gradient * removed, out=out)
 
 
 def mask_gradient(

@@ -26,6 +26,7 @@ class Settings:
     anneal: str = "cosine"  # of mask_lr: cosine to zero over the mask phases; step: a tenth once stabilising; constant
     start: str = "magnitude"  # of the mask variables: |w̃| of the warmed-up weights, or one constant
     start_value: float = 1.0  # that constant
+    removed_gradient: float = 1.0  # share of their gradient that removed weights follow; 1: all of it, as in the paper
     l2: float = 0.0  # λ2 in the mask gradient, for the reading where the L2 term acts on the masks
     floor: float = 0.001  # share of each tensor that is never removed, at least one connection; 0 switches it off
     warmup: str = "0.25run"
@@ -50,6 +51,7 @@ class Settings:
                 ("power", "a number from 0 to 1", 0 <= self.power <= 1),
                 ("mask_lr", "a number above 0", self.mask_lr > 0),
                 ("mask_momentum", "a number from 0 to below 1", 0 <= self.mask_momentum < 1),
+                ("removed_gradient", "a share from 0 to 1", 0 <= self.removed_gradient <= 1),
                 ("start_value", "a number above 0, as masks start as connections", self.start_value > 0),
                 (
                     "l2",

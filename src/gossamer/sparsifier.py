@@ -354,6 +354,7 @@ class Sparsifier:
             if learns:
                 with torch.no_grad():
                     connectivity.hide(owned)
+                    connectivity.damp()
             return loss
 
         return evaluate

@@ -79,6 +79,7 @@ def alone(member: Member) -> tuple[nn.Module, float]:
             power=options.feature_power or options.global_power,
             estimator=options.estimator,
             anneal=options.anneal,
+            removed_gradient=options.removed_gradient,
             floor=RACE.floor,
         )
     elif member.method != "dense":
@@ -132,6 +133,8 @@ def test_the_papers_settings_equal_the_sparsifier_too() -> None:
         Member.of(seed=1, decay=0.4, mask_lr=0.02, anneal="step"),
         Member.of(seed=2, decay=0.2, mask_lr=0.1, feature_power=1.0, global_power=0.0, estimator="softplus"),
         Member.of(seed=2, sparsity=0.6, mask_lr=0.03, feature_power=0.5, global_power=0.0, anneal="constant"),
+        Member.of(seed=1, sparsity=0.7, removed_gradient=0.25),
+        Member.of(seed=2, sparsity=0.7, removed_gradient=0.0),
     ]
     fixed = _all_equal_their_runs_alone(members)[:2]
     assert all(0.05 < outcome.sparsity < 0.95 for outcome in fixed)
