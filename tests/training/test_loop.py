@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from gossamer.data import Batches, ImageSet, TextSet
 from gossamer.models import create
-from gossamer.training import Interrupted, LossNotFinite, Run, networks, train
+from gossamer.training import Interrupted, LossNotFinite, Run, loop, networks, train
 from gossamer.training.progress import JsonLines, Status, TensorBoard
 
 DENSE = Run(
@@ -194,6 +194,19 @@ def test_a_signal_finishes_the_step_and_leaves_a_checkpoint(images: ImageSet, tm
     assert [path.name for path in tmp_path.glob("*.pt")] == ["checkpoint-000000006.pt"]
     train(SPARSE, tmp_path)
     assert_same(weights(tmp_path), whole_weights(SPARSE, tmp_path / "whole"))
+
+
+def test_a_second_signal_counts_only_where_no_launcher_repeats_the_first() -> None:
+    with pytest.raises(KeyboardInterrupt), loop._StopSignal(launched=False) as alone:
+        os.kill(os.getpid(), signal.SIGINT)
+        assert alone.asked
+        os.kill(os.getpid(), signal.SIGINT)
+    before = signal.getsignal(signal.SIGINT)
+    with loop._StopSignal(launched=True) as one_of_several:
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGINT)
+            assert one_of_several.asked
+    assert signal.getsignal(signal.SIGINT) is before
 
 
 def whole_weights(run: Run, folder: Path) -> dict[str, Tensor]:

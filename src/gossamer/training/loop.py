@@ -45,13 +45,13 @@ def train(run: Run, out: Path | str, *, observers: Sequence[Observer] = ()) -> d
     if run.batch_size < place.world:
         raise ValueError(f"expected a batch_size of at least one sample a process ({place.world})")
     chosen = modes.resolve(run, place)
-    task = make_task(chosen, place)
+    task = place.after_the_leader(lambda: make_task(chosen, place))
     if run.schedule == "plateau" and not task.has_validation:
         raise ValueError("schedule=plateau needs a validation part: set validation= to hold some images out")
     total, per_epoch = len(task.source) * run.epochs, len(task.source)
 
     torch.manual_seed(run.seed)
-    model = networks.create(run, task.num_classes)
+    model = place.after_the_leader(lambda: networks.create(run, task.num_classes))
     model = networks.to_layout(model, chosen, place.device).train()
     networks.check_shapes(run, model, task.example(), task.num_classes)
     model = synchronise_batch_norm(model, place)
@@ -89,7 +89,7 @@ def train(run: Run, out: Path | str, *, observers: Sequence[Observer] = ()) -> d
         )
 
     watching_all = Observers(observers if place.leads else ())
-    with fast_algorithms(place), watching_all as watching, _StopSignal() as stop:
+    with fast_algorithms(place), watching_all as watching, _StopSignal(launched=place.world > 1) as stop:
         watching.begin(status(lr=run.lr))
         while step < total:
             if task.source.state.step == 0:
@@ -110,7 +110,8 @@ def train(run: Run, out: Path | str, *, observers: Sequence[Observer] = ()) -> d
                 epoch_over = step % per_epoch == 0
                 validation = None
                 if epoch_over and task.has_validation and (step // per_epoch) % run.evaluate_every == 0:
-                    validation = task.evaluate(model, "validation")
+                    # Rounding differs between GPUs; one value for all, or their learning rates would part.
+                    validation = place.share(task.evaluate(model, "validation"))
                     parts.plateau = parts.plateau.see(run, task.metric, validation)
                 if epoch_over or step % run.log_steps == 0:
                     watching.tell(status(lr=lr, validation=validation))
@@ -134,8 +135,8 @@ def train(run: Run, out: Path | str, *, observers: Sequence[Observer] = ()) -> d
         meter.check()
         if sparsifier is not None:
             sparsifier.finish()
-        validation = task.evaluate(model, "validation") if task.has_validation else None
-        test = task.evaluate(model, "test")
+        validation = place.share(task.evaluate(model, "validation")) if task.has_validation else None
+        test = place.share(task.evaluate(model, "test"))
         counted = result.count(run, model, task.example())
         finished = result.make_result(
             run,
@@ -197,12 +198,17 @@ class _Clock:
 
 
 class _StopSignal:
-    """Notes SIGINT and SIGTERM, so that the step in progress can be finished; a second one is not held back."""
+    """Notes SIGINT and SIGTERM, so that the step in progress can be finished; a second one is not held back.
+
+    Except where a launcher has started several processes: it sends each signal of the terminal once more, and by itself
+    kills who takes too long.
+    """
 
     _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
-    def __init__(self) -> None:
+    def __init__(self, *, launched: bool) -> None:
         self.asked = False
+        self._launched = launched
         self._before: list[tuple[signal.Signals, Any]] = []
 
     def __enter__(self) -> "_StopSignal":
@@ -212,7 +218,8 @@ class _StopSignal:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.asked = True
-        self._restore()
+        if not self._launched:
+            self._restore()
 
     def _restore(self) -> None:
         for each, handler in self._before:
