@@ -1,3 +1,4 @@
+import errno
 import json
 import math
 import os
@@ -14,7 +15,7 @@ from torch.nn import functional
 
 from gossamer.data import Batches, ImageSet, TextSet
 from gossamer.models import create
-from gossamer.training import Interrupted, LossNotFinite, Run, loop, networks, train
+from gossamer.training import Interrupted, LossNotFinite, Run, loop, networks, result, train
 from gossamer.training.progress import JsonLines, Status, TensorBoard
 
 DENSE = Run(
@@ -197,10 +198,11 @@ def test_a_signal_finishes_the_step_and_leaves_a_checkpoint(images: ImageSet, tm
 
 
 def test_a_second_signal_counts_only_where_no_launcher_repeats_the_first() -> None:
-    with pytest.raises(KeyboardInterrupt), loop._StopSignal(launched=False) as alone:
+    with loop._StopSignal(launched=False) as alone:
         os.kill(os.getpid(), signal.SIGINT)
         assert alone.asked
-        os.kill(os.getpid(), signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
     before = signal.getsignal(signal.SIGINT)
     with loop._StopSignal(launched=True) as one_of_several:
         for _ in range(2):
@@ -276,6 +278,45 @@ def test_tensorboard_gets_its_scalars(images: ImageSet, tmp_path: Path) -> None:
     events = accumulator.EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert {"loss", "learning rate", "sparsity", "connectivity decay"} <= set(events.Tags()["scalars"])
     assert [event.step for event in events.Scalars("loss")] == [3, 5, 6, 9, 10, 12, 15, 18, 20]
+
+
+def test_tensorboard_shows_every_step_once_after_a_death(images: ImageSet, tmp_path: Path) -> None:
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    run = DENSE.with_settings(["checkpoint_steps=6", "log_steps=2"])
+    with pytest.raises(MemoryError):
+        train(run, tmp_path, observers=[TensorBoard(tmp_path), At(10, die)])
+    train(run, tmp_path, observers=[TensorBoard(tmp_path)])
+    events = accumulator.EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [event.step for event in events.Scalars("learning rate")] == [2, 4, 5, 6, 8, 10, 12, 14, 15, 16, 18, 20]
+
+
+def test_a_log_that_cannot_be_written_does_not_stop_the_run(images: ImageSet, tmp_path: Path) -> None:
+    def full() -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    broken, healthy = At(6, full), At(-1, full)
+    with pytest.warns(UserWarning, match=r"^At could not write .*No space left.*; training goes on") as warned:
+        train(DENSE, tmp_path, observers=[broken, healthy])
+    assert len(warned) == 1
+    assert healthy.seen[-1].step == 20
+
+
+def test_a_result_that_cannot_be_written_leaves_the_checkpoint(
+    images: ImageSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*arguments: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    run = DENSE.with_settings(["checkpoint_steps=8"])
+    with monkeypatch.context() as patch:
+        patch.setattr(result, "save", full)
+        with pytest.raises(OSError, match=r"the result cannot be written to .*No space left.*: free some space"):
+            train(run, tmp_path)
+    assert not (tmp_path / "result.json").exists()
+    watcher = At(-1, die)
+    train(run, tmp_path, observers=[watcher])
+    assert watcher.seen[0].step > 16
+    assert_same(weights(tmp_path), whole_weights(run, tmp_path / "whole"))
 
 
 @pytest.mark.parametrize(

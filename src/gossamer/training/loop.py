@@ -21,7 +21,15 @@ from gossamer.training import modes, networks, result, snapshot
 from gossamer.training.checkpoint import Checkpoints
 from gossamer.training.methods import SparseTraining, method_of
 from gossamer.training.optimise import PHASED, learning_rate, make_optimizer
-from gossamer.training.place import fast_algorithms, forward_of, join, shard_, synchronise_batch_norm, whole_state
+from gossamer.training.place import (
+    fast_algorithms,
+    forward_of,
+    join,
+    no_farewell_after_an_error,
+    shard_,
+    synchronise_batch_norm,
+    whole_state,
+)
 from gossamer.training.progress import Observer, Observers, Status
 from gossamer.training.run import Run
 from gossamer.training.snapshot import Parts
@@ -62,9 +70,12 @@ def train(run: Run, out: Path | str, *, observers: Sequence[Observer] = ()) -> d
     sparsifier = build_method(run, model, optimizer, total, per_epoch, task.example())
     forward = forward_of(model, chosen, place)
 
-    if place.leads:
-        folder.mkdir(parents=True, exist_ok=True)
-        result.write_json(folder / result.RUN, run.to_dict())
+    def begin() -> None:
+        if place.leads:
+            folder.mkdir(parents=True, exist_ok=True)
+            result.write_json(folder / result.RUN, run.to_dict())
+
+    place.after_the_leader(begin)
     checkpoints, parts = Checkpoints(folder), Parts(model, optimizer, sparsifier, task)
     clock = _Clock(snapshot.restore(checkpoints, run, place, parts), run.checkpoint_minutes)
     step = task.source.state.epoch * per_epoch + task.source.state.step
@@ -89,7 +100,12 @@ def train(run: Run, out: Path | str, *, observers: Sequence[Observer] = ()) -> d
         )
 
     watching_all = Observers(observers if place.leads else ())
-    with fast_algorithms(place), watching_all as watching, _StopSignal(launched=place.world > 1) as stop:
+    with (
+        fast_algorithms(place),
+        no_farewell_after_an_error(),
+        watching_all as watching,
+        _StopSignal(launched=place.world > 1) as stop,
+    ):
         watching.begin(status(lr=run.lr))
         while step < total:
             if task.source.state.step == 0:
@@ -149,12 +165,13 @@ def train(run: Run, out: Path | str, *, observers: Sequence[Observer] = ()) -> d
             seconds=clock.seconds(),
         )
         tensors = whole_state(model)
-        if place.leads:
-            result.write_model(folder / result.MODEL, tensors)
-            result.write_json(folder / result.LAYERS, counted.to_dict())
-            result.write_json(folder / result.RESULT, finished)  # last: the run is complete when this is there
-            checkpoints.clear()
-        place.wait()  # nobody leaves, and closes its connections, while another still writes
+
+        def write() -> None:
+            if place.leads:
+                result.write_all(folder, tensors, counted, finished)
+                checkpoints.clear()
+
+        place.after_the_leader(write)  # nobody leaves, and closes its connections, while another still writes
         return finished
 
 

@@ -56,11 +56,6 @@ class Place:
         dist.all_reduce(votes, op=dist.ReduceOp.MAX)
         return bool(votes.item() > 0)
 
-    def wait(self) -> None:
-        """Wait until all processes have come here."""
-        if self.world > 1:
-            dist.barrier()
-
     def mean(self, value: Tensor) -> Tensor:
         """The mean of a tensor over the processes."""
         if self.world == 1:
@@ -147,6 +142,17 @@ def _own_gpu() -> int:
 def _leave() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+@contextmanager
+def no_farewell_after_an_error() -> Iterator[None]:
+    """Let a process that fails simply end: to close its connections properly it would wait for the others, which may be
+    waiting for it in the middle of a step. Their launcher sees the end and stops them."""
+    try:
+        yield
+    except BaseException:
+        atexit.unregister(_leave)
+        raise
 
 
 def _device(name: str) -> torch.device:
