@@ -227,8 +227,11 @@ def test_a_loss_that_is_not_finite_stops_the_run(images: ImageSet, tmp_path: Pat
     [
         ("model=resnet20", r"resnet20 does not take batches of digits, of shape \(2, 1, 8, 8\).* takes samples of"),
         ("model=resnet2", "did you mean resnet20"),
-        ("model_options.height=3", "digits_cnn does not take model_options="),
+        ("model_options.height=3", "digits_cnn does not take model_options.height: it takes width"),
+        ("model_options.widht=3", "digits_cnn does not take model_options.widht: did you mean 'width'"),
+        ("model_options.width=wide", "digits_cnn does not take model_options={'width': 'wide'}"),
         ("device=cuda", "device=cuda was asked for, but torch .* finds 0 CUDA devices here: set device=cpu"),
+        ("device=mps", "expected a device such as auto, cpu, cuda or cuda:1, got 'mps'"),
         ("device=gpu", "expected a device such as auto, cpu, cuda or cuda:1, got 'gpu'"),
         ("validation=40", "expected 1 to 39 images to hold out"),
         ("batch_size=100", "expected at least one batch of 100"),
@@ -245,6 +248,23 @@ def test_what_cannot_be_trained_is_refused_before_training(
     with pytest.raises(ValueError, match=message):
         train(run, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_a_file_in_the_place_of_the_folder_is_refused(images: ImageSet, tmp_path: Path) -> None:
+    (tmp_path / "out").write_text("something of the user's")
+    with pytest.raises(ValueError, match=r"expected a folder for the run, got .*out, which is a file"):
+        train(DENSE, tmp_path / "out")
+    assert (tmp_path / "out").read_text() == "something of the user's"
+
+
+@pytest.mark.parametrize("method", ["dense", "scl"])
+def test_the_memory_of_an_indrnn_stays_bounded(images: ImageSet, tmp_path: Path, method: str) -> None:
+    run = DENSE.with_settings(["lr=3", "clip=3"])
+    values = {**run.to_dict(), "model": "indrnn", "method": method, "sparsity": 0.5 if method == "scl" else None}
+    run = Run.from_dict({**values, "model_options": {"input_size": 8, "hidden_size": 6, "layers": 2}})
+    train(run, tmp_path)
+    largest = max(float(weights(tmp_path)[f"layers.{each}.cell.recurrent"].abs().max()) for each in (0, 1))
+    assert largest == pytest.approx(2 ** (1 / 8))  # images of 64 pixels in steps of eight; the rate drives u to it
 
 
 def test_an_unknown_method_suggests_the_nearest(images: ImageSet, tmp_path: Path) -> None:

@@ -67,11 +67,14 @@ def train(run: Run, out: Path | str, *, observers: Sequence[Observer] = ()) -> d
     torch.manual_seed(seed_for(run.seed, place.rank))  # of dropout, which each process draws for itself
 
     optimizer = make_optimizer(chosen, model)
+    networks.keep_stable(model, optimizer, task.example())
     sparsifier = build_method(run, model, optimizer, total, per_epoch, task.example())
     forward = forward_of(model, chosen, place)
 
     def begin() -> None:
         if place.leads:
+            if folder.exists() and not folder.is_dir():
+                raise ValueError(f"expected a folder for the run, got {folder}, which is a file: choose another name")
             folder.mkdir(parents=True, exist_ok=True)
             result.write_json(folder / result.RUN, run.to_dict())
 

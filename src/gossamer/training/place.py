@@ -160,8 +160,11 @@ def _device(name: str) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
+        known = device.type in ("cpu", "cuda")
     except RuntimeError:
-        raise ValueError(f"expected a device such as auto, cpu, cuda or cuda:1, got {name!r}") from None
+        known = False
+    if not known:
+        raise ValueError(f"expected a device such as auto, cpu, cuda or cuda:1, got {name!r}")
     if device.type == "cuda":
         found = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if found <= (device.index or 0):
