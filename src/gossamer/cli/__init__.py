@@ -18,7 +18,7 @@ from gossamer.cli.deploy import Export, Speed
 from gossamer.cli.many import Compare, Sweep
 from gossamer.cli.paper import Reproduce
 from gossamer.cli.show import List, Report
-from gossamer.cli.train import Quickstart, Train
+from gossamer.cli.train import Quickstart, Train, leads
 from gossamer.training import Interrupted
 
 # What a user's input or machine can cause. Anything else is a fault of ours and keeps its traceback.
@@ -67,7 +67,8 @@ def run(command: Executable) -> int:
             command.carry_out(Console())
         return 0
     except Interrupted as stopped:
-        print(stopped, file=sys.stderr)
+        if leads():  # all have stopped
+            print(stopped, file=sys.stderr)
         return 130
     except KeyboardInterrupt:
         print("gossamer: stopped; what was finished is kept, and the same command goes on from there", file=sys.stderr)

@@ -34,7 +34,7 @@ class Train:
         recipe = find(self.recipe)
         changes = [assignment for several in self.set for assignment in several]
         result = _train(recipe, self.out, changes)
-        if _leads():
+        if leads():
             console.print(tables.of_results([(recipe.name, result)]))
             console.print(tables.against_paper(recipe, result))
             console.print(f"The model is in {self.out / MODEL}")
@@ -70,6 +70,6 @@ def _train(recipe: Recipe, out: Path, changes: Sequence[str] = ()) -> dict[str, 
     return train(recipe.run.with_settings(changes), out, observers=observers)
 
 
-def _leads() -> bool:
+def leads() -> bool:
     """Whether this process shows results, where torchrun has started several."""
     return os.environ.get("RANK", "0") == "0"

@@ -191,11 +191,12 @@ def synchronise_batch_norm(model: nn.Module, place: Place) -> nn.Module:
     if place.world == 1 or not any(isinstance(module, _BatchNorm) for module in model.modules()):
         return model
     if place.device.type == "cpu":
-        warnings.warn(
-            "batch normalisation sees only the slice of each process on CPU: the result is close to that of one "
-            "process, but not the same",
-            stacklevel=3,
-        )
+        if place.leads:
+            warnings.warn(
+                "batch normalisation sees only the slice of each process on CPU: the result is close to that of one "
+                "process, but not the same",
+                stacklevel=3,
+            )
         return model
     converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
     return converted
