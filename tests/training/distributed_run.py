@@ -132,6 +132,7 @@ def failures(folder: Path, device: str) -> None:
         note("nan", lambda: train(run, folder / "nan"), LossNotFinite)
     with mock.patch.object(task.data, "load", missing):
         note("missing", lambda: train(run, folder / "missing"), DataNotFound)
+    note("another", lambda: train(run, folder / "images-ddp"), ValueError)
 
 
 if __name__ == "__main__":

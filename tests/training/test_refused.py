@@ -93,3 +93,12 @@ def test_a_graph_where_there_can_be_none(images: ImageSet, tmp_path: Path) -> No
     with pytest.raises(ValueError, match="capture=true was asked for, but with leave_at"):
         train(run, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_an_error_that_cannot_be_sent_to_other_processes_goes_as_its_words() -> None:
+    class Local(Exception):  # which pickle does not find
+        pass
+
+    assert str(place._as_sent(Local("of this process"))) == "Local: of this process"
+    known = FileNotFoundError(2, "nothing there")
+    assert place._as_sent(known) is known

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from gossamer.data.batches import seed_for
-from gossamer.schedule import Plan, make_plan
+from gossamer.schedule import Phase, Plan, make_plan
 from gossamer.sparsifier import Sparsifier
 from gossamer.training import modes, networks, result, snapshot
 from gossamer.training.checkpoint import Checkpoints
@@ -43,13 +43,18 @@ class Interrupted(KeyboardInterrupt):
     """The run was asked to stop, and has stopped after a checkpoint."""
 
 
+@no_farewell_after_an_error()
 def train(run: Run, out: Path | str, *, observers: Sequence[Observer] = ()) -> dict[str, Any]:
     """Train `run`, or go on with it, in the folder `out`. Returns what is in result.json."""
     folder, build_method = Path(out), method_of(run)
     place = join(run.device)
-    done: dict[str, Any] | None = place.share(result.read_result(folder, run) if place.leads else None)
+
+    def look() -> dict[str, Any] | None:
+        return result.read_result(folder, run) if place.leads else None
+
+    done = place.share(place.after_the_leader(look))
     if done is not None:
-        return done
+        return dict(done)
     if run.batch_size < place.world:
         raise ValueError(f"expected a batch_size of at least one sample a process ({place.world})")
     chosen = modes.resolve(run, place)
@@ -105,7 +110,6 @@ def train(run: Run, out: Path | str, *, observers: Sequence[Observer] = ()) -> d
     watching_all = Observers(observers if place.leads else ())
     with (
         fast_algorithms(place),
-        no_farewell_after_an_error(),
         watching_all as watching,
         _StopSignal(launched=place.world > 1) as stop,
     ):
@@ -131,7 +135,8 @@ def train(run: Run, out: Path | str, *, observers: Sequence[Observer] = ()) -> d
                 if epoch_over and task.has_validation and (step // per_epoch) % run.evaluate_every == 0:
                     # Rounding differs between GPUs; one value for all, or their learning rates would part.
                     validation = place.share(task.evaluate(model, "validation"))
-                    parts.plateau = parts.plateau.see(run, task.metric, validation)
+                    shrinking = sparsifier is not None and sparsifier.phase is Phase.SPARSIFY
+                    parts.plateau = parts.plateau.see(run, task.metric, validation, shrinking=shrinking)
                 if epoch_over or step % run.log_steps == 0:
                     watching.tell(status(lr=lr, validation=validation))
 

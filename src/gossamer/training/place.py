@@ -8,6 +8,7 @@ whole batch, which torch synchronises on accelerators only.
 
 import atexit
 import os
+import pickle
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -101,7 +102,7 @@ class Place:
             try:
                 done.append(action())
             except Exception as error:
-                problem = error
+                problem = _as_sent(error)
         problem = self.share(problem)
         if problem is not None:
             raise problem
@@ -126,6 +127,15 @@ def join(device: str) -> Place:
         # Kept for further runs of this process: torchrun's store does not take a second group of the same name.
         atexit.register(_leave)
     return Place(chosen, dist.get_rank(), dist.get_world_size())
+
+
+def _as_sent(error: Exception) -> Exception:
+    """The error, or one with its words where another process could not be given it."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error
 
 
 def _own_gpu() -> int:
