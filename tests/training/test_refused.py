@@ -1,5 +1,7 @@
 """What a run refuses, with a message that says what to do: states of other versions, other places, missing GPUs."""
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +68,21 @@ def test_a_checkpoint_of_another_run(torn: Path) -> None:
     (torn / "run.json").unlink()
     with pytest.raises(ValueError, match="is of another run, which differs in lr: choose another folder"):
         train(RUN.with_settings(["lr=0.05"]), torn)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="files are not locked there")
+def test_a_folder_in_which_another_process_trains(torn: Path) -> None:
+    hold = (
+        "import fcntl, sys; file = open(sys.argv[1], 'r+'); fcntl.lockf(file, fcntl.LOCK_EX); print('held', flush=True)"
+    )
+    other = [sys.executable, "-c", f"{hold}; sys.stdin.read()", str(torn / "run.json")]
+    with subprocess.Popen(other, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        with pytest.raises(ValueError, match=r"another process trains the run in .* at this moment: wait for it"):
+            train(RUN, torn)
+        process.kill()
+    assert train(RUN, torn)["complete"] is True
 
 
 def test_a_process_without_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

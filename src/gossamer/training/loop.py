@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -19,6 +20,7 @@ from gossamer.schedule import Phase, Plan, make_plan
 from gossamer.sparsifier import Sparsifier
 from gossamer.training import modes, networks, result, snapshot
 from gossamer.training.checkpoint import Checkpoints
+from gossamer.training.lock import only_one
 from gossamer.training.methods import SparseTraining, method_of
 from gossamer.training.optimise import PHASED, learning_rate, make_optimizer
 from gossamer.training.place import (
@@ -46,7 +48,12 @@ class Interrupted(KeyboardInterrupt):
 @no_farewell_after_an_error()
 def train(run: Run, out: Path | str, *, observers: Sequence[Observer] = ()) -> dict[str, Any]:
     """Train `run`, or go on with it, in the folder `out`. Returns what is in result.json."""
-    folder, build_method = Path(out), method_of(run)
+    with ExitStack() as held:
+        return _train(run, Path(out), observers, held)
+
+
+def _train(run: Run, folder: Path, observers: Sequence[Observer], held: ExitStack) -> dict[str, Any]:
+    build_method = method_of(run)
     place = join(run.device)
 
     def look() -> dict[str, Any] | None:
@@ -81,7 +88,12 @@ def train(run: Run, out: Path | str, *, observers: Sequence[Observer] = ()) -> d
             if folder.exists() and not folder.is_dir():
                 raise ValueError(f"expected a folder for the run, got {folder}, which is a file: choose another name")
             folder.mkdir(parents=True, exist_ok=True)
-            result.write_json(folder / result.RUN, run.to_dict())
+            described = folder / result.RUN
+            if described.exists():
+                with only_one(described):
+                    pass  # a file that takes its place is another one, and not locked
+            result.write_json(described, run.to_dict())
+            held.enter_context(only_one(described))
 
     place.after_the_leader(begin)
     checkpoints, parts = Checkpoints(folder), Parts(model, optimizer, sparsifier, task)
