@@ -2,11 +2,15 @@
 
     python benchmarks/screen_resnet20.py --stage screening --budget-seconds 1400 --chosen chosen.json
     python benchmarks/screen_resnet20.py --stage final --settings chosen.json --epochs 350
+    python benchmarks/screen_resnet20.py --stage normalisation
+    python benchmarks/screen_resnet20.py --stage damping --sparsity 0.95 0.98
 
 Screening: 50 epochs, 5,000 images held out, three seeds each; the table is by accuracy on those images, with the
 difference to the default in runs of the same seed (same trunk, same batches). The test accuracy is in the records and
-is not looked at. Final: the chosen settings at 50 to 98 % zeros with the dense network and two peers, on all training
-images. One JSON record a run; a run that has one is not trained again, and a race that was cut short goes on.
+is not looked at. Normalisation: the same for the paper's scale of mask gradients, with the exact budget and with fixed
+λ1, in which the sparsity is what comes out. Damping: less gradient for removed weights, alone and with what may go with
+it. Final: the chosen settings at 50 to 98 % zeros with the dense network and two peers, on all training images. One
+JSON record a run; a run that has one is not trained again, and a race that was cut short goes on.
 """
 
 import argparse
@@ -42,33 +46,23 @@ class Hypothesis:
     name: str
     settings: dict[str, Any] = field(default_factory=dict)
     race: dict[str, Any] = field(default_factory=dict)  # what all runs of its race share
+    seeds: tuple[int, ...] = SEEDS
 
     def members(self, sparsity: float) -> list[Member]:
         asked = {"sparsity": 0.0 if self.settings.get("method") == "dense" else sparsity, **self.settings}
-        return [Member.of(seed, **asked) for seed in SEEDS]
+        return [Member.of(seed, **asked) for seed in self.seeds]
 
 
 DISTIL = {"distil": 0.5, "temperature": 4.0}
-TO_THE_END = {"warmup": 12, "sparsify": 18, "stabilise": 20, "finetune": 0}
+TO_THE_END = {"phases": (0.24, 0.36, 0.4, 0.0)}  # the default is 0.24, 0.36, 0.16, 0.24
 HYPOTHESES = (
     Hypothesis("default"),
     Hypothesis("dense", {"method": "dense"}),
     Hypothesis("magnitude", {"method": "dpf"}),
     Hypothesis("distil half", DISTIL),
-    Hypothesis("distil most", {**DISTIL, "distil": 0.9}),
-    Hypothesis("distil cool", {**DISTIL, "temperature": 2.0}),
-    Hypothesis("magnitude, distil half", {**DISTIL, "method": "dpf"}),
-    Hypothesis("average .999", {"average_decay": 0.999}),
-    Hypothesis("average last tenth", {"average_tail": 0.1}),
-    Hypothesis("distil half, average .999", {**DISTIL, "average_decay": 0.999}),
-    Hypothesis("removed gradient half", {"removed_gradient": 0.5}),
-    Hypothesis("removed gradient tenth", {"removed_gradient": 0.1}),
-    Hypothesis("distil half, removed gradient half", {**DISTIL, "removed_gradient": 0.5}),
     Hypothesis("score remembered .99", {"score_memory": 0.99}),
     Hypothesis("curvature 1", {"curvature": 1.0}),
-    Hypothesis("masks to the end", race=TO_THE_END),
-    Hypothesis("masks to the end, distil half", DISTIL, TO_THE_END),
-    Hypothesis("distil half from the trunk", {**DISTIL, "teacher": "trunk"}),
+    Hypothesis("masks to the end", TO_THE_END),
     Hypothesis("distil half, better teacher", {**DISTIL, "teacher_weight_decay": 5e-4}),
     Hypothesis("ramp half as long", {"ramp_share": 0.5}),
     Hypothesis("ramp 1.4 times as long", {"ramp_share": 1.4}),
@@ -76,25 +70,82 @@ HYPOTHESES = (
     Hypothesis("linear ramp", {"ramp": "linear"}),
     Hypothesis("no weight decay at the end", {"finetune_weight_decay": 0.0}),
     Hypothesis("weight decay 5e-4 at the end", {"finetune_weight_decay": 5e-4}),
-    Hypothesis("weight decay of kept only", {"removed_weight_decay": 0.0}),
     Hypothesis("hysteresis 3", {"hysteresis": 3.0}),
     Hypothesis("scale remembered .99", {"scale_memory": 0.99}),
     Hypothesis("curvature 4", {"curvature": 4.0}),
-    Hypothesis("average .9998", {"average_decay": 0.9998}),
-    Hypothesis("average last quarter", {"average_tail": 0.25}),
-    Hypothesis("batch norm recalibrated", {"recalibrate": True}),
-    Hypothesis("removed gradient half above 90 %", {"removed_gradient": 0.5, "removed_gradient_above": 0.9}),
     Hypothesis("layer scale to the half", {"layer_power": 0.5, "global_power": 0.5}),
     Hypothesis("adam on masks", {"mask_momentum": 0.9, "noise_power": 1.0, "global_power": 0.0, "mask_lr": 3e-4}),
     Hypothesis("mask momentum .9", {"mask_momentum": 0.9}),
-    Hypothesis("start by layer", {"start": "layer_magnitude"}),
     Hypothesis("floor of 1 %", {"floor": 0.01}),
     Hypothesis("no floor", {"floor": 0.0}),
-    Hypothesis("longer mask phases", race={"warmup": 8, "sparsify": 26, "stabilise": 8, "finetune": 8}),
-    Hypothesis("shorter warm-up", race={"warmup": 5, "sparsify": 22, "stabilise": 9, "finetune": 14}),
-    Hypothesis("peak rate .2", race={"learning_rate": 0.2}),
+    Hypothesis("longer mask phases", {"phases": (0.16, 0.52, 0.16, 0.16)}),
+    Hypothesis("shorter warm-up", {"phases": (0.1, 0.44, 0.18, 0.28)}),
+    Hypothesis("peak rate .2", {"peak_rate": 0.2}),
     Hypothesis("label smoothing .1", race={"label_smoothing": 0.1}),
 )
+
+RAW, BY_FEATURE = {"feature_power": 0.0, "global_power": 0.0}, {"feature_power": 1.0, "global_power": 0.0}
+FROM_ONE = {"start_value": 1.0}
+NORMALISATION = (
+    Hypothesis("default"),
+    Hypothesis("from one", FROM_ONE),
+    Hypothesis("by feature, from one", {**BY_FEATURE, **FROM_ONE, "mask_lr": 0.1}),
+    *(Hypothesis(f"by feature, rate {rate:g}", {**BY_FEATURE, "mask_lr": rate}) for rate in (0.001, 0.01, 0.1)),
+    *(
+        Hypothesis(
+            f"fixed decay {decay:g}, {name}",
+            {**scale, **FROM_ONE, "mask_lr": rate, "anneal": "step", "decay": decay},
+            seeds=(0,),
+        )
+        for name, scale, rate, decays in (
+            ("by feature, rate .1", BY_FEATURE, 0.1, (0.001, 0.003, 0.01, 0.03)),
+            ("raw, rate .1", RAW, 0.1, (1e-5, 1e-4, 1e-3)),
+            ("raw, rate 30", RAW, 30.0, (1e-6, 3e-6, 1e-5, 3e-5)),
+        )
+        for decay in decays
+    ),
+)
+
+QUARTER, AVERAGED = {"removed_gradient": 0.25}, {"average_decay": 0.998}
+DAMPING = tuple(
+    Hypothesis(name, {**AVERAGED, **settings}, seeds=(0, 1))
+    for name, settings in (
+        ("default", {}),
+        ("dense", {"method": "dense"}),
+        ("magnitude", {"method": "dpf"}),
+        *((f"removed gradient {share:g}", {"removed_gradient": share}) for share in (0.5, 0.25, 0.1, 0.0)),
+        ("quarter, peak rate .05", {**QUARTER, "peak_rate": 0.05}),
+        ("quarter, distil half", {**QUARTER, **DISTIL}),
+        ("quarter, distil most, cool", {**QUARTER, "distil": 0.8, "temperature": 2.0}),
+        ("quarter, weight decay 5e-4", {**QUARTER, "weight_decay": 5e-4}),
+        ("quarter, removed decay five times", {**QUARTER, "removed_weight_decay": 5.0}),
+        ("quarter, masks to the end", {**QUARTER, **TO_THE_END}),
+        ("quarter, mask rate .05", {**QUARTER, "mask_lr": 0.05}),
+        ("quarter, curvature 1", {**QUARTER, "curvature": 1.0}),
+        ("quarter, longer warm-up", {**QUARTER, "phases": (0.36, 0.24, 0.16, 0.24)}),
+    )
+)
+FINISHED = {"phases": (0.4, 0.24, 0.12, 0.24), "restart": 0.1}  # a dense network whose learning rate came down to zero
+TRUNK = {"teacher": "trunk", "distil": 0.5, "temperature": 4.0}
+MOSTLY = {"teacher": "trunk", "distil": 0.8, "temperature": 2.0}
+TEACHING = tuple(
+    Hypothesis(name, settings, seeds=(0, 1))
+    for name, settings in (
+        ("default", {}),
+        ("quarter", QUARTER),
+        ("quarter of the step", {"removed_update": 0.25}),
+        ("quarter, beside", {**QUARTER, **DISTIL}),
+        ("quarter, restart", {**QUARTER, **FINISHED}),
+        ("quarter, restart, trunk half", {**QUARTER, **FINISHED, **TRUNK}),
+        ("quarter, restart, trunk mostly", {**QUARTER, **FINISHED, **MOSTLY}),
+        ("quarter, restart .05, trunk mostly", {**QUARTER, **FINISHED, **MOSTLY, "restart": 0.05}),
+        ("magnitude, restart, trunk mostly", {"method": "dpf", **FINISHED, **MOSTLY}),
+        ("gradual, restart, trunk mostly", {"method": "gradual", **FINISHED, **MOSTLY}),
+        ("gradual, beside", {"method": "gradual", **DISTIL}),
+        ("gradual", {"method": "gradual"}),
+    )
+)
+STAGES = {"screening": HYPOTHESES, "normalisation": NORMALISATION, "damping": DAMPING, "teaching": TEACHING}
 
 
 @dataclass(frozen=True)
@@ -107,13 +158,15 @@ class Run:
     path: Path
 
 
-def plan_screening(hypotheses: Sequence[Hypothesis], base: Race, sparsity: float, out: Path) -> list[Run]:
+def plan_screening(hypotheses: Sequence[Hypothesis], base: Race, out: Path, *sparsities: float) -> list[Run]:
     """All runs, the ones to be tried first in front."""
-    return [
+    found = [
         make_run(each.name, member, dataclasses.replace(base, **each.race), "hypotheses", out)
         for each in hypotheses
+        for sparsity in sparsities
         for member in each.members(sparsity)
     ]
+    return list({run.path: run for run in found}.values())  # dense ones are the same at all sparsities
 
 
 def plan_final(chosen: dict[str, dict[str, Any]], peers: Sequence[str], race: Race, out: Path) -> list[Run]:
@@ -269,9 +322,9 @@ def say(line: str) -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("results/race-resnet20"))
-    parser.add_argument("--stage", choices=["screening", "final"], default="screening")
+    parser.add_argument("--stage", choices=[*STAGES, "final"], default="screening")
     parser.add_argument("--only", nargs="+", help="names of hypotheses; the default is always among them")
-    parser.add_argument("--sparsity", type=float, default=0.95, help="of the screening")
+    parser.add_argument("--sparsity", type=float, nargs="+", default=[0.95], help="of the screening")
     parser.add_argument("--epochs", type=int, help="50 for the screening, 350 for the final")
     parser.add_argument("--settings", type=Path, help="of the final: JSON, {name: {setting: value}}")
     parser.add_argument("--chosen", type=Path, help="where the screening writes the best settings, for --settings")
@@ -284,18 +337,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     told.out.mkdir(parents=True, exist_ok=True)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.backends.cudnn.benchmark = True
-    screening = told.stage == "screening"
+    screening, listed = told.stage != "final", STAGES.get(told.stage, ())
     race = Comparison("resnet20", "cifar10", epochs=told.epochs or (50 if screening else 350)).race()
     if told.tiny:
         race = Race(1, 1, 1, 1, batch_size=16)
     if screening:
-        known = {each.name for each in HYPOTHESES}
+        known = {each.name for each in listed}
         if told.only and set(told.only) - known:
             parser.error(f"unknown: {', '.join(sorted(set(told.only) - known))}; known: {', '.join(sorted(known))}")
-        tried = [each for each in HYPOTHESES if not told.only or each.name in {"default", *told.only}]
-        if told.epochs or told.tiny:  # their phases are told in epochs of fifty
-            tried = [each for each in tried if "warmup" not in each.race]
-        runs = plan_screening(tried, race, told.sparsity, told.out)
+        tried = [each for each in listed if not told.only or each.name in {"default", *told.only}]
+        runs = plan_screening(tried, race, told.out, *told.sparsity)
     else:
         if told.settings is None:
             parser.error("--stage final needs --settings FILE: JSON with a name and settings for each choice")

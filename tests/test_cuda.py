@@ -98,17 +98,21 @@ def plain_network() -> nn.Module:
 
 @pytest.mark.parametrize("make", [plain_network, lambda: ResNet(8)], ids=["plain", "residual"])
 def test_stacked_networks_compute_what_they_compute_on_a_cpu(make: Callable[[], nn.Module]) -> None:
-    """In half precision on the GPU, with the kernels for it, against double precision."""
+    """In half precision on the GPU, with the kernels for it: no further from double precision than half precision is
+    on a CPU, where gradients of the first layers are off by a tenth."""
     torch.manual_seed(0)
     networks = [make() for _ in range(3)]
     images, labels = torch.randn(3, 32, 3, 16, 16), torch.randint(0, 10, (3, 32))
-    found = []
-    for device, dtype in ((torch.device("cuda"), torch.bfloat16), (torch.device("cpu"), torch.float64)):
+
+    def compute(device: torch.device, dtype: torch.dtype) -> list[Tensor]:
         stack = NetworkStack(networks, device=device, dtype=dtype)
         logits = stack(images.to(device, dtype)).double()
         loss = F.cross_entropy(logits.flatten(0, 1), labels.to(device).flatten(), reduction="sum")
         gradients = stack.gradients(loss).double()
         statistics = [each.double() for each in stack.buffers.values()]
-        found.append([each.detach().cpu() for each in (logits, gradients, *statistics)])
-    for ours, theirs in zip(*found, strict=True):
-        assert (ours - theirs).norm() < 0.05 * theirs.norm()
+        return [each.detach().cpu() for each in (logits, gradients, *statistics)]
+
+    cpu = torch.device("cpu")
+    exact, rounded = compute(cpu, torch.float64), compute(cpu, torch.bfloat16)
+    for ours, theirs, right in zip(compute(torch.device("cuda"), torch.bfloat16), rounded, exact, strict=True):
+        assert (ours - right).norm() < 1.5 * (theirs - right).norm() + 0.01 * right.norm()

@@ -30,14 +30,6 @@ def of_results(results: Sequence[tuple[str, Mapping[str, Any]]]) -> Table:
     return table
 
 
-def of_race(rows: Sequence[Sequence[str]], title: str) -> Table:
-    """One row a method and sparsity: mean ± standard deviation over seeds."""
-    table = _table("method", "zeros", "test accuracy", "training loss", "seeds", left=1, title=title)
-    for row in rows:
-        table.add_row(*row)
-    return table
-
-
 def of_map_fitting(rows: Sequence[Sequence[str]]) -> Table:
     """One row an estimator: error and share of masks recovered, raw and normalised."""
     columns = [f"{scale}, {rate}" for scale in ("raw", "normalised") for rate in ("rate 0.1", "constant", "cosine")]
@@ -47,9 +39,9 @@ def of_map_fitting(rows: Sequence[Sequence[str]]) -> Table:
     return table
 
 
-def of_rows(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+def of_rows(head: Sequence[str], rows: Sequence[Sequence[str]], title: str | None = None) -> Table:
     """A table that is ready made, such as those in the docs."""
-    table = _table(*head, left=1)
+    table = _table(*head, left=1, title=title)
     for row in rows:
         table.add_row(*row)
     return table

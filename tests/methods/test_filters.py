@@ -1,11 +1,13 @@
 """Methods that remove whole filters, against their own definitions."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from gossamer.methods import Layout
+from gossamer.methods import Layout, Rule
 from gossamer.methods.filters import channels_to_keep, equal_share, gains_of
 from gossamer.models.resnet import ResNet
 from gossamer.schedule import Plan
@@ -30,6 +32,18 @@ def test_equal_shares_come_as_near_as_whole_filters_can() -> None:
         equal_share(FILTERS, 0.9)
 
 
+@pytest.mark.parametrize(("share", "paper"), [(0.1, 0.241), (0.2, 0.214), (0.3, 0.188)])
+def test_filters_are_counted_as_in_the_paper(share: float, paper: float) -> None:
+    """Its table of ResNet-20: millions of weights that are left when that share of the filters goes."""
+    shapes = tuple(tuple(each.shape) for each in ResNet(20).parameters() if each.dim() > 1)
+    layout = Layout(tuple(map(str, range(len(shapes)))), shapes)
+    kept = equal_share(layout, share)
+    weights = sum(count * size // shape[0] for count, shape, size in zip(kept, shapes, layout.sizes, strict=True))
+    assert weights / 1e6 == pytest.approx(paper, abs=0.0025)
+    filters = [(count, shape[0]) for count, shape in zip(kept, shapes, strict=True) if len(shape) > 2]
+    assert 1 - sum(count for count, _ in filters) / sum(all_ for _, all_ in filters) == pytest.approx(share, abs=0.01)
+
+
 def test_l1_takes_the_filters_with_the_smallest_sum() -> None:
     rule, weights, timeline = begin("l1_filter", 40 / 96, layout=FILTERS)
     sums = [np.abs(part).sum(1) for part in (weights[0, :48].view(8, 6).numpy(), weights[0, 48:80].view(4, 8).numpy())]
@@ -44,21 +58,48 @@ def test_l1_takes_the_filters_with_the_smallest_sum() -> None:
 
 def test_soft_filters_are_zeroed_after_an_epoch_and_train_on() -> None:
     rule, weights, timeline = begin("soft_filter", 40 / 96, layout=FILTERS, plan=Plan(0, 20, 4, 4))
+
+    def by_norm(values: torch.Tensor) -> list[list[bool]]:
+        sizes = [part.norm(dim=1).numpy() for part in (values[0, :48].view(8, 6), values[0, 48:80].view(4, 8))]
+        return [(each >= np.sort(each)[len(each) // 2]).tolist() for each in sizes]
+
     step(rule, weights, timeline, 0)
-    moved = weights - 0.1 * gradient_like(weights, 1)
-    given, gradient = step(rule, weights, timeline, 1)  # the second step of an epoch of two
-    assert torch.equal(given, gradient)
-    sizes = [part.norm(dim=1).numpy() for part in (moved[0, :48].view(8, 6), moved[0, 48:80].view(4, 8))]
-    expected = [(each >= np.sort(each)[len(each) // 2]).tolist() for each in sizes]
-    assert rows(rule.mask) == expected
-    assert torch.equal(weights, moved * rule.mask)
+    moved = weights.clone()
+    given = gradient_like(weights, 1)
+    limited = given.clone()
+    parts = (limited[0, :48].view(8, 6), limited[0, 48:80].view(4, 8))
+    for part, kept in zip(parts, rows(rule.mask), strict=True):
+        norms = [float(each.norm()) for each in part]
+        usual = np.mean([norm for norm, stays in zip(norms, kept, strict=True) if stays])
+        for number, stays in enumerate(kept):
+            part[number] *= 1.0 if stays else min(1.0, usual / norms[number])
+    assert not torch.equal(limited, given)
+    moved -= 0.1 * limited
+    _, gradient = step(rule, weights, timeline, 1)  # the second step of an epoch of two
+    torch.testing.assert_close(gradient, limited)
+    assert rows(rule.mask) == by_norm(moved)
+    torch.testing.assert_close(weights, moved * rule.mask)
     step(rule, weights, timeline, 2)
     assert bool((weights[~rule.mask] != 0).all())
     assert torch.equal(shown(rule, weights), weights)
-    final = weights.clone()
-    mask = rule.freeze_(weights)
-    sizes = [part.norm(dim=1).numpy() for part in (final[0, :48].view(8, 6), final[0, 48:80].view(4, 8))]
-    assert rows(mask) == [(each >= np.sort(each)[len(each) // 2]).tolist() for each in sizes]
+    for number in range(3, 19):
+        step(rule, weights, timeline, number)
+    soft = weights - 0.1 * limited_by(rule, weights, 19)
+    forgotten = rule.refresh_(soft.clone(), 20)
+    assert forgotten is not None
+    assert torch.equal(forgotten, ~rule.mask)
+    chosen = rule.mask.clone()
+    assert rows(chosen) == by_norm(soft)  # from here on the choice stands
+    _, gradient = step(rule, weights, timeline, 20)
+    assert (gradient[~chosen] == 0).all()
+    assert (weights[~chosen] == 0).all()
+    assert torch.equal(rule.freeze_(weights), chosen)
+
+
+def limited_by(rule: Rule[Any], weights: torch.Tensor, number: int) -> torch.Tensor:
+    gradient = gradient_like(weights, number)
+    rule.learn_(gradient, weights)
+    return gradient
 
 
 def test_slimming_presses_on_gains_and_cuts_by_them() -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from gossamer.method import ESTIMATORS
 from gossamer.reproduce import map_fitting
 from gossamer.reproduce.map_fitting import Fit, fit_masks, reproduce
 
@@ -27,10 +28,12 @@ def test_fits_side_by_side_equal_a_fit_alone() -> None:
 
 
 def test_records_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(map_fitting, "RATES", {"none": (1.0,), "batch": (0.1,)})
+    monkeypatch.setattr(map_fitting, "RATES", {"none": (0.1,), "batch": (0.1,)})
     first = reproduce(tmp_path, seeds=1, steps=10)
     assert len(first) == 5
     stored = json.loads((tmp_path / "identity.json").read_text())
     assert {fit["fit"]["scale"] for fit in stored["fits"]} == {"none", "batch"}
+    drawn = (tmp_path / "curves.svg").read_text()
+    assert all(f"{estimator}, {kind}" in drawn for estimator in ESTIMATORS for kind in ("raw", "normalised"))
     monkeypatch.setattr(map_fitting, "fit_masks", lambda *a, **k: pytest.fail("trained again"))
     assert reproduce(tmp_path, seeds=1, steps=10) == first

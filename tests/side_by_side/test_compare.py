@@ -11,8 +11,7 @@ import torch
 import gossamer
 from gossamer import cli, models
 from gossamer.methods import METHODS
-from gossamer.results import race_blocks
-from gossamer.side_by_side import Member, Race, plot
+from gossamer.side_by_side import Member, Race
 from gossamer.side_by_side import compare as module
 from gossamer.side_by_side.compare import Comparison, compare
 from gossamer.side_by_side.entries import lanes_of
@@ -71,6 +70,22 @@ def test_one_record_a_run_and_none_twice(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.usefixtures("tiny")
+def test_variants_of_a_method_race_each_other(tmp_path: Path) -> None:
+    variants = ("autoprune", "autoprune:estimator=leaky_relu,two_pass=True", "lottery:rewind=weights", "scl:distil=0.5")
+    records = compare(replace(SMALL, methods=("dense", *variants)), tmp_path, device=CPU)
+    assert [record["method"] for record in records] == ["dense", "autoprune", "autoprune", "lottery", "scl"]
+    assert [records[number]["settings"]["two_pass"] for number in (1, 2)] == [False, True]
+    assert records[3]["settings"]["rewind"] == "weights"
+    page = (tmp_path / "screening.md").read_text()
+    title = METHODS["autoprune"].title
+    assert f"| {title} |" in page
+    assert f"| {title}, estimator=leaky_relu, two_pass=True |" in page
+    for wrong in ("scl:mask_lr", "scl:rewind=rate"):
+        with pytest.raises(ValueError, match="expected scl:SETTING=VALUE with one of weight_decay, mask_lr"):
+            compare(replace(SMALL, methods=(wrong,)), tmp_path, device=CPU)
+
+
+@pytest.mark.usefixtures("tiny")
 def test_networks_are_left_beside_their_records(tmp_path: Path) -> None:
     (record,) = compare(replace(SMALL, methods=("scl",)), tmp_path, device=CPU, save_models=True)
     (path,) = tmp_path.glob("*.safetensors")
@@ -98,18 +113,33 @@ def test_a_command_that_is_stopped_says_how_to_go_on(
 
 
 @pytest.mark.usefixtures("tiny")
-def test_the_command_shows_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_shows_a_table(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The dense network runs with the methods, and the folder is named after the network if none is given."""
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as exit_:
         cli.main(
-            f"compare --out {tmp_path} --net lenet300 --data mnist --methods scl magnitude --sparsity 0.8 --seeds 2 "
-            f"--tier final --epochs 4 --validation 16 --device cpu --plot {tmp_path / 'race.png'}".split()
+            f"compare --net lenet300 --data mnist --methods scl magnitude --sparsity 0.5 0.8 --seeds 2 --tier final "
+            f"--epochs 4 --validation 16 --device cpu --together 6 --plot {tmp_path / 'race.png'}".split()
         )
     assert exit_.value.code == 0
     shown = capsys.readouterr().out
-    assert "gossamer (learned masks)" in shown
-    assert "80 %" in shown
+    tables = [part for part in shown.split("Final of lenet300 on mnist: 4 epochs") if "single connections" in part]
+    assert len(tables) == 2  # it fills as runs finish
+    assert METHODS["dpf"].title not in tables[0]
+    assert all(METHODS[name].title in tables[1] for name in ("dense", "scl", "dpf"))
     assert (tmp_path / "race.png").read_bytes().startswith(b"\x89PNG")
-    assert {json.loads(path.read_text())["tier"] for path in tmp_path.glob("*.json")} == {"final"}
+    folder = tmp_path / "results" / "race-lenet300"
+    records = [json.loads(path.read_text()) for path in folder.glob("*.json")]
+    assert {each["tier"] for each in records} == {"final"}
+    raced = {(each["method"], each["asked_sparsity"]) for each in records}
+    assert raced == {("dense", 0.0), ("scl", 0.5), ("scl", 0.8), ("dpf", 0.5), ("dpf", 0.8)}
+    assert len(records) == 10
+    page = (folder / "final.md").read_text()
+    mean = sum(each["accuracy"] for each in records if each["method"] == "scl" and each["asked_sparsity"] == 0.5) / 2
+    (row,) = [line for line in page.splitlines() if METHODS["scl"].title in line]
+    assert row.split("|")[3].split()[0] == f"{mean:.2f}"
 
 
 @pytest.mark.usefixtures("tiny")
@@ -180,21 +210,6 @@ def test_the_records_that_are_there_are_recognised() -> None:
     assert recognised > 30
 
 
-def test_the_plot_has_a_line_a_method(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    about = {"net": "resnet20", "data": "cifar10", "epochs": 50}
-    points = [("dense", 0.0, 92.0), ("scl", 0.9, 91.0), ("scl", 0.9, 91.5), ("scl", 0.5, 92.0), ("slimming", 0.5, 90.0)]
-    records = [{"method": m, "asked_sparsity": s, "accuracy": a, **about} for m, s, a in points]
-    scl = plot.lines(records)[1]
-    assert (scl.sparsity, scl.accuracy) == ((50.0, 90.0), (92.0, 91.25))
-    assert scl.spread == (0.0, pytest.approx(0.5 / 2**0.5))
-    plot.accuracy_against_sparsity(records, tmp_path / "race.svg")
-    drawn = (tmp_path / "race.svg").read_text()
-    assert all(METHODS[name].title in drawn for name in ("dense", "scl", "slimming"))
-    monkeypatch.setattr(plot.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ImportError, match="pip install 'gossamer\\[plot\\]'"):
-        plot.accuracy_against_sparsity(records, tmp_path / "race.svg")
-
-
 @pytest.mark.usefixtures("tiny")
 def test_what_whole_filters_cannot_do_is_left_out(tmp_path: Path) -> None:
     told: list[str] = []
@@ -204,20 +219,11 @@ def test_what_whole_filters_cannot_do_is_left_out(tmp_path: Path) -> None:
     assert "left out: l1_filter with seed 0: sparsity=0.9 cannot be met by whole filters" in told[0]
 
 
-def test_tables_keep_whole_filters_apart() -> None:
-    common = {"settings": {"seed": 0}, "asked_sparsity": 0.5, "accuracy": 90.0, "train_loss": 0.1}
-    blocks = race_blocks([{"method": name, **common} for name in ("slimming", "scl", "dpf")])
-    assert [(title, [row[0] for row in rows]) for title, rows in blocks] == [
-        ("single connections", [METHODS["scl"].title, METHODS["dpf"].title]),
-        ("whole filters", [METHODS["slimming"].title]),
-    ]
-
-
 def test_too_few_epochs_and_no_gpu_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ValueError, match="expected at least 4 epochs"):
         Comparison("lenet300", "mnist", epochs=2).race()
     if not torch.cuda.is_available():
         with pytest.raises(SystemExit) as exit_:
-            cli.main(["compare", "--out", str(tmp_path)])
+            cli.main(["compare", "--out", str(tmp_path), "--device", "cuda"])
         assert exit_.value.code == 2
-        assert "expected a CUDA GPU" in capsys.readouterr().err
+        assert "set device=cpu (or auto)" in capsys.readouterr().err

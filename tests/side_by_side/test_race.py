@@ -203,7 +203,7 @@ def test_an_unknown_method_is_refused() -> None:
 
 
 def classifier() -> nn.Module:
-    hidden = [nn.Flatten(), nn.Linear(6 * 16, 8, bias=False), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 4)]
+    hidden = [nn.Flatten(), nn.Linear(6 * 16, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 4)]
     return nn.Sequential(nn.Conv2d(3, 6, 3, 2, 1, bias=False), nn.BatchNorm2d(6), nn.ReLU(), *hidden)
 
 

@@ -1,7 +1,7 @@
 """Teachers, averages, fresh statistics and weight decay by phase, each against a run alone that does it by hand."""
 
 import copy
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -235,12 +235,67 @@ def test_weight_decay_only_of_what_is_kept() -> None:
         torch.testing.assert_close(difference, torch.where(removed, spared * start[0], 0.0))
 
 
+def test_a_damped_step_only_of_what_is_removed() -> None:
+    """Runs that start from the same weights: removed ones move by a quarter of the step, kept ones by all of it."""
+    members = [Member(1, "dpf", 0.7, 0.3, training=Training(removed_update=factor)) for factor in (1.0, 0.25)]
+    running = Running(RACE.common, lanes_of(RACE, members, STEPS), data(), network, device=CPU, dtype=torch.float64)
+    running.turn(STEPS)
+    learner = running.learner
+    learner.step += STEPS
+    running.feed.begin_epoch(1)
+    start = learner.stack.variables.clone()
+    running._step()()
+    removed = F.pad(~learner.mask[0], (0, start.shape[1] - learner.stack.connections))
+    assert int(removed.sum()) > 20
+    whole, damped = learner.stack.variables - start
+    torch.testing.assert_close(damped, torch.where(removed, 0.25 * whole, whole))
+
+
+def test_phases_and_a_rate_of_its_own_are_those_of_another_race() -> None:
+    members = [
+        Member.of(1, sparsity=0.7, phases=(0.4, 0.2, 0.4, 0.0)),
+        Member.of(1, sparsity=0.7),
+        Member.of(1, sparsity=0.7, hold=0.6),
+        Member.of(1, sparsity=0.7, restart=0.03),
+        Member.of(1, "lottery", 0.7, phases=(0.4, 0.2, 0.2, 0.2), peak_rate=0.02),
+        Member.of(1, "rigl", 0.7, peak_rate=0.02),
+    ]
+    outcomes, _ = race(*members)
+    others = (
+        (replace(RACE, warmup=2, sparsify=1, stabilise=2, finetune=0), Member.of(1, sparsity=0.7)),
+        (RACE, Member.of(1, sparsity=0.7)),
+        (replace(RACE, hold=0.6), Member.of(1, sparsity=0.7)),
+        (replace(RACE, restart=0.03), Member.of(1, sparsity=0.7)),
+        (replace(RACE, warmup=2, sparsify=1, stabilise=1, finetune=1, learning_rate=0.02), Member(1, "lottery", 0.7)),
+        (replace(RACE, learning_rate=0.02), Member(1, "rigl", 0.7)),
+    )
+    for outcome, (shared, member) in zip(outcomes, others, strict=True):
+        (alone,) = run_race(shared, [member], data(), network, device=CPU, dtype=torch.float64)
+        assert outcome.connections_by_tensor == alone.connections_by_tensor
+        assert outcome.train_loss == pytest.approx(alone.train_loss)
+        assert outcome.accuracy == alone.accuracy
+    assert len({outcome.train_loss for outcome in outcomes}) == 6
+
+
+def test_the_learning_rate_is_held_and_then_falls_to_zero() -> None:
+    held = replace(RACE, warmup=4, sparsify=3, stabilise=1, finetune=2, learning_rate=0.1, hold=0.4)
+    assert [held.rate(epoch) for epoch in (0, 3.9, 4, 7, 10)] == pytest.approx([0.1, 0.1, 0.1, 0.05, 0.0])
+
+
+def test_the_learning_rate_falls_to_zero_in_the_warm_up_and_again() -> None:
+    again = replace(RACE, warmup=4, sparsify=3, stabilise=1, finetune=2, learning_rate=0.1, restart=0.04)
+    assert [again.rate(epoch) for epoch in (0, 2, 3.9999, 4, 7, 10)] == pytest.approx(
+        [0.1, 0.05, 0.0, 0.04, 0.02, 0.0], abs=1e-8
+    )
+
+
 def test_a_race_with_all_of_it_goes_on_after_a_cut(tmp_path: Path) -> None:
     members = [
         Member(1, "dense"),
         Member.of(1, "rigl", 0.7, distil=0.5, average_decay=0.8),
         Member.of(1, sparsity=0.7, distil=0.5, teacher="trunk", average_tail=0.6, removed_weight_decay=0.0),
         Member.of(1, sparsity=0.7, distil=0.5, average_decay=0.9, finetune_weight_decay=0.01),
+        Member.of(1, sparsity=0.7, distil=0.3, phases=(0.4, 0.2, 0.2, 0.2), hold=0.4),
     ]
 
     def fresh() -> Running:
@@ -264,6 +319,10 @@ def test_teachers_that_are_not_there_are_refused() -> None:
         ([Member.of(1, distil=0.5), Member(2, "dense")], "expected a dense run of seed 1 with weight_decay=0.0001"),
         ([Member.of(1, distil=0.5, teacher_weight_decay=5e-4), Member(1, "dense")], "weight_decay=0.0005 in the race"),
         ([Member.of(1, "rigl", distil=0.5, teacher="trunk")], "rigl has no trunk"),
+        (
+            [Member.of(1, distil=0.5, teacher="trunk", phases=(share, 0.2, 0.2, 0.6 - share)) for share in (0.2, 0.4)],
+            "expected one warm-up for all runs with teacher='trunk'",
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             race(*members)
@@ -276,6 +335,9 @@ def test_teachers_that_are_not_there_are_refused() -> None:
         ({"average_decay": 1.0}, "average_decay: expected a number below 1"),
         ({"average_decay": 0.9, "average_tail": 0.1}, "expected average_decay or average_tail, got both"),
         ({"temperature": 0.0}, "temperature: expected a number above 0, got 0.0"),
+        ({"phases": (0.5, 0.6, 0.0, 0.0)}, "phases: expected four shares of at least 0 with the sum 1"),
+        ({"restart": 0.0}, "restart: expected a learning rate above 0, got 0.0"),
+        ({"hold": 1.0}, "hold: expected a share from 0 to below 1, got 1.0"),
         ({"teacher": "me"}, "teacher: expected one of dense, trunk, got 'me'"),
     ],
 )

@@ -27,7 +27,7 @@ def screen() -> ModuleType:
 
 
 def test_every_hypothesis_is_another_run_with_a_prediction(screen: ModuleType, tmp_path: Path) -> None:
-    runs = screen.plan_screening(screen.HYPOTHESES, Race(12, 18, 8, 12), 0.95, tmp_path)
+    runs = screen.plan_screening(screen.HYPOTHESES, Race(12, 18, 8, 12), tmp_path, 0.95)
     assert len({run.path for run in runs}) == len({(run.race, run.member) for run in runs}) == len(runs)
     assert all(run.race.epochs == 50 for run in runs)
     book = (PATH.parents[1] / "docs" / "lab-book.md").read_text()
@@ -37,7 +37,7 @@ def test_every_hypothesis_is_another_run_with_a_prediction(screen: ModuleType, t
 def test_runs_of_one_race_go_together_and_bring_their_teachers(screen: ModuleType, tmp_path: Path) -> None:
     names = ("default", "distil half", "label smoothing .1", "curvature 1", "distil half, better teacher")
     tried = [each for each in screen.HYPOTHESES if each.name in names]
-    chunks = screen.chunks(screen.plan_screening(tried, RACE, 0.95, tmp_path), 5)
+    chunks = screen.chunks(screen.plan_screening(tried, RACE, tmp_path, 0.95), 5)
     assert [list(dict.fromkeys(run.name for run in chunk)) for chunk in chunks] == [
         ["default", "distil half"],
         ["curvature 1", "distil half, better teacher"],
@@ -51,7 +51,7 @@ def test_runs_of_one_race_go_together_and_bring_their_teachers(screen: ModuleTyp
 
 
 def test_first_things_first_when_time_is_short(screen: ModuleType, tmp_path: Path) -> None:
-    runs = screen.plan_screening(screen.HYPOTHESES[:3], RACE, 0.95, tmp_path)
+    runs = screen.plan_screening(screen.HYPOTHESES[:3], RACE, tmp_path, 0.95)
     budget = screen.Budget(screen.SECONDS * RACE.epochs * 7)
     assert {run.name for run in budget.fitting(runs)} == {"default", "dense"}  # six runs, the third would make nine
     budget.spend(1e9, runs)
@@ -65,9 +65,11 @@ def write(runs: list[Any], **accuracies: tuple[float, ...]) -> None:
 
 
 def test_the_best_on_held_out_images_is_chosen_and_differences_are_paired(screen: ModuleType, tmp_path: Path) -> None:
-    tried = [each for each in screen.HYPOTHESES if each.name in ("default", "magnitude", "curvature 1", "peak rate .2")]
-    runs = screen.plan_screening(tried, RACE, 0.95, tmp_path)
-    write(runs, default=(87.0, 88.0, 89.0), magnitude=(95.0,) * 3, curvature=(87.2, 88.3, 89.4), peak=(99.0,) * 3)
+    tried = [
+        each for each in screen.HYPOTHESES if each.name in ("default", "magnitude", "curvature 1", "label smoothing .1")
+    ]
+    runs = screen.plan_screening(tried, RACE, tmp_path, 0.95)
+    write(runs, default=(87.0, 88.0, 89.0), magnitude=(95.0,) * 3, curvature=(87.2, 88.3, 89.4), label=(99.0,) * 3)
     assert screen.choose(runs, 1) == {"curvature 1": {"curvature": 1.0}}  # not magnitude, not another race
     lines = [line for line in screen.table(runs, "validation_accuracy") if line.startswith("curvature 1")]
     assert "88.30 ± 1.10" in lines[0]

@@ -2,18 +2,18 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-import torch
 import tyro
 from rich.console import Console
 
 from gossamer import tables
 from gossamer.methods import METHODS
 from gossamer.recipes import find
-from gossamer.results import race_blocks, sweep_table
-from gossamer.side_by_side import plot, runs_of, sweep
+from gossamer.results import about, race_blocks, sweep_table
+from gossamer.side_by_side import runs_of, sweep
 from gossamer.side_by_side.compare import TIERS, Comparison, compare
+from gossamer.training.place import join
 from gossamer.training.result import commit
 
 
@@ -56,13 +56,13 @@ class Sweep:
 class Compare:
     """Train methods against each other, all runs side by side as one stacked network, and show the table."""
 
-    out: Path
-    """Folder for one record a run; runs that have one are not trained again."""
+    out: Path | None = None
+    """Folder for records, table and plot (results/race-NET); runs that have a record are not trained again."""
     net: str = "resnet20"
-    """Network out of `gossamer list`, for images."""
+    """Network out of `gossamer list`, for `data`: a set of images."""
     data: str = "cifar10"
-    methods: tuple[str, ...] = ("dense", "scl", "dpf")
-    """Names out of `gossamer list`, or all."""
+    methods: tuple[str, ...] = ("scl", "dpf")
+    """Names out of `gossamer list`, or all, or with settings: autoprune:two_pass=True. dense always runs with them."""
     sparsity: tuple[float, ...] = (0.9, 0.95, 0.98)
     seeds: int = 3
     tier: Literal["screening", "final"] = "screening"
@@ -72,25 +72,22 @@ class Compare:
     validation: int | None = None
     """Training images held out, other than the tier's; 0 trains on all of them."""
     plot: Path | None = None
-    """Also draw accuracy against sparsity, into this file (.svg, .png or .pdf); needs matplotlib."""
+    """Draw accuracy against sparsity into this file, not accuracy.svg in OUT; needs matplotlib."""
     together: int = 32
     """Runs trained at the same time."""
     save_models: bool = False
     """Leave each network beside its record, as a file for `gossamer.load`."""
-    device: str = "cuda"
+    device: str = "auto"
+    """auto takes a GPU where there is one."""
     debug: bool = False
     """Show the traceback of an error."""
 
     def carry_out(self, console: Console) -> None:
-        if self.device == "cuda" and not torch.cuda.is_available():
-            raise ValueError(
-                "expected a CUDA GPU for --device cuda, got none: use --device cpu (slow) or another machine"
-            )
         tier = TIERS[self.tier]
         comparison = Comparison(
             self.net,
             self.data,
-            tuple(METHODS) if self.methods == ("all",) else self.methods,
+            tuple(dict.fromkeys(("dense", *(METHODS if self.methods == ("all",) else self.methods)))),
             self.sparsity,
             self.seeds,
             tier.epochs if self.epochs is None else self.epochs,
@@ -98,19 +95,20 @@ class Compare:
             commit() or "unknown",
             self.tier,
         )
-        if self.plot is not None:
-            plot.check()
-        device = torch.device(self.device)
-        records = compare(
+        out = self.out or Path("results") / f"race-{self.net}"
+
+        def show(records: list[dict[str, Any]]) -> None:
+            console.print(about(records), highlight=False)
+            for title, head, rows in race_blocks(records):
+                console.print(tables.of_rows(head, rows, title))
+
+        compare(
             comparison,
-            self.out,
-            device=device,
+            out,
+            device=join(self.device).device,
             together=self.together,
             save_models=self.save_models,
+            plot=self.plot,
             progress=console.print,
+            finished=show,
         )
-        for title, rows in race_blocks(records):
-            console.print(tables.of_race(rows, title))
-        if self.plot is not None:
-            plot.accuracy_against_sparsity(records, self.plot)
-            console.print(f"The plot is in {self.plot}")

@@ -18,8 +18,8 @@ class Reproduce:
     """Repeat an exhibit of the paper and show its table."""
 
     exhibit: tyro.conf.Positional[Literal["map-fitting", "mnist"]]
-    out: Path
-    """Folder for the records; what is there already is not computed again."""
+    out: Path | None = None
+    """Folder for the records (results/EXHIBIT); what is there already is not computed again."""
     seeds: int = 3
     steps: int = 2000
     """Of map-fitting."""
@@ -31,11 +31,12 @@ class Reproduce:
     """Show the traceback of an error."""
 
     def carry_out(self, console: Console) -> None:
+        out = self.out or Path("results") / self.exhibit
         if self.exhibit == "map-fitting":
-            records = map_fitting.reproduce(self.out, seeds=self.seeds, steps=self.steps, progress=console.print)
+            records = map_fitting.reproduce(out, seeds=self.seeds, steps=self.steps, progress=console.print)
             console.print(tables.of_map_fitting(map_fitting_rows(records)))
             return
         device = join(self.device).device
-        records = mnist.reproduce(self.out, seeds=self.seeds, epochs=self.epochs, device=device, progress=console.print)
+        records = mnist.reproduce(out, seeds=self.seeds, epochs=self.epochs, device=device, progress=console.print)
         for head, rows in (mnist_decay_table(records), mnist_estimator_table(records)):
             console.print(tables.of_rows(head, rows))

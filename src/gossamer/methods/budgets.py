@@ -50,11 +50,22 @@ class GlobalBudget:
     def meet_(self) -> Tensor:
         """Meet the budget of this step. Returns the thresholds."""
         assert self._table is not None
-        return self._meet(self._timeline.now(self._table)[:, 0])
+        return self.allow_(self._timeline.now(self._table)[:, 0])
 
     def cut_(self) -> Tensor:
         """Meet the final budget, if that has not been done yet. Returns the thresholds."""
-        return self._meet(self._final)
+        return self.allow_(self._final)
+
+    def allow_(self, budget: Tensor) -> Tensor:
+        """Keep exactly so many connections of each row, whatever the sign of their scores. Returns the thresholds."""
+        if self._protected is None:
+            return meet_budgets_(self.score, self.mask, budget)
+        kept = self.score.gather(1, self._protected)
+        self.score.scatter_(1, self._protected, torch.inf)
+        thresholds = meet_budgets_(self.score, self.mask, budget)
+        lowered = (kept - thresholds[:, None]).clamp_min(torch.finfo(kept.dtype).tiny)
+        self.score.scatter_(1, self._protected, lowered)
+        return thresholds
 
     def floor_is_due(self, step: int) -> bool:
         return self._protected is not None and step % _FLOOR_EVERY == 0
@@ -72,16 +83,6 @@ class GlobalBudget:
     def state(self) -> dict[str, Tensor]:
         tensors = {"score": self.score, "mask": self.mask}
         return tensors if self._protected is None else {**tensors, "protected": self._protected}
-
-    def _meet(self, budget: Tensor) -> Tensor:
-        if self._protected is None:
-            return meet_budgets_(self.score, self.mask, budget)
-        kept = self.score.gather(1, self._protected)
-        self.score.scatter_(1, self._protected, torch.inf)
-        thresholds = meet_budgets_(self.score, self.mask, budget)
-        lowered = (kept - thresholds[:, None]).clamp_min(torch.finfo(kept.dtype).tiny)
-        self.score.scatter_(1, self._protected, lowered)
-        return thresholds
 
     def _strongest(self) -> Tensor:
         """Positions, in each row, of the scores of each tensor that the floor keeps."""

@@ -5,9 +5,12 @@ Rule: the layer uses S(w, s) = sign(w)·relu(|w| - σ(s)), one number s a tensor
 far below zero and an L2 term, tuned by hand for each target, pulls it up.
 Reference: Kusupati et al. 2020, Soft Threshold Weight Reparameterization for Learnable Sparsity.
 Ours: instead of by the L2 term all s are pushed up together by as much as the budget of the step asks for, which can be
-solved for: |w| > σ(s) is logit|w| - s > 0, so the push is an order statistic. s has a hundredth of the learning rate
-of the weights: from a warmed-up network, where thresholds are not tiny, the published equal rate lets layers die out.
-After the last mask step the thresholded weights are what is fine-tuned.
+solved for: |w| > σ(s) is logit|w| - s > 0, so the push is an order statistic. Two things follow from the common push.
+What one tensor keeps another has to lose, so thresholds rest where a connection is worth as much in every tensor:
+∂L/∂s of a tensor is divided by its share of the connections that are left. (Without that they would rest where whole
+tensors are worth the same, and small tensors die out.) And no pull of its own brings s back, so how far it can wander
+is set for the whole run: its learning rate is that of the weights times `rate` over the number of mask steps. No s
+rises above what leaves the floor of its tensor. After the last mask step the thresholded weights are fine-tuned.
 """
 
 from collections.abc import Sequence
@@ -24,7 +27,7 @@ from gossamer.methods.rule import Layout, Options, Request, Rule, Timeline, colu
 class STROptions(Options):
     start: float = -10.0  # of s: a threshold of 5e-5
     momentum: float = 0.9  # of s
-    rate: float = 0.01  # of s, times the learning rate of the weights
+    rate: float = 100.0  # of s, over all mask steps together, times the learning rate of the weights
 
 
 def soft_threshold(weights: Tensor, threshold: Tensor) -> Tensor:
@@ -44,14 +47,15 @@ class STR(Rule[STROptions]):
         *,
         floor: float,
     ) -> None:
-        self._layout, self._timeline = layout, timeline
+        self._layout, self._timeline, self._floors = layout, timeline, layout.floors(floor)
         self._momentum = column([request.settings.momentum for request in requests], weights)
-        self._rate = column([request.settings.rate for request in requests], weights)
+        self._rate = column([request.settings.rate / timeline.length for request in requests], weights)
         self._tensor = layout.tensor_of_each(weights.device)
         start = column([request.settings.start for request in requests], weights)
         self._s = start.repeat(1, len(layout.sizes))
         self._velocity = torch.zeros_like(self._s)
-        # No floor: what a threshold lets through is decided by the threshold alone.
+        self._highest = self._leaving_the_floor(weights)
+        # The floor is kept by the thresholds: what they let through is decided by them alone.
         self._budget = GlobalBudget(layout, requests, timeline, self._above(weights), floor=0.0)
 
     @property
@@ -63,12 +67,21 @@ class STR(Rule[STROptions]):
 
     def learn_(self, gradient: Tensor, weights: Tensor) -> None:
         gradient.masked_fill_(weights.abs() <= self._threshold(), 0.0)
-        along = [part.sum(1) for part in self._layout.split(gradient * weights.sign())]
+        along = self._by_tensor(gradient * weights.sign())
+        left = self._by_tensor(self._budget.mask.to(weights.dtype)).clamp_min(1.0)
         sigma = self._s.sigmoid()
-        self._velocity.mul_(self._momentum).sub_(torch.stack(along, dim=1) * sigma * (1.0 - sigma))
+        slope = along * sigma * (1.0 - sigma) * (left.mean(1, keepdim=True) / left)
+        self._velocity.mul_(self._momentum).sub_(slope)
         self._s.sub_(self._velocity * self._timeline.rate * self._rate)
+        torch.minimum(self._s, self._highest, out=self._s)
         self._budget.score.copy_(self._above(weights))
         self._s.add_(self._budget.meet_()[:, None])
+
+    def due(self, step: int) -> bool:
+        return step % self._timeline.often(100) == 0
+
+    def refresh_(self, weights: Tensor, step: int) -> None:
+        self._highest.copy_(self._leaving_the_floor(weights))
 
     def freeze_(self, weights: Tensor) -> Tensor:
         self._budget.score.copy_(self._above(weights))
@@ -78,12 +91,28 @@ class STR(Rule[STROptions]):
         return self._budget.mask
 
     def state(self) -> dict[str, Tensor]:
-        return {**self._budget.state(), "s": self._s, "velocity": self._velocity}
+        return {**self._budget.state(), "s": self._s, "velocity": self._velocity, "highest": self._highest}
+
+    def _by_tensor(self, values: Tensor) -> Tensor:
+        return torch.stack([part.sum(1) for part in self._layout.split(values)], dim=1)
 
     def _threshold(self) -> Tensor:
         return self._s.sigmoid().index_select(1, self._tensor)
 
     def _above(self, weights: Tensor) -> Tensor:
         """By how much s would have to rise for each connection to go."""
-        limits = torch.finfo(weights.dtype)
-        return torch.logit(weights.abs().clamp(limits.tiny, 1.0 - limits.eps)) - self._s.index_select(1, self._tensor)
+        return _logit(weights) - self._s.index_select(1, self._tensor)
+
+    def _leaving_the_floor(self, weights: Tensor) -> Tensor:
+        """For each tensor the s at which only its floor is left."""
+        parts = zip(self._layout.split(_logit(weights)), self._floors, strict=True)
+        found = [
+            part.topk(number + 1, dim=1).values[:, -1] if number < part.shape[1] else part.amin(1) - 1.0
+            for part, number in parts
+        ]
+        return torch.stack(found, dim=1)
+
+
+def _logit(weights: Tensor) -> Tensor:
+    limits = torch.finfo(weights.dtype)
+    return torch.logit(weights.abs().clamp(limits.tiny, 1.0 - limits.eps))

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.func import functional_call, replace_all_batch_norm_modules_, vmap
 
 from gossamer import method, models
+from gossamer.results.plot import can_draw, map_fitting_curves
 
 RATES = {"none": (0.1, 10.0, 100.0, 1000.0, 10_000.0), "batch": (0.01, 0.1, 1.0)}
 POINTS = 40  # of each learning curve
@@ -99,7 +100,8 @@ def fit_masks(fits: Sequence[Fit], *, steps: int, batch_size: int = 256, samples
 def reproduce(
     out: Path, *, seeds: int = 3, steps: int = 4000, progress: Callable[[str], None] = lambda line: None
 ) -> list[dict[str, Any]]:
-    """All estimators, with and without normalisation; one record an estimator under `out`."""
+    """All estimators, with and without normalisation; one record an estimator under `out`, and where matplotlib is
+    installed the curves."""
     out.mkdir(parents=True, exist_ok=True)
     records = []
     for estimator in method.ESTIMATORS:
@@ -111,6 +113,8 @@ def reproduce(
             content = {"steps": steps, "versions": versions, "fits": [dataclasses.asdict(each) for each in fitted]}
             path.write_text(json.dumps(content))
         records.append(json.loads(path.read_text()))
+    if can_draw():
+        map_fitting_curves(records, out / "curves.svg")
     return records
 
 

@@ -22,8 +22,8 @@ def overhead(root: Path) -> str:
         [
             "## Cost of a step",
             "Time of a sparse training step over a dense one, in the phase where masks learn and the budget is solved "
-            "in every step; interleaved, median of the ratios of neighbours (`python benchmarks/step_overhead.py`, `--device cuda`). "
-            "Extra memory: 2.25 × the bytes of the weights (w̃, m̃ and the mask).",
+            "in every step; interleaved, median of the ratios of neighbours (`python benchmarks/step_overhead.py`, "
+            "`--device cuda`). Extra memory: 2.25 × the bytes of the weights (w̃, m̃ and the mask).",
             table(["network", "machine", "scale of the mask gradient", "sparse / dense"], overhead_rows(root)),
         ]
     )

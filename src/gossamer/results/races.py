@@ -1,84 +1,215 @@
-"""Methods against each other."""
+"""Methods against each other: a row a method, a column a sparsity.
 
-import json
+Runs of different tiers, lengths and kinds (single connections, whole filters) have tables of their own. Runs whose
+settings are not the defaults say so in their row. Records of other tiers, in which settings are tried out and not
+methods, belong to no table here.
+"""
+
 import statistics
-from collections import defaultdict
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 from gossamer.methods import find
 from gossamer.results.records import Record, mean_and_spread, read, table
 
-
-def race_rows(records: Sequence[Record], *, settings: bool) -> list[list[str]]:
-    """One row for each kind of run, best first within a sparsity: accuracy on the test set at the last epoch."""
-    groups: dict[str, list[Record]] = defaultdict(list)
-    for record in records:
-        options = {key: value for key, value in record["settings"].items() if key != "seed"}
-        groups[json.dumps([record["method"], options], sort_keys=True)].append(record)
-    ordered = sorted(
-        groups.values(),
-        key=lambda group: (group[0]["asked_sparsity"], -statistics.mean(each["accuracy"] for each in group)),
-    )
-    return [_race_row(group, settings=settings) for group in ordered]
+_NAMES = {"resnet20": "ResNet-20", "vgg16_cifar": "VGG-16", "cifar10": "CIFAR-10", "cifar100": "CIFAR-100"}
+_WEIGHT_DECAY = 1e-4  # of a run that is asked for nothing else
+_ASKED = {"seed", "method", "sparsity"}
+_PHASES = {"warmup", "sparsify", "stabilise", "finetune"}
 
 
-def race_blocks(records: Sequence[Record]) -> list[tuple[str, list[list[str]]]]:
-    """The rows of single connections and, apart from them, those of whole filters, each with its title."""
-    single, whole = _single_and_whole(records)
-    blocks = (("single connections", single), ("whole filters", whole))
-    return [(title, race_rows(own, settings=False)) for title, own in blocks if own]
+def race_table(records: Sequence[Record], key: str = "accuracy") -> tuple[list[str], list[list[str]]]:
+    """Head and rows: mean ± standard deviation over seeds. The best in the test first, at the sparsity that most rows
+    have, of several the one nearest to 95 %.
+
+    Where a cell has fewer seeds than others their number is given behind it.
+    """
+    cells: dict[str, dict[float, list[Record]]] = defaultdict(lambda: defaultdict(list))
+    for label, record in zip(labels(records), records, strict=True):
+        cells[label][record["asked_sparsity"]].append(record)
+    columns = sorted({sparsity for row in cells.values() for sparsity in row})
+    seeds = max((len(runs) for row in cells.values() for runs in row.values()), default=0)
+    counted = Counter(sparsity for row in cells.values() for sparsity in row if sparsity)
+    at = max(counted, key=lambda sparsity: (counted[sparsity], -abs(sparsity - 0.95)), default=0.0)
+    rows = [
+        [label, *(_cell([run[key] for run in cells[label][sparsity]], seeds, key) for sparsity in columns)]
+        for label in sorted(cells, key=lambda label: _rank(cells[label], at))
+    ]
+    return ["method", *(f"{100 * sparsity:g} %" for sparsity in columns)], rows
 
 
-def _single_and_whole(records: Sequence[Record]) -> tuple[list[Record], list[Record]]:
-    """Methods that remove whole filters stand apart from those that remove single connections."""
+def race_blocks(records: Sequence[Record], key: str = "accuracy") -> list[tuple[str, list[str], list[list[str]]]]:
+    """A table of single connections and, apart from it, one of whole filters: title, head and rows of each."""
     whole = [each for each in records if find(each["method"]).structured]
-    return [each for each in records if each not in whole], whole
+    single = [each for each in records if each not in whole]
+    blocks = (("single connections", single), ("whole filters", whole))
+    return [(title, *race_table(own, key)) for title, own in blocks if own]
 
 
-def _race_row(group: Sequence[Record], *, settings: bool) -> list[str]:
-    first = group[0]
-    row = [find(first["method"]).title, f"{100 * first['asked_sparsity']:.0f} %"]
-    if settings:
-        used = first["settings"]
-        masks = [f"{used[name]:g}" for name in ("mask_lr", "global_power", "feature_power") if name in used]
-        row += [" / ".join(masks) if first["method"] == "scl" else "–", f"{used['weight_decay']:g}"]
-        held_out = [each["validation_accuracy"] for each in group if each["validation_accuracy"] is not None]
-        row += [mean_and_spread(held_out) if held_out else "–"]
-    row += [mean_and_spread([each["accuracy"] for each in group])]
-    return [*row, f"{statistics.mean(each['train_loss'] for each in group):.3f}", str(len(group))]
+def race_page(records: Sequence[Record]) -> str:
+    """The tables of one comparison as Markdown."""
+    parts = [about(records)]
+    for title, head, rows in race_blocks(records):
+        parts += [f"{title.capitalize()}:", table(head, rows)]
+    return "\n\n".join(parts) + "\n"
+
+
+def about(records: Sequence[Record]) -> str:
+    """What was run, in a sentence."""
+    first, seeds = records[0], len({record["seed"] for record in records})
+    held_out = first.get("validation_images") or 0
+    images = f"{held_out:,} training images held out" if held_out else "all training images"
+    return (
+        f"{first['tier'].capitalize()} of {first['net']} on {first['data']}: {first['epochs']} epochs, {images}; test "
+        f"accuracy in percent at the last epoch against the share of zeros, mean ± standard deviation over {seeds} "
+        f"seed{'s' if seeds > 1 else ''}."
+    )
+
+
+def labels(records: Sequence[Record]) -> list[str]:
+    """For each run the title of its method, and in which settings it differs from the defaults."""
+    usual = _usual_race(records)
+    return [", ".join([find(record["method"]).title, *_changes(record, usual)]) for record in records]
+
+
+def _changes(record: Record, usual_race: dict[str, Any]) -> list[str]:
+    """Settings that are not the defaults, of the method and of the run; of the race, those that are not the usual ones.
+
+    In early records any run names some settings of learned masks, whatever its method.
+    """
+    options = find(record["method"]).options()
+    usual = {field.name: getattr(options, field.name) for field in fields(options)} | {"weight_decay": _WEIGHT_DECAY}
+    foreign = {field.name for field in fields(find("scl").options)} - set(usual)
+    told = {name: value for name, value in record["settings"].items() if name not in foreign | _ASKED}
+    changed = {name: value for name, value in told.items() if name not in usual or value != usual[name]}
+    changed |= {name: value for name, value in record.get("race", {}).items() if value != usual_race.get(name, value)}
+    if changed.keys() & _PHASES:
+        phases = "+".join(str(record["race"][name]) for name in ("warmup", "sparsify", "stabilise", "finetune"))
+        changed = {name: value for name, value in changed.items() if name not in _PHASES} | {"phases": phases}
+    return [f"{name}={_said(value)}" for name, value in changed.items()]
+
+
+def _said(value: Any) -> str:
+    if isinstance(value, list):
+        return "+".join(map(_said, value))
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _usual_race(records: Sequence[Record]) -> dict[str, Any]:
+    """What most runs share."""
+    seen: dict[str, Counter[Any]] = defaultdict(Counter)
+    for record in records:
+        for name, value in record.get("race", {}).items():
+            seen[name][value] += 1
+    return {name: counted.most_common(1)[0][0] for name, counted in seen.items()}
+
+
+def _rank(row: Mapping[float, Sequence[Record]], at: float) -> tuple[int, float]:
+    """Dense first; what has no run at this sparsity last."""
+    runs = row.get(at) or [run for each in row.values() for run in each]
+    place = 0 if set(row) == {0.0} else 1 if at in row else 2
+    return place, -statistics.mean(run["accuracy"] for run in runs)
+
+
+def _cell(values: Sequence[float | None], seeds: int, key: str) -> str:
+    known = [value for value in values if value is not None]
+    if not known:
+        return "–"
+    shown = f"{statistics.mean(known):.3f}" if key == "train_loss" else mean_and_spread(known)
+    return shown + (f" ({len(known)})" if len(known) < seeds else "")
 
 
 def races(root: Path) -> str:
-    """Runs of different lengths, and of whole filters, have tables of their own."""
-    records = read(root / "race-resnet20")
-    parts = ["## ResNet-20 on CIFAR-10"]
-    for epochs, final in by_epochs(records, "final"):
-        parts += [
-            f"Final runs: {epochs} epochs, batch 64, cosine learning rate from 0.1 to 0, on all 50,000 "
-            "training images; test accuracy in percent at the last epoch, mean ± standard deviation over seeds. "
-            "Settings were chosen in the screening, on held-out images. One H200, all runs side by side "
-            "(`python benchmarks/race_cifar10.py --stage screening final`).",
-            *_race_tables(["method", "zeros", "test accuracy", "training loss", "seeds"], final, settings=False),
-        ]
-    for epochs, screening in by_epochs(records, "screening"):
-        head = ["method", "zeros", "masks", "weight decay", "validation", "test accuracy", "training loss", "seeds"]
-        parts += [
-            f"Screening: {epochs} epochs on 45,000 images, 5,000 held out (`gossamer compare`, and for variants of the "
-            "mask settings `python benchmarks/race_cifar10.py --stage screening`). "
-            "Masks: learning rate / power of the global scale / power of the per-feature scale.",
-            *_race_tables(head, screening, settings=True),
-        ]
+    """A section for each network, that of the paper's first table before the others."""
+    folders = sorted(root.glob("race-*"), key=lambda folder: (folder.name != "race-resnet20", folder.name))
+    return "\n\n".join(filter(None, map(_of_network, folders)))
+
+
+def _of_network(folder: Path) -> str:
+    records = [record for record in read(folder) if record["tier"] in ("final", "screening")]
+    if not records:
+        return ""
+    first = records[0]
+    parts = [
+        f"## {_NAMES.get(first['net'], first['net'])} on {_NAMES.get(first['data'], first['data'])}",
+        "Test accuracy in percent at the last epoch against the share of zeros, mean ± standard deviation over seeds "
+        "(three, or their number in brackets). Batch 64, cosine learning rate from 0.1 to 0, runs side by side on one "
+        f"{first['hardware']}; settings were chosen on held-out images. A row names what differs from the defaults.",
+    ]
+    for number, (epochs, final) in enumerate(by_epochs(records, "final")):
+        parts += [f"### Final: {epochs} epochs on all training images", *_tables(final)]
+        parts += _drawing(folder, "final") if number == 0 else []
+        parts += _more("Training loss in the last epoch", final, "train_loss")
+    for number, (epochs, screening) in enumerate(by_epochs(records, "screening")):
+        current = [record for record in screening if "validation_images" in record]
+        if current:
+            held_out = current[0]["validation_images"]
+            parts += [
+                f"### Screening: {epochs} epochs, {held_out:,} training images held out (`gossamer compare`)",
+                *_tables(current),
+                *(_drawing(folder, "screening") if number == 0 else []),
+                *_more("Accuracy on the images held out", current, "validation_accuracy"),
+                *_more("Training loss in the last epoch", current, "train_loss"),
+            ]
+        early = [record for record in screening if "validation_images" not in record]
+        if early:
+            parts += [
+                f"### Settings of learned masks against each other: {epochs} epochs, 5,000 training images held out",
+                "An early screening, made to choose the mask learning rate, the scale and the weight decay (sections 1 "
+                "and 3 of the [lab book](lab-book.md); `python benchmarks/race_cifar10.py --stage screening`). Its "
+                "dense and magnitude runs stand for those of its own engine and belong to no race above.",
+                table(*_settings_table(early)),
+            ]
     return "\n\n".join(parts)
 
 
+def _settings_table(records: Sequence[Record]) -> tuple[list[str], list[list[str]]]:
+    """One row for each kind of run, the best on held-out images first."""
+    groups: dict[tuple[float, str], list[Record]] = defaultdict(list)
+    for label, record in zip(labels(records), records, strict=True):
+        groups[record["asked_sparsity"], label].append(record)
+
+    def held_out(group: Sequence[Record]) -> float:
+        return float(statistics.mean(record["validation_accuracy"] for record in group))
+
+    rows = [
+        [
+            label,
+            f"{100 * sparsity:g} %",
+            *(
+                _cell([record[key] for record in group], len(group), key)
+                for key in ("validation_accuracy", "accuracy", "train_loss")
+            ),
+        ]
+        for (sparsity, label), group in sorted(groups.items(), key=lambda each: (each[0][0], -held_out(each[1])))
+    ]
+    return ["method", "zeros", "validation", "test accuracy", "training loss"], rows
+
+
 def by_epochs(records: Sequence[Record], tier: str) -> list[tuple[int, list[Record]]]:
+    """The records of a tier, those of the longest runs first."""
     own = [record for record in records if record["tier"] == tier]
     lengths = sorted({record["epochs"] for record in own}, reverse=True)
     return [(epochs, [record for record in own if record["epochs"] == epochs]) for epochs in lengths]
 
 
-def _race_tables(head: Sequence[str], records: Sequence[Record], *, settings: bool) -> list[str]:
-    single, whole = _single_and_whole(records)
-    tables = [table(head, race_rows(single, settings=settings))]
-    return [*tables, "Whole filters:", table(head, race_rows(whole, settings=settings))] if whole else tables
+def _drawing(folder: Path, tier: str) -> list[str]:
+    """The plot of the longest runs of a tier, where it has been drawn."""
+    file = folder / f"{tier}.svg"
+    return [f"![accuracy against sparsity](../results/{folder.name}/{file.name})"] if file.exists() else []
+
+
+def _more(summary: str, records: Sequence[Record], key: str) -> list[str]:
+    """Tables that are folded away."""
+    return [f"<details><summary>{summary}</summary>", *_tables(records, key), "</details>"]
+
+
+def _tables(records: Sequence[Record], key: str = "accuracy") -> list[str]:
+    parts: list[str] = []
+    for title, head, rows in race_blocks(records, key):
+        parts += [f"{title.capitalize()}:"] if parts else []
+        parts.append(table(head, rows))
+    return parts

@@ -9,22 +9,28 @@ import hashlib
 import json
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, get_args, get_origin, get_type_hints
 
 import torch
 from torch import nn
 
-from gossamer import data, models
+from gossamer import data
 from gossamer.checkpoint import save
 from gossamer.data.sets import ImageSet
-from gossamer.methods import METHODS, Layout
+from gossamer.methods import METHODS, Layout, find
 from gossamer.methods.filters import check_reach
+from gossamer.results import race_page
+from gossamer.results.plot import accuracy_against_sparsity, can_draw, check
 from gossamer.select import select
 from gossamer.side_by_side.entries import Member, Race, run_race
 from gossamer.side_by_side.lanes import Outcome
+from gossamer.side_by_side.training import Training
+from gossamer.training import networks
+from gossamer.training.run import Run
+from gossamer.training.values import parse
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,11 +53,11 @@ class Comparison:
 
     net: str
     data: str
-    methods: tuple[str, ...] = tuple(METHODS)
+    methods: tuple[str, ...] = tuple(METHODS)  # or with settings of its own: "autoprune:estimator=leaky_relu"
     sparsity: tuple[float, ...] = (0.9, 0.95, 0.98)
     seeds: int = 3
     epochs: int = 50
-    validation: int = 5000  # training images held out; 0 trains on all of them
+    validation: int = 5000  # training images held out, a tenth where there are not so many; 0 trains on all of them
     commit: str = "unknown"
     tier: str = "screening"
 
@@ -65,11 +71,27 @@ class Comparison:
 
     def members(self) -> list[Member]:
         return [
-            Member(seed=seed, method=method, sparsity=sparsity)
-            for method in self.methods
+            Member.of(seed, method, sparsity, **settings)
+            for method, settings in map(entrant, self.methods)
             for sparsity in (self.sparsity if method != "dense" else (0.0,))
             for seed in range(self.seeds)
         ]
+
+
+def entrant(text: str) -> tuple[str, dict[str, Any]]:
+    """A method and settings, its own or of its training, out of METHOD or METHOD:NAME=VALUE,NAME=VALUE."""
+    name, _, told = text.partition(":")
+    rule = find(name)
+    declared = {"weight_decay": float, **get_type_hints(rule.options), **get_type_hints(Training)}
+    # Without lists, which could not be told from the next setting.
+    kinds = {key: kind for key, kind in declared.items() if not any(map(get_origin, get_args(kind)))}
+    settings = {}
+    for assignment in filter(None, told.split(",")):
+        key, equals, value = assignment.partition("=")
+        if not equals or key not in kinds:
+            raise ValueError(f"expected {name}:SETTING=VALUE with one of {', '.join(kinds)}, got {text!r}")
+        settings[key] = parse(kinds[key], key, value)
+    return rule.name, settings
 
 
 def compare(
@@ -80,17 +102,26 @@ def compare(
     together: int = 32,
     checkpoint_minutes: float = 5.0,
     save_models: bool = False,
+    plot: Path | None = None,
     progress: Callable[[str], None] = lambda line: None,
+    finished: Callable[[list[dict[str, Any]]], None] = lambda records: None,
 ) -> list[dict[str, Any]]:
     """Train what has no record in `out` yet, `together` runs at a time, and return all the records.
 
+    Whenever records have been added, and where there were all, a table (TIER.md beside them) and the plot are made of
+    those that there are, and `finished` is given them. The plot is TIER.svg if not `plot`, where matplotlib is there.
     With `save_models` each network is left beside its record, as a file for `gossamer.load`.
     """
-    race, paths = comparison.race(), {}
+    if plot is not None:
+        check()
+    race, run, paths = comparison.race(), Run(model=comparison.net, data=comparison.data), {}
     for member in _possible(comparison, progress):
         paths[member] = out / f"{comparison.net}-{member.method}-{_name(comparison, race, [member])}.json"
     missing = [member for member, path in paths.items() if not path.exists()]
     images = _images(comparison) if missing else None
+    if images is not None:
+        network = networks.create(run, images.num_classes)
+        networks.check_shapes(run, network, torch.zeros(2, *images.input_shape), images.num_classes)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
 
     for first in range(0, len(missing), together):
@@ -109,7 +140,7 @@ def compare(
             race,
             runs,
             images,
-            lambda: models.create(comparison.net, num_classes=classes),  # noqa: B023 - called before the loop goes on
+            lambda: networks.create(run, classes),  # noqa: B023 - called before the loop goes on
             device=device,
             dtype=dtype,
             progress=progress,
@@ -120,12 +151,28 @@ def compare(
         seconds = time.perf_counter() - start
         out.mkdir(parents=True, exist_ok=True)
         for member, outcome in zip(runs, outcomes, strict=True):
-            content = {**record(member, outcome, race, seconds, len(runs)), **_shared(comparison)}
+            content = {**record(member, outcome, race, seconds, len(runs)), **_shared(comparison, images)}
             temporary = paths[member].with_suffix(".partial")
             temporary.write_text(json.dumps(content, indent=1))
             temporary.replace(paths[member])
         checkpoint.unlink(missing_ok=True)
-    return [json.loads(path.read_text()) for path in paths.values()]
+        finished(_publish(paths.values(), out, plot))
+    records = _publish(paths.values(), out, plot)
+    if not missing and records:
+        finished(records)
+    progress(f"the records and their table, {comparison.tier}.md, are in {out}")
+    return records
+
+
+def _publish(paths: Iterable[Path], out: Path, plot: Path | None) -> list[dict[str, Any]]:
+    """The records that there are, after their table and plot have been written."""
+    records = [json.loads(path.read_text()) for path in paths if path.exists()]
+    if records:
+        tier = records[0]["tier"]
+        (out / f"{tier}.md").write_text(race_page(records))
+        if plot is not None or can_draw():
+            accuracy_against_sparsity(records, plot or out / f"{tier}.svg")
+    return records
 
 
 def record(member: Member, outcome: Outcome, race: Race, seconds: float, together: int) -> dict[str, Any]:
@@ -155,7 +202,7 @@ def record(member: Member, outcome: Outcome, race: Race, seconds: float, togethe
 
 def _possible(comparison: Comparison, progress: Callable[[str], None]) -> list[Member]:
     """The runs that are asked for, without those that whole filters are too coarse for; these are told."""
-    weights = select(models.create(comparison.net))
+    weights = select(networks.create(Run(model=comparison.net), num_classes=10))
     layout = Layout(
         tuple(weight.name for weight in weights), tuple(tuple(weight.parameter.shape) for weight in weights)
     )
@@ -170,12 +217,12 @@ def _possible(comparison: Comparison, progress: Callable[[str], None]) -> list[M
     return found
 
 
-def _shared(comparison: Comparison) -> dict[str, Any]:
+def _shared(comparison: Comparison, images: ImageSet) -> dict[str, Any]:
     return {
         "tier": comparison.tier,
         "net": comparison.net,
         "data": comparison.data,
-        "validation_images": comparison.validation,
+        "validation_images": 0 if images.validation is None else len(images.validation),
         "commit": comparison.commit,
     }
 
@@ -201,4 +248,7 @@ def _images(comparison: Comparison) -> ImageSet:
     images = data.load(comparison.data)
     if not isinstance(images, ImageSet):
         raise ValueError(f"expected a set of images that fits the device, such as cifar10, got {comparison.data!r}")
-    return images.split(comparison.validation) if comparison.validation else images
+    if not comparison.validation:
+        return images
+    enough = comparison.validation < len(images.train)
+    return images.split(comparison.validation if enough else len(images.train) // 10)

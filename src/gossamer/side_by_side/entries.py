@@ -2,12 +2,13 @@
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from gossamer import method
 from gossamer.data.sets import ImageSet
@@ -77,6 +78,8 @@ class Race:
     momentum: float = 0.9
     floor: float = 0.001
     label_smoothing: float = 0.0
+    hold: float = 0.0  # share of the epochs before the cosine begins, at the full learning rate
+    restart: float | None = None  # a cosine to zero in the warm-up, and another one from this rate
 
     @property
     def epochs(self) -> int:
@@ -88,8 +91,14 @@ class Race:
 
     def rate(self, epoch: float) -> float:
         """The learning rate of the weights at a (fractional) epoch."""
+        if self.restart is not None:
+            first, rest = self.warmup, self.epochs - self.warmup
+            if epoch < first:
+                return self.learning_rate * method.cosine(epoch / first)
+            return self.restart * method.cosine((epoch - first) / rest)
         if self.schedule == "cosine":
-            return self.learning_rate * method.cosine(epoch / self.epochs)
+            held = self.hold * self.epochs
+            return self.learning_rate * method.cosine(max(0.0, epoch - held) / (self.epochs - held))
         masks = self.sparsify + self.stabilise
         if epoch < self.warmup:
             return self.learning_rate
@@ -131,32 +140,50 @@ def run_race(
 
 def lanes_of(race: Race, members: Sequence[Member], steps_per_epoch: int) -> list[Lane]:
     """The members as a stack sees them."""
+    return [_lane(race, member, steps_per_epoch) for member in members]
+
+
+def _lane(race: Race, member: Member, steps_per_epoch: int) -> Lane:
+    own = _own(race, member)
+    plan = _plan(own, steps_per_epoch)
+    return Lane(
+        name=f"{member.method} with seed {member.seed}",
+        identity=json.dumps([asdict(race), member.to_dict()]),
+        rule=member.rule,
+        request=Request(member.sparsity, member.seed, member.options),
+        plan=member.rule.phases(plan),
+        rates=_rates(own, steps_per_epoch, again=member.rule.rewinds),
+        weight_decay=member.weight_decay,
+        momentum=race.momentum,
+        floor=race.floor,
+        training=member.training,
+        average_from=plan.warmup,
+    )
+
+
+def _own(race: Race, member: Member) -> Race:
+    """The race with the phases and the learning rate of one of its members."""
+    training = member.training
+    rates = {"learning_rate": training.peak_rate, "hold": training.hold, "restart": training.restart}
+    changes: dict[str, Any] = {name: value for name, value in rates.items() if value is not None}
+    return replace(race, **{**changes, **training.epochs(race.epochs)})
+
+
+def _plan(race: Race, steps_per_epoch: int) -> Plan:
     phases = (race.warmup, race.sparsify, race.stabilise, race.finetune)
-    plan = Plan(*(epochs * steps_per_epoch for epochs in phases))
+    return Plan(*(epochs * steps_per_epoch for epochs in phases))
+
+
+# Most members of a race share them, and steps are many.
+@lru_cache(maxsize=16)
+def _rates(race: Race, steps_per_epoch: int, *, again: bool) -> Tensor:
+    """The learning rate of each step; `again`: with a second training after the cut."""
+    plan = _plan(race, steps_per_epoch)
 
     def shared(step: int) -> float:
         return race.rate(step / steps_per_epoch)
 
-    def again(step: int) -> float:
-        return rewound(plan, step, shared=shared, peak=race.learning_rate)
-
-    # Computed once, as all members share them and steps are many.
-    usual = torch.tensor([shared(step) for step in range(plan.total)], dtype=torch.float64)
-    rewinds = any(member.rule.rewinds for member in members)
-    repeated = torch.tensor([again(step) for step in range(plan.total if rewinds else 0)], dtype=torch.float64)
-    return [
-        Lane(
-            name=f"{member.method} with seed {member.seed}",
-            identity=json.dumps([asdict(race), member.to_dict()]),
-            rule=member.rule,
-            request=Request(member.sparsity, member.seed, member.options),
-            plan=member.rule.phases(plan),
-            rates=repeated if member.rule.rewinds else usual,
-            weight_decay=member.weight_decay,
-            momentum=race.momentum,
-            floor=race.floor,
-            training=member.training,
-            average_from=plan.warmup,
-        )
-        for member in members
-    ]
+    if not again:
+        return torch.tensor([shared(step) for step in range(plan.total)], dtype=torch.float64)
+    found = [rewound(plan, step, shared=shared, peak=race.learning_rate) for step in range(plan.total)]
+    return torch.tensor(found, dtype=torch.float64)

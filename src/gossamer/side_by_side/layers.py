@@ -60,6 +60,13 @@ class _StackableBatchNorm1d(nn.BatchNorm1d):
         return _BatchNorm.apply(input, None, *_tensors(self), *options)  # type: ignore[no-any-return, no-untyped-call]
 
 
+class _StackableLinear(nn.Linear):
+    """Biases are kept in full precision, and so is what they are added to; the next product is not."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input.to(self.weight.dtype))
+
+
 class _StackableSequential(nn.Sequential):
     """Convolution, batch norm and ReLU that follow each other are done together."""
 
@@ -122,6 +129,7 @@ _STACKABLE: dict[type[nn.Module], type[nn.Module]] = {
     nn.Conv2d: _StackableConv2d,
     nn.BatchNorm1d: _StackableBatchNorm1d,
     nn.BatchNorm2d: _StackableBatchNorm2d,
+    nn.Linear: _StackableLinear,
     nn.Sequential: _StackableSequential,
     FullyConnectedDenseNet: _StackableFullyConnectedDenseNet,
     ResNet: _StackableResNet,

@@ -95,7 +95,13 @@ def taught_by_trunks(lanes: Sequence[Lane]) -> list[int]:
 
 
 def check_teachers(lanes: Sequence[Lane]) -> None:
-    """Every run that learns from a dense one needs that one in the race, or it could not be told what it learned."""
+    """Every run that learns from a dense one needs that one in the race, or it could not be told what it learned.
+
+    Trunks that teach are kept once, so the runs that they teach must branch off together.
+    """
+    begins = {lanes[number].turns[:1] for number in taught_by_trunks(lanes)}
+    if len(begins) > 1:
+        raise ValueError("expected one warm-up for all runs with teacher='trunk', got several: race them apart")
     for lane in lanes:
         training = lane.training
         if not training.distil:

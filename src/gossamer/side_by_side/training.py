@@ -1,12 +1,14 @@
-"""How a run of a race trains, beside its method: a teacher, averaged weights, weight decay by phase.
+"""How a run of a race trains, beside its method: a teacher, averaged weights, weight decay by phase, phases of its own.
 
 Every default means that nothing is done. What is not the default is told in the record of a run.
 """
 
 from dataclasses import dataclass, fields
+from itertools import pairwise
 from typing import Any
 
 TEACHERS = ("dense", "trunk")
+PHASES = ("warmup", "sparsify", "stabilise", "finetune")
 
 
 @dataclass(frozen=True)
@@ -20,6 +22,8 @@ class Training:
     `average_decay` or `average_tail` evaluate the averaged weight variables, masked by the final masks, with batch-norm
     statistics of their own: an exponential mean with that decay a step, or the plain mean over that last share of the
     run. `recalibrate` takes fresh batch-norm statistics for the last weights.
+
+    `phases` are the shares of warm-up, sparsify, stabilise and fine-tune in the epochs, in the place of the race's own.
     """
 
     distil: float = 0.0
@@ -31,13 +35,19 @@ class Training:
     recalibrate: bool = False
     finetune_weight_decay: float | None = None  # once masks are frozen; None: as before
     removed_weight_decay: float = 1.0  # factor of weight decay behind the masks: 0 decays only what is kept
+    removed_update: float = 1.0  # factor of the whole step behind the masks, of gradient, momentum and weight decay
+    phases: tuple[float, float, float, float] | None = None
+    peak_rate: float | None = None  # the learning rate of the race, for this run
+    hold: float | None = None  # share of the epochs before the learning rate begins to fall, in the place of the race's
+    restart: float | None = None  # the warm-up has a cosine to zero of its own, and the rest one from this rate
 
     def __post_init__(self) -> None:
         for name, low, high in (
             ("distil", 0.0, 1.0),
             ("average_decay", 0.0, 1.0),
             ("average_tail", 0.0, 1.0),
-            ("removed_weight_decay", 0.0, 1.0),
+            ("removed_weight_decay", 0.0, 100.0),
+            ("removed_update", 0.0, 1.0),
         ):
             value = getattr(self, name)
             if not low <= value <= high:
@@ -48,6 +58,15 @@ class Training:
             raise ValueError(f"temperature: expected a number above 0, got {self.temperature}")
         if self.teacher not in TEACHERS:
             raise ValueError(f"teacher: expected one of {', '.join(TEACHERS)}, got {self.teacher!r}")
+        if self.phases is not None:
+            shares = tuple(self.phases)  # from JSON it is a list
+            if len(shares) != 4 or min(shares) < 0 or abs(sum(shares) - 1.0) > 1e-6:
+                raise ValueError(f"phases: expected four shares of at least 0 with the sum 1, got {self.phases}")
+            object.__setattr__(self, "phases", shares)
+        if self.hold is not None and not 0.0 <= self.hold < 1.0:
+            raise ValueError(f"hold: expected a share from 0 to below 1, got {self.hold}")
+        if self.restart is not None and self.restart <= 0:
+            raise ValueError(f"restart: expected a learning rate above 0, got {self.restart}")
         if self.average_decay and self.average_tail:
             raise ValueError("expected average_decay or average_tail, got both: choose one")
 
@@ -59,6 +78,13 @@ class Training:
     def fresh_statistics(self) -> bool:
         """Whether batch norms get statistics of their own before the network is evaluated."""
         return self.recalibrate or self.averages
+
+    def epochs(self, total: int) -> dict[str, int]:
+        """The phases in whole epochs, by name; none where they are those of the race."""
+        if self.phases is None:
+            return {}
+        ends = [round(sum(self.phases[:number]) * total) for number in range(5)]
+        return dict(zip(PHASES, (end - start for start, end in pairwise(ends)), strict=True))
 
     def changes(self) -> dict[str, Any]:
         """What differs from the defaults."""

@@ -1,0 +1,119 @@
+"""A race that one CPU core runs in minutes, to find out why a method fails and which settings suit it.
+
+    python benchmarks/peers_small.py --out results/peers-small [--methods str str:rate=4000 gradual] [--sparsity 0.95]
+
+A ResNet-14 of half the usual width on 3,200 images of CIFAR-10's training set, averaged to 16 × 16 pixels, for 16
+epochs of 50 steps; accuracies are on 2,000 other images of the training set: the test set is not looked at. Methods may
+have settings, as in `gossamer compare`. One JSON record a run; runs that have one are not trained again.
+"""
+
+import argparse
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from gossamer import data
+from gossamer.data.sets import ImageSet, Labelled
+from gossamer.models.initialise import he_initialise_
+from gossamer.models.resnet import BasicBlock
+from gossamer.results import race_blocks
+from gossamer.results.records import table
+from gossamer.side_by_side import Member, run_race
+from gossamer.side_by_side.compare import Comparison, entrant, record
+
+HELD_OUT = 2000
+
+
+class NarrowResNet(nn.Module):
+    """ResNet-14 with 8, 16 and 32 channels; 43,160 connections."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 8, 3, 1, 1, bias=False)
+        self.bn = nn.BatchNorm2d(8)
+        widths = ((8, 8, 1), (8, 8, 1), (8, 16, 2), (16, 16, 1), (16, 32, 2), (32, 32, 1))
+        self.blocks = nn.Sequential(*(BasicBlock(*each) for each in widths))
+        self.classifier = nn.Linear(32, 10)
+        he_initialise_(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.blocks(functional.relu(self.bn(self.conv(x))))
+        logits: Tensor = self.classifier(x.mean((2, 3)))
+        return logits
+
+
+def small_images(whole: ImageSet, count: int, held_out: int = HELD_OUT) -> ImageSet:
+    """So many training images at half the resolution, and others in the place of the test images."""
+    order = torch.randperm(len(whole.train), generator=torch.Generator().manual_seed(0))[: count + held_out]
+    pixels = functional.avg_pool2d(whole.train.images[order].float(), 2).round().to(torch.uint8)
+    labels = whole.train.labels[order]
+    return ImageSet(
+        f"{whole.name} at half the resolution",
+        Labelled(pixels[:count], labels[:count]),
+        Labelled(pixels[count:], labels[count:]),
+        whole.class_names,
+        whole.mean,
+        whole.std,
+        padding=2,
+        flip=True,
+    )
+
+
+def path_of(out: Path, text: str, member: Member, epochs: int) -> Path:
+    slug = "".join(letter if letter.isalnum() or letter in ".-" else "-" for letter in text)
+    return out / f"{slug}-{100 * member.sparsity:g}-{epochs}ep-s{member.seed}.json"
+
+
+def race(out: Path, methods: Sequence[str], sparsity: float, seeds: int, epochs: int, images: ImageSet) -> list[Path]:
+    """Train what has no record yet, each seed of all methods side by side; returns the files of all."""
+    phases = Comparison("narrow", images.name, epochs=epochs).race()
+    found = []
+    for seed in range(seeds):
+        told = [(text, *entrant(text)) for text in methods]
+        members = {text: Member.of(seed, name, sparsity, **settings) for text, name, settings in told}
+        paths = {text: path_of(out, text, member, epochs) for text, member in members.items()}
+        missing = [text for text in members if not paths[text].exists()]
+        runs, start = [members[text] for text in missing], time.perf_counter()
+        outcomes = run_race(
+            phases, runs, images, NarrowResNet, device=torch.device("cpu"), dtype=torch.float32, progress=print
+        ) if runs else []  # fmt: skip
+        seconds = time.perf_counter() - start
+        for text, member, outcome in zip(missing, runs, outcomes, strict=True):
+            about = {"tier": "small", "net": "narrow ResNet-14", "data": images.name, "images": len(images.train)}
+            about["accuracy_on"] = f"{len(images.test)} images held out of the training set"
+            content = {**about, **record(member, outcome, phases, seconds, len(runs))}
+            paths[text].write_text(json.dumps(content, indent=1))
+        found += [*paths.values()]
+    return found
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("results/peers-small"))
+    parser.add_argument("--methods", nargs="+", default=["gradual", "dpf", "scl", "str", "hyperflux"])
+    parser.add_argument("--sparsity", type=float, nargs="+", default=[0.95])
+    parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--epochs", type=int, default=16)
+    parser.add_argument("--images", type=int, default=3200)
+    told = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    told.out.mkdir(parents=True, exist_ok=True)
+    whole = data.load("cifar10")
+    assert isinstance(whole, ImageSet)
+    images = small_images(whole, told.images)
+    files = [
+        file
+        for sparsity in told.sparsity
+        for file in race(told.out, told.methods, sparsity, told.seeds, told.epochs, images)
+    ]
+    for _, head, rows in race_blocks([json.loads(file.read_text()) for file in files]):
+        print(table(head, rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,141 @@
+"""Tables of races from made-up records."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gossamer.methods import METHODS
+from gossamer.results import labels, plot, race_blocks, race_page
+from gossamer.results.races import race_table, races
+
+
+def record(method: str, sparsity: float, accuracy: float, seed: int = 0, **more: Any) -> dict[str, Any]:
+    settings = {"seed": seed, "method": method, "sparsity": sparsity, "weight_decay": 1e-4, **more.pop("settings", {})}
+    about: dict[str, Any] = {"hardware": "NVIDIA H200", "net": "resnet20", "data": "cifar10", "tier": "screening", "epochs": 50, "validation_images": 5000}
+    race = {
+        "warmup": 12,
+        "sparsify": 18,
+        "stabilise": 8,
+        "finetune": 12,
+        "label_smoothing": 0.0,
+        **more.pop("race", {}),
+    }
+    outcome = {"accuracy": accuracy, "validation_accuracy": accuracy + 1, "train_loss": 0.25}
+    return {
+        "method": method, "asked_sparsity": sparsity, "seed": seed, "settings": settings, "race": race,
+        **about, **outcome, **more,
+    }  # fmt: skip
+
+
+def test_a_row_a_method_and_a_column_a_sparsity() -> None:
+    runs = [record("dense", 0.0, 92.0), record("scl", 0.5, 91.0), record("scl", 0.5, 92.0, seed=1)]
+    runs += [record("dpf", 0.95, 89.0), record("dpf", 0.95, 90.0, seed=1), record("scl", 0.95, 90.0)]
+    runs += [record("rigl", 0.98, 80.0), record("rigl", 0.98, 80.0, seed=1)]
+    head, rows = race_table(runs)
+    assert head == ["method", "0 %", "50 %", "95 %", "98 %"]
+    titles = {name: METHODS[name].title for name in ("dense", "scl", "dpf", "rigl")}
+    assert rows == [  # best first at 95 %, where most can be compared
+        [titles["dense"], "92.00 ± 0.00 (1)", "–", "–", "–"],
+        [titles["scl"], "–", "91.50 ± 0.71", "90.00 ± 0.00 (1)", "–"],
+        [titles["dpf"], "–", "–", "89.50 ± 0.71", "–"],
+        [titles["rigl"], "–", "–", "–", "80.00 ± 0.00"],
+    ]
+    assert race_table(runs, "train_loss")[1][0][1] == "0.250 (1)"
+    assert race_table([record("scl", 0.9, 90.0, validation_accuracy=None)], "validation_accuracy")[1][0][1] == "–"
+
+
+def test_a_row_says_what_differs_from_the_defaults() -> None:
+    runs = [
+        record("scl", 0.9, 90.0),
+        record("scl", 0.9, 90.0, settings={"mask_lr": 0.03, "shares": [0.2, 0.8]}),
+        record("dpf", 0.9, 90.0, settings={"mask_lr": 0.03, "weight_decay": 5e-4}),  # as early records have it
+        record("scl", 0.9, 90.0, race={"warmup": 10, "sparsify": 20, "label_smoothing": 0.1}),
+    ]
+    title = METHODS["scl"].title
+    assert labels([runs[0], *runs])[1:] == [
+        title,
+        f"{title}, mask_lr=0.03, shares=0.2+0.8",
+        f"{METHODS['dpf'].title}, weight_decay=0.0005",
+        f"{title}, label_smoothing=0.1, phases=10+20+8+12",
+    ]
+
+
+def test_whole_filters_stand_apart() -> None:
+    blocks = race_blocks([record(name, 0.5, 90.0) for name in ("slimming", "scl", "dpf")])
+    assert [(title, [row[0] for row in rows]) for title, _, rows in blocks] == [
+        ("single connections", [METHODS["scl"].title, METHODS["dpf"].title]),
+        ("whole filters", [METHODS["slimming"].title]),
+    ]
+
+
+def test_a_page_names_tier_and_length() -> None:
+    assert race_page([record("scl", 0.5, 90.0)]).startswith(
+        "Screening of resnet20 on cifar10: 50 epochs, 5,000 training images held out; "
+    )
+    final = race_page([record("scl", 0.5, 90.0, tier="final", epochs=350, validation_images=0)])
+    assert final.startswith("Final of resnet20 on cifar10: 350 epochs, all training images; ")
+
+
+@pytest.fixture
+def page(tmp_path: Path) -> str:
+    runs = [record("scl", 0.95, 87.0), record("dpf", 0.95, 86.0), record("slimming", 0.5, 85.0)]
+    runs += [
+        record("scl", 0.95, accuracy, tier="final", epochs=epochs) for accuracy, epochs in ((90.3, 350), (89.6, 200))
+    ]
+    runs += [record("scl", 0.95, 11.11, tier=tier) for tier in ("factors", "hypotheses")]
+    early = record("scl", 0.95, 86.5, settings={"mask_lr": 0.1})
+    del early["validation_images"]
+    (tmp_path / "race-resnet20").mkdir()
+    for number, each in enumerate([*runs, early]):
+        (tmp_path / "race-resnet20" / f"{number}.json").write_text(json.dumps(each))
+    return races(tmp_path)
+
+
+def test_every_length_and_tier_has_its_section(page: str) -> None:
+    titles = [line for line in page.splitlines() if line.startswith("###")]
+    assert [title.split(":")[0] + title.split(":")[1][:4] for title in titles] == [
+        "### Final 350",
+        "### Final 200",
+        "### Screening 50 ",
+        "### Settings of learned masks against each other 50 ",
+    ]
+    sections = page.split("\n### ")
+    assert "90.30" in sections[1]
+    assert "89.60" in sections[2]
+    assert "Whole filters:" in sections[3]
+    assert "86.50" in sections[4]
+    assert not any("86.50" in section for section in sections[:4])
+
+
+def test_every_network_has_its_section(tmp_path: Path) -> None:
+    for net in ("aaa", "resnet20", "vgg16_cifar"):
+        (tmp_path / f"race-{net}").mkdir()
+    for net in ("aaa", "resnet20"):
+        (tmp_path / f"race-{net}" / "0.json").write_text(json.dumps(record("scl", 0.9, 90.0, net=net)))
+    (tmp_path / "race-resnet20" / "screening.svg").touch()
+    page = races(tmp_path)
+    assert [line for line in page.splitlines() if line.startswith("## ")] == ["## ResNet-20 on CIFAR-10", "## aaa on CIFAR-10"]
+    assert "(../results/race-resnet20/screening.svg)" in page
+    assert "race-aaa" not in page
+
+
+def test_runs_that_try_settings_are_in_no_race(page: str) -> None:
+    assert "11.11" not in page
+
+
+def test_the_plot_has_a_line_a_method(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    points = [("dense", 0.0, 92.0), ("scl", 0.9, 91.0), ("scl", 0.9, 91.5), ("scl", 0.5, 92.0), ("slimming", 0.5, 90.0)]
+    records = [record(*point) for point in points]
+    scl = plot.lines(records)[1]
+    assert (scl.sparsity, scl.accuracy) == ((50.0, 90.0), (92.0, 91.25))
+    assert scl.spread == (0.0, pytest.approx(0.5 / 2**0.5))
+    plot.accuracy_against_sparsity(records, tmp_path / "race.svg")
+    drawn = (tmp_path / "race.svg").read_text()
+    plot.accuracy_against_sparsity(records, tmp_path / "again.svg")
+    assert (tmp_path / "again.svg").read_text() == drawn
+    assert all(METHODS[name].title in drawn for name in ("dense", "scl", "slimming"))
+    monkeypatch.setattr(plot.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ImportError, match="pip install 'gossamer\\[plot\\]'"):
+        plot.accuracy_against_sparsity(records, tmp_path / "race.svg")

@@ -1,0 +1,49 @@
+"""The race that one CPU core runs: what it trains on, and its records."""
+
+import importlib.util
+import json
+from pathlib import Path
+
+import torch
+
+from gossamer.data.sets import ImageSet, Labelled
+
+SPEC = importlib.util.spec_from_file_location(
+    "peers_small", Path(__file__).parents[2] / "benchmarks" / "peers_small.py"
+)
+assert SPEC is not None
+assert SPEC.loader is not None
+small = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(small)
+
+
+def images() -> ImageSet:
+    generator = torch.Generator().manual_seed(0)
+    pixels = torch.randint(0, 256, (200, 3, 32, 32), dtype=torch.uint8, generator=generator)
+    labels = torch.arange(200) % 10
+    nothing = Labelled(torch.zeros(1, 3, 32, 32, dtype=torch.uint8), torch.zeros(1, dtype=torch.int64))
+    whole = ImageSet("cifar10", Labelled(pixels, labels), nothing, tuple("0123456789"), (0.5,) * 3, (0.25,) * 3)
+    part = small.small_images(whole, 128, held_out=50)
+    assert isinstance(part, ImageSet)
+    first = part.train.images[0].double()
+    means = pixels.double().unflatten(3, (16, 2)).unflatten(2, (16, 2)).mean((3, 5))
+    assert ((means - first).abs().amax((1, 2, 3)) <= 0.5).sum() == 1  # one of the training images
+    assert (len(part.train), len(part.test)) == (128, 50)
+    return part
+
+
+def test_the_network_has_the_count_that_is_told() -> None:
+    weights = [each for each in small.NarrowResNet().parameters() if each.dim() > 1]
+    assert sum(each.numel() for each in weights) == 43_160
+
+
+def test_a_record_a_run_and_none_twice(tmp_path: Path) -> None:
+    files = small.race(tmp_path, ["dpf", "str:rate=50"], 0.9, 1, 4, images())
+    assert [file.name for file in files] == ["dpf-90-4ep-s0.json", "str-rate-50-90-4ep-s0.json"]
+    told = [json.loads(file.read_text()) for file in files]
+    assert [each["method"] for each in told] == ["dpf", "str"]
+    assert told[1]["settings"]["rate"] == 50
+    assert all(abs(each["sparsity"] - 0.9) < 1e-4 for each in told)
+    times = [file.stat().st_mtime_ns for file in files]
+    assert small.race(tmp_path, ["dpf", "str:rate=50"], 0.9, 1, 4, images()) == files
+    assert [file.stat().st_mtime_ns for file in files] == times
