@@ -44,8 +44,8 @@ def test_train_writes_the_model_and_shows_the_result(tmp_path: Path, capsys: pyt
 def test_the_quick_start_compares_dense_and_sparse(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = cli._train
-    monkeypatch.setattr(cli, "_train", lambda recipe, out, changes=(): whole(recipe, out, ["epochs=4"]))
+    whole = cli.train._train
+    monkeypatch.setattr(cli.train, "_train", lambda recipe, out, changes=(): whole(recipe, out, ["epochs=4"]))
     assert run("quickstart", "--out", str(tmp_path)) == 0
     shown = capsys.readouterr().out
     assert re.search(r"digits-dense .* 0\.00% +58,144 ", shown)

@@ -193,7 +193,8 @@ def _pieces(block: _Block) -> Iterator[_Block]:
     flat: dict[str, Any] = {name: None if tensor is None else tensor.view(-1) for name, tensor in tensors.items()}
     for start in range(0, size, _PIECE):
         part = slice(start, start + _PIECE)
-        yield _Block(**{name: None if tensor is None else tensor[part] for name, tensor in flat.items()})
+        pieces: dict[str, Any] = {name: None if tensor is None else tensor[part] for name, tensor in flat.items()}
+        yield _Block(**pieces)
 
 
 def _mask_gradient_(block: _Block, settings: Settings, unscale: Tensor | None) -> None:

@@ -244,3 +244,13 @@ def test_every_image_is_cropped_anew_in_every_epoch_and_for_every_seed(folder: F
     assert len(both) >= 8
     assert not any(torch.equal(first[0, index], first[1, index]) for index in both)
     assert not any(torch.equal(first[key], other[key]) for key in first.keys() & other.keys())
+
+
+def test_processes_that_share_a_batch_decode_only_their_part(folder: FolderSet) -> None:
+    whole = list(loader(folder))
+    first = list(loader(folder, slice_of=lambda count: slice(0, count // 2)))
+    second = list(loader(folder, slice_of=lambda count: slice(count // 2, count)))
+    assert [len(labels) for _, labels in first + second] == [1, 1, 1, 2, 2, 2]
+    for all_of_it, left, right in zip(whole, first, second, strict=True):
+        for part in range(2):
+            assert torch.equal(all_of_it[part], torch.cat([left[part], right[part]]))

@@ -274,6 +274,7 @@ def test_what_a_stack_cannot_do_is_named(tmp_path: Path) -> None:
         (replace(BASE, settings={"mask_momentum": 0.9}), "settings.mask_momentum=0.9"),
         (replace(BASE, model="lstm_lm", data="wikitext2"), "data='wikitext2'"),
         (replace(BASE, schedule="plateau", validation=10), "schedule='plateau'"),
+        (replace(BASE, model="indrnn", model_options={}), "model='indrnn'"),
         (replace(BASE, method="dpf", sparsity=None, decay=0.1), "decay=0.1 with method=dpf"),
     ]
     with pytest.raises(ValueError, match="train such a run by itself") as error:

@@ -1,4 +1,4 @@
-"""A short run in as many processes as torchrun starts: distributed_run.py FOLDER DEVICE.
+"""Short runs in as many processes as torchrun starts: distributed_run.py FOLDER DEVICE.
 
 Each run is done twice: whole, and once more from its last checkpoint, in a folder whose name ends in -again.
 """
@@ -7,17 +7,23 @@ import os
 import shutil
 import sys
 import time
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
+import numpy as np
 import torch
-from tiny_data import tiny_images
+from PIL import Image
+from tiny_data import tiny_images, tiny_text
 from torch import nn
 
-from gossamer.training import Run, networks, task, train
+from gossamer.data import DataNotFound, FolderSet, ImageSet, TextSet
+from gossamer.data.folder import load_folder
+from gossamer.training import LossNotFinite, Run, networks, task, train
 from gossamer.training.checkpoint import Checkpoints
 
-RUN = Run(
+IMAGES = Run(
     model="lenet300",
     data="mnist",
     epochs=3,
@@ -28,40 +34,111 @@ RUN = Run(
     log_steps=2,
     checkpoint_steps=5,
 )
+WORDS = replace(
+    IMAGES,
+    model="lstm_lm",
+    model_options={"hidden": 8, "dropout": 0.0},
+    data="wikitext2",
+    batch_size=5,
+    bptt=9,
+    lr=2.0,
+    momentum=0.0,
+    schedule="plateau",
+)
+FOLDER = replace(IMAGES, data="imagefolder", image_size=12, workers=1, epochs=2, batch_size=5, checkpoint_steps=3)
+KINDS = {"images": IMAGES, "words": WORDS, "folder": FOLDER}
 
 
 def small(run: Run, num_classes: int) -> nn.Module:
     """A network without dropout, which is no sum over samples, and with batch normalisation only where torch
     synchronises it."""
+    if run.model == "lstm_lm":
+        return whole(run, num_classes)
     norm = nn.BatchNorm2d(5) if run.device == "cuda" else nn.Identity()
-    first = [nn.Conv2d(1, 5, 3, stride=2), norm, nn.ReLU(), nn.Flatten()]
-    return nn.Sequential(*first, nn.Linear(45, 7), nn.ReLU(), nn.Linear(7, num_classes))
+    first = [nn.LazyConv2d(5, 3, stride=2), norm, nn.ReLU(), nn.Flatten()]
+    network = nn.Sequential(*first, nn.LazyLinear(7), nn.ReLU(), nn.Linear(7, num_classes))
+    network(torch.zeros(2, 3, 12, 12) if run.data == "imagefolder" else torch.zeros(2, 1, 8, 8))
+    return network
 
 
-def twice(folder: Path, sharding: str, device: str) -> None:
-    run, again = RUN.with_settings([f"sharding={sharding}", f"device={device}"]), folder / f"{sharding}-again"
-    with mock.patch.object(Checkpoints, "clear"):  # so that there is something to go on from
-        train(run, folder / sharding)
+whole = networks.create
+
+
+def tiny_folder(root: Path) -> FolderSet:
+    """Thirteen images to train on, so that the two processes have unequal slices of a batch of five."""
     if os.environ.get("RANK", "0") == "0":
-        shutil.copytree(folder / sharding, folder / "copy", ignore=shutil.ignore_patterns("result.json", "model.*"))
-        (folder / "copy").rename(again)
+        random = np.random.default_rng(0)
+        for index in range(19):
+            path = root / ("train" if index < 13 else "val") / f"{index % 3}" / f"{index}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(random.integers(0, 256, (20, 16, 3), dtype=np.uint8)).save(path)
+        (root / "ready").touch()
+    while not (root / "ready").exists():
+        time.sleep(0.01)
+    return load_folder(root)
+
+
+def twice(run: Run, folder: Path) -> None:
+    again = folder.with_name(f"{folder.name}-again")
+    with mock.patch.object(Checkpoints, "clear"):  # so that there is something to go on from
+        train(run, folder)
+    if os.environ.get("RANK", "0") == "0":
+        copy = folder.with_name("copy")
+        shutil.copytree(folder, copy, ignore=shutil.ignore_patterns("result.json", "model.*"))
+        copy.rename(again)
     while not again.is_dir():
         time.sleep(0.01)
     train(run, again)
 
 
 def all_of_them(folder: Path, shardings: tuple[str, ...], device: str) -> None:
+    sets: dict[str, ImageSet | TextSet | FolderSet] = {
+        "mnist": tiny_images(count=47),
+        "wikitext2": tiny_text(),
+        "imagefolder": tiny_folder(folder / "files"),
+    }
     with (
-        mock.patch.object(task.data, "load", return_value=tiny_images(count=47)),
+        mock.patch.object(task.data, "load", lambda name, root=None: sets[name]),
         mock.patch.object(networks, "create", small),
     ):
         for sharding in shardings:
-            twice(folder, sharding, device)
+            for kind, run in KINDS.items():
+                twice(replace(run, sharding=sharding, device=device), folder / f"{kind}-{sharding}")
+
+
+def failures(folder: Path, device: str) -> None:
+    """What every process says when one of them cannot go on."""
+
+    def note(name: str, action: Callable[[], object], kind: type[Exception]) -> None:
+        try:
+            action()
+        except kind as error:
+            (folder / f"{name}-{os.environ['RANK']}.txt").write_text(str(error))
+
+    def only_in_one(self: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return x * (float("nan") if os.environ["RANK"] == "1" else 1.0)
+
+    def missing(name: str, root: str | None = None) -> ImageSet:
+        if os.environ["RANK"] == "0":
+            raise DataNotFound("the leader found nothing")
+        return tiny_images(count=47)
+
+    with (
+        mock.patch.object(networks, "create", small),
+        mock.patch.object(task.data, "load", return_value=tiny_images(count=47)),
+        mock.patch.object(nn.ReLU, "forward", only_in_one),
+    ):
+        run = replace(IMAGES, device=device, method="dense", sparsity=None, checkpoint_steps=0)
+        note("nan", lambda: train(run, folder / "nan"), LossNotFinite)
+    with mock.patch.object(task.data, "load", missing):
+        note("missing", lambda: train(run, folder / "missing"), DataNotFound)
+    note("another", lambda: train(run, folder / "images-ddp"), ValueError)
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
     all_of_them(Path(sys.argv[1]), ("ddp", "fsdp2"), sys.argv[2])
+    failures(Path(sys.argv[1]), sys.argv[2])
     torch.distributed.destroy_process_group()
     # Seen once in many runs: a process aborts in the interpreter's farewell, after all its work ("terminate called
     # without an active exception"). What is tested here is the work.

@@ -1,3 +1,4 @@
+import errno
 import json
 import math
 import os
@@ -14,7 +15,7 @@ from torch.nn import functional
 
 from gossamer.data import Batches, ImageSet, TextSet
 from gossamer.models import create
-from gossamer.training import Interrupted, LossNotFinite, Run, networks, train
+from gossamer.training import Interrupted, LossNotFinite, Run, loop, networks, result, train
 from gossamer.training.progress import JsonLines, Status, TensorBoard
 
 DENSE = Run(
@@ -196,6 +197,20 @@ def test_a_signal_finishes_the_step_and_leaves_a_checkpoint(images: ImageSet, tm
     assert_same(weights(tmp_path), whole_weights(SPARSE, tmp_path / "whole"))
 
 
+def test_a_second_signal_counts_only_where_no_launcher_repeats_the_first() -> None:
+    with loop._StopSignal(launched=False) as alone:
+        os.kill(os.getpid(), signal.SIGINT)
+        assert alone.asked
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+    before = signal.getsignal(signal.SIGINT)
+    with loop._StopSignal(launched=True) as one_of_several:
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGINT)
+            assert one_of_several.asked
+    assert signal.getsignal(signal.SIGINT) is before
+
+
 def whole_weights(run: Run, folder: Path) -> dict[str, Tensor]:
     train(run, folder)
     return weights(folder)
@@ -212,8 +227,11 @@ def test_a_loss_that_is_not_finite_stops_the_run(images: ImageSet, tmp_path: Pat
     [
         ("model=resnet20", r"resnet20 does not take batches of digits, of shape \(2, 1, 8, 8\).* takes samples of"),
         ("model=resnet2", "did you mean resnet20"),
-        ("model_options.height=3", "digits_cnn does not take model_options="),
+        ("model_options.height=3", "digits_cnn does not take model_options.height: it takes width"),
+        ("model_options.widht=3", "digits_cnn does not take model_options.widht: did you mean 'width'"),
+        ("model_options.width=wide", "digits_cnn does not take model_options={'width': 'wide'}"),
         ("device=cuda", "device=cuda was asked for, but torch .* finds 0 CUDA devices here: set device=cpu"),
+        ("device=mps", "expected a device such as auto, cpu, cuda or cuda:1, got 'mps'"),
         ("device=gpu", "expected a device such as auto, cpu, cuda or cuda:1, got 'gpu'"),
         ("validation=40", "expected 1 to 39 images to hold out"),
         ("batch_size=100", "expected at least one batch of 100"),
@@ -230,6 +248,23 @@ def test_what_cannot_be_trained_is_refused_before_training(
     with pytest.raises(ValueError, match=message):
         train(run, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_a_file_in_the_place_of_the_folder_is_refused(images: ImageSet, tmp_path: Path) -> None:
+    (tmp_path / "out").write_text("something of the user's")
+    with pytest.raises(ValueError, match=r"expected a folder for the run, got .*out, which is a file"):
+        train(DENSE, tmp_path / "out")
+    assert (tmp_path / "out").read_text() == "something of the user's"
+
+
+@pytest.mark.parametrize("method", ["dense", "scl"])
+def test_the_memory_of_an_indrnn_stays_bounded(images: ImageSet, tmp_path: Path, method: str) -> None:
+    run = DENSE.with_settings(["lr=3", "clip=3"])
+    values = {**run.to_dict(), "model": "indrnn", "method": method, "sparsity": 0.5 if method == "scl" else None}
+    run = Run.from_dict({**values, "model_options": {"input_size": 8, "hidden_size": 6, "layers": 2}})
+    train(run, tmp_path)
+    largest = max(float(weights(tmp_path)[f"layers.{each}.cell.recurrent"].abs().max()) for each in (0, 1))
+    assert largest == pytest.approx(2 ** (1 / 8))  # images of 64 pixels in steps of eight; the rate drives u to it
 
 
 def test_an_unknown_method_suggests_the_nearest(images: ImageSet, tmp_path: Path) -> None:
@@ -263,6 +298,45 @@ def test_tensorboard_gets_its_scalars(images: ImageSet, tmp_path: Path) -> None:
     events = accumulator.EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert {"loss", "learning rate", "sparsity", "connectivity decay"} <= set(events.Tags()["scalars"])
     assert [event.step for event in events.Scalars("loss")] == [3, 5, 6, 9, 10, 12, 15, 18, 20]
+
+
+def test_tensorboard_shows_every_step_once_after_a_death(images: ImageSet, tmp_path: Path) -> None:
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    run = DENSE.with_settings(["checkpoint_steps=6", "log_steps=2"])
+    with pytest.raises(MemoryError):
+        train(run, tmp_path, observers=[TensorBoard(tmp_path), At(10, die)])
+    train(run, tmp_path, observers=[TensorBoard(tmp_path)])
+    events = accumulator.EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [event.step for event in events.Scalars("learning rate")] == [2, 4, 5, 6, 8, 10, 12, 14, 15, 16, 18, 20]
+
+
+def test_a_log_that_cannot_be_written_does_not_stop_the_run(images: ImageSet, tmp_path: Path) -> None:
+    def full() -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    broken, healthy = At(6, full), At(-1, full)
+    with pytest.warns(UserWarning, match=r"^At could not write .*No space left.*; training goes on") as warned:
+        train(DENSE, tmp_path, observers=[broken, healthy])
+    assert len(warned) == 1
+    assert healthy.seen[-1].step == 20
+
+
+def test_a_result_that_cannot_be_written_leaves_the_checkpoint(
+    images: ImageSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*arguments: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    run = DENSE.with_settings(["checkpoint_steps=8"])
+    with monkeypatch.context() as patch:
+        patch.setattr(result, "save", full)
+        with pytest.raises(OSError, match=r"the result cannot be written to .*No space left.*: free some space"):
+            train(run, tmp_path)
+    assert not (tmp_path / "result.json").exists()
+    watcher = At(-1, die)
+    train(run, tmp_path, observers=[watcher])
+    assert watcher.seen[0].step > 16
+    assert_same(weights(tmp_path), whole_weights(run, tmp_path / "whole"))
 
 
 @pytest.mark.parametrize(

@@ -62,6 +62,10 @@ def test_on_a_plateau_the_rate_falls_and_the_best_stays() -> None:
         state = state.see(run, "perplexity", perplexity)
         factors.append(state.factor)
     assert factors == [1.0, 1.0, 0.5, 0.25, 0.25, 0.125]  # 89.99 is an improvement of less than 1e-4 of the loss
+    worse = Plateau().see(run, "perplexity", 80.0).see(run, "perplexity", 95.0, shrinking=True)
+    assert worse.factor == 1.0
+    assert worse.see(run, "perplexity", 90.0).factor == 1.0  # better than the network that has just shrunk
+    assert worse.see(run, "perplexity", 96.0).factor == 0.5
     assert Plateau().see(run, "accuracy", 0.8).see(run, "accuracy", 0.9).factor == 1.0
     assert Plateau().see(run, "accuracy", 0.8).see(run, "accuracy", 0.7).factor == 0.5
     assert Plateau().see(Run(), "accuracy", 0.8).see(Run(), "accuracy", 0.7) == Plateau()

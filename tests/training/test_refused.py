@@ -1,5 +1,7 @@
 """What a run refuses, with a message that says what to do: states of other versions, other places, missing GPUs."""
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -68,12 +70,27 @@ def test_a_checkpoint_of_another_run(torn: Path) -> None:
         train(RUN.with_settings(["lr=0.05"]), torn)
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="files are not locked there")
+def test_a_folder_in_which_another_process_trains(torn: Path) -> None:
+    hold = (
+        "import fcntl, sys; file = open(sys.argv[1], 'r+'); fcntl.lockf(file, fcntl.LOCK_EX); print('held', flush=True)"
+    )
+    other = [sys.executable, "-c", f"{hold}; sys.stdin.read()", str(torn / "run.json")]
+    with subprocess.Popen(other, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        with pytest.raises(ValueError, match=r"another process trains the run in .* at this moment: wait for it"):
+            train(RUN, torn)
+        process.kill()
+    assert train(RUN, torn)["complete"] is True
+
+
 def test_a_process_without_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("LOCAL_RANK", "1")
-    with pytest.raises(ValueError, match=r"device=cuda:1 was asked for, but torch .* finds 1 CUDA devices here"):
+    with pytest.raises(ValueError, match="process 1 finds only 1: start --nproc-per-node=1, or set device=cpu"):
         place.join("cuda")
 
 
@@ -93,3 +110,12 @@ def test_a_graph_where_there_can_be_none(images: ImageSet, tmp_path: Path) -> No
     with pytest.raises(ValueError, match="capture=true was asked for, but with leave_at"):
         train(run, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_an_error_that_cannot_be_sent_to_other_processes_goes_as_its_words() -> None:
+    class Local(Exception):  # which pickle does not find
+        pass
+
+    assert str(place._as_sent(Local("of this process"))) == "Local: of this process"
+    known = FileNotFoundError(2, "nothing there")
+    assert place._as_sent(known) is known

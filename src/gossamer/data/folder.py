@@ -13,7 +13,7 @@ import dataclasses
 import math
 import os
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeAlias
 
@@ -208,7 +208,8 @@ class FolderBatches(BatchSource):
 
     Training: a random crop of 8 to 100 % of the area and 3:4 to 4:3 in shape, scaled to `size` and mirrored
     at random; shuffled, a short last batch dropped. Evaluation: the shorter side scaled to `resize`, the
-    centre cropped; in order. `state` works like that of `Batches`.
+    centre cropped; in order. `state` works like that of `Batches`. Where several processes share every batch,
+    `slice_of` says which part of so many images is this one's, and no other is decoded here.
     """
 
     def __init__(
@@ -225,6 +226,7 @@ class FolderBatches(BatchSource):
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
         channels_last: bool = False,
+        slice_of: Callable[[int], slice] = slice,
     ) -> None:
         if batch_size < 1 or workers < 0 or seed < 0:
             raise ValueError(
@@ -238,6 +240,7 @@ class FolderBatches(BatchSource):
         self.batch_size, self.training, self.seed, self.workers = batch_size, training, seed, workers
         self.device, self.dtype, self.channels_last = torch.device(device), dtype, channels_last
         self._scale, self._shift = scale_and_shift(dataset.mean, dataset.std, self.device)
+        self._slice_of = slice_of
         self._position = Position()
 
     def __len__(self) -> int:
@@ -252,9 +255,10 @@ class FolderBatches(BatchSource):
         ).order.tolist()
         keys = [(position.epoch, index) for index in order]
         starts = range(position.step * self.batch_size, len(self) * self.batch_size, self.batch_size)
+        batches = [keys[start : start + self.batch_size] for start in starts]
         loader = DataLoader(
             self._images,
-            batch_sampler=[keys[start : start + self.batch_size] for start in starts],
+            batch_sampler=[batch[self._slice_of(len(batch))] for batch in batches],
             num_workers=self.workers,
             collate_fn=_collate,
             pin_memory=self.device.type == "cuda",

@@ -26,7 +26,7 @@ def _torchvision_models() -> ModuleType:
     except RuntimeError as error:
         raise ImportError(
             f"torchvision is installed but was built for another torch ({error}); install the "
-            "torchvision release that belongs to your torch"
+            "torchvision release, and the build of it (CPU or CUDA), that belong to your torch"
         ) from error
 
 

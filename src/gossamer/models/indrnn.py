@@ -3,10 +3,12 @@
     h_t = relu(W x_t + u ⊙ h_{t−1} + b)
 
 W is an ordinary linear layer and may become sparse; u is a vector, one number a neuron, and never may: a
-zero in it would cut that neuron's memory. The gradient over T steps carries the factor uᵀ to the power T, so
-training keeps |u| below a bound (`limit_recurrence_`). The paper defines the recurrence and no network; the
-one here follows the customary setting for digits read as sequences: six layers of 128 neurons with batch
-normalisation, one row of the image a step by default, one pixel a step with `input_size=1`.
+zero in it would cut that neuron's memory. The gradient over T steps carries the factor u to the power T, so
+training has to keep |u| below a bound: `limit_recurrence_` after every step, as `gossamer.training` does.
+
+The paper defines the recurrence and no network; the one here follows the customary setting for digits read as
+sequences: six layers of 128 neurons with batch normalisation, one row of the image a step by default, one pixel
+a step with `input_size=1`.
 """
 
 from __future__ import annotations

@@ -19,7 +19,6 @@ _BASE = Run(
     sparsity=0.74,
     schedule="phases_cosine",
     settings={"warmup": "0ep", "sparsify": "70ep", "stabilise": "20ep"},
-    channels_last=True,
 )
 
 RECIPES = (

@@ -34,6 +34,8 @@ def why_not(run: Run) -> list[str]:
     ]
     if run.schedule == "plateau":
         told.append("schedule='plateau'")
+    if run.model == "indrnn":  # whose recurrence is bounded after every step of the optimizer
+        told.append("model='indrnn'")
     if run.data in _OTHER_DATA:
         told.append(f"data={run.data!r}")
     if run.method == "scl":

@@ -92,11 +92,15 @@ def write_atomically(
     try:
         with open(temporary, "wb") as file:
             hashing = _Hashing(file)
-            write(hashing)  # type: ignore[arg-type]
+            try:
+                write(hashing)  # type: ignore[arg-type]
+            except RuntimeError:  # of torch's writer, about the consequences
+                if hashing.error is None:
+                    raise
+            if hashing.error is not None:
+                raise hashing.error
             file.flush()
             os.fsync(file.fileno())
-        if hashing.error is not None:
-            raise hashing.error
         digest = hashing.digest.hexdigest()
         if before is not None:
             before(path, digest)

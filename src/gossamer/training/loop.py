@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -15,13 +16,22 @@ from typing import Any
 import torch
 
 from gossamer.data.batches import seed_for
-from gossamer.schedule import Plan, make_plan
+from gossamer.schedule import Phase, Plan, make_plan
 from gossamer.sparsifier import Sparsifier
 from gossamer.training import modes, networks, result, snapshot
 from gossamer.training.checkpoint import Checkpoints
+from gossamer.training.lock import only_one
 from gossamer.training.methods import SparseTraining, method_of
 from gossamer.training.optimise import PHASED, learning_rate, make_optimizer
-from gossamer.training.place import fast_algorithms, forward_of, join, shard_, synchronise_batch_norm, whole_state
+from gossamer.training.place import (
+    fast_algorithms,
+    forward_of,
+    join,
+    no_farewell_after_an_error,
+    shard_,
+    synchronise_batch_norm,
+    whole_state,
+)
 from gossamer.training.progress import Observer, Observers, Status
 from gossamer.training.run import Run
 from gossamer.training.snapshot import Parts
@@ -35,23 +45,33 @@ class Interrupted(KeyboardInterrupt):
     """The run was asked to stop, and has stopped after a checkpoint."""
 
 
+@no_farewell_after_an_error()
 def train(run: Run, out: Path | str, *, observers: Sequence[Observer] = ()) -> dict[str, Any]:
     """Train `run`, or go on with it, in the folder `out`. Returns what is in result.json."""
-    folder, build_method = Path(out), method_of(run)
+    with ExitStack() as held:
+        return _train(run, Path(out), observers, held)
+
+
+def _train(run: Run, folder: Path, observers: Sequence[Observer], held: ExitStack) -> dict[str, Any]:
+    build_method = method_of(run)
     place = join(run.device)
-    done: dict[str, Any] | None = place.share(result.read_result(folder, run) if place.leads else None)
+
+    def look() -> dict[str, Any] | None:
+        return result.read_result(folder, run) if place.leads else None
+
+    done = place.share(place.after_the_leader(look))
     if done is not None:
-        return done
+        return dict(done)
     if run.batch_size < place.world:
         raise ValueError(f"expected a batch_size of at least one sample a process ({place.world})")
     chosen = modes.resolve(run, place)
-    task = make_task(chosen, place)
+    task = place.after_the_leader(lambda: make_task(chosen, place))
     if run.schedule == "plateau" and not task.has_validation:
         raise ValueError("schedule=plateau needs a validation part: set validation= to hold some images out")
     total, per_epoch = len(task.source) * run.epochs, len(task.source)
 
     torch.manual_seed(run.seed)
-    model = networks.create(run, task.num_classes)
+    model = place.after_the_leader(lambda: networks.create(run, task.num_classes))
     model = networks.to_layout(model, chosen, place.device).train()
     networks.check_shapes(run, model, task.example(), task.num_classes)
     model = synchronise_batch_norm(model, place)
@@ -59,12 +79,23 @@ def train(run: Run, out: Path | str, *, observers: Sequence[Observer] = ()) -> d
     torch.manual_seed(seed_for(run.seed, place.rank))  # of dropout, which each process draws for itself
 
     optimizer = make_optimizer(chosen, model)
+    networks.keep_stable(model, optimizer, task.example())
     sparsifier = build_method(run, model, optimizer, total, per_epoch, task.example())
     forward = forward_of(model, chosen, place)
 
-    if place.leads:
-        folder.mkdir(parents=True, exist_ok=True)
-        result.write_json(folder / result.RUN, run.to_dict())
+    def begin() -> None:
+        if place.leads:
+            if folder.exists() and not folder.is_dir():
+                raise ValueError(f"expected a folder for the run, got {folder}, which is a file: choose another name")
+            folder.mkdir(parents=True, exist_ok=True)
+            described = folder / result.RUN
+            if described.exists():
+                with only_one(described):
+                    pass  # a file that takes its place is another one, and not locked
+            result.write_json(described, run.to_dict())
+            held.enter_context(only_one(described))
+
+    place.after_the_leader(begin)
     checkpoints, parts = Checkpoints(folder), Parts(model, optimizer, sparsifier, task)
     clock = _Clock(snapshot.restore(checkpoints, run, place, parts), run.checkpoint_minutes)
     step = task.source.state.epoch * per_epoch + task.source.state.step
@@ -89,7 +120,11 @@ def train(run: Run, out: Path | str, *, observers: Sequence[Observer] = ()) -> d
         )
 
     watching_all = Observers(observers if place.leads else ())
-    with fast_algorithms(place), watching_all as watching, _StopSignal() as stop:
+    with (
+        fast_algorithms(place),
+        watching_all as watching,
+        _StopSignal(launched=place.world > 1) as stop,
+    ):
         watching.begin(status(lr=run.lr))
         while step < total:
             if task.source.state.step == 0:
@@ -110,8 +145,10 @@ def train(run: Run, out: Path | str, *, observers: Sequence[Observer] = ()) -> d
                 epoch_over = step % per_epoch == 0
                 validation = None
                 if epoch_over and task.has_validation and (step // per_epoch) % run.evaluate_every == 0:
-                    validation = task.evaluate(model, "validation")
-                    parts.plateau = parts.plateau.see(run, task.metric, validation)
+                    # Rounding differs between GPUs; one value for all, or their learning rates would part.
+                    validation = place.share(task.evaluate(model, "validation"))
+                    shrinking = sparsifier is not None and sparsifier.phase is Phase.SPARSIFY
+                    parts.plateau = parts.plateau.see(run, task.metric, validation, shrinking=shrinking)
                 if epoch_over or step % run.log_steps == 0:
                     watching.tell(status(lr=lr, validation=validation))
 
@@ -134,8 +171,8 @@ def train(run: Run, out: Path | str, *, observers: Sequence[Observer] = ()) -> d
         meter.check()
         if sparsifier is not None:
             sparsifier.finish()
-        validation = task.evaluate(model, "validation") if task.has_validation else None
-        test = task.evaluate(model, "test")
+        validation = place.share(task.evaluate(model, "validation")) if task.has_validation else None
+        test = place.share(task.evaluate(model, "test"))
         counted = result.count(run, model, task.example())
         finished = result.make_result(
             run,
@@ -148,12 +185,13 @@ def train(run: Run, out: Path | str, *, observers: Sequence[Observer] = ()) -> d
             seconds=clock.seconds(),
         )
         tensors = whole_state(model)
-        if place.leads:
-            result.write_model(folder / result.MODEL, tensors)
-            result.write_json(folder / result.LAYERS, counted.to_dict())
-            result.write_json(folder / result.RESULT, finished)  # last: the run is complete when this is there
-            checkpoints.clear()
-        place.wait()  # nobody leaves, and closes its connections, while another still writes
+
+        def write() -> None:
+            if place.leads:
+                result.write_all(folder, tensors, counted, finished)
+                checkpoints.clear()
+
+        place.after_the_leader(write)  # nobody leaves, and closes its connections, while another still writes
         return finished
 
 
@@ -197,12 +235,17 @@ class _Clock:
 
 
 class _StopSignal:
-    """Notes SIGINT and SIGTERM, so that the step in progress can be finished; a second one is not held back."""
+    """Notes SIGINT and SIGTERM, so that the step in progress can be finished; a second one is not held back.
+
+    Except where a launcher has started several processes: it sends each signal of the terminal once more, and by itself
+    kills who takes too long.
+    """
 
     _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
-    def __init__(self) -> None:
+    def __init__(self, *, launched: bool) -> None:
         self.asked = False
+        self._launched = launched
         self._before: list[tuple[signal.Signals, Any]] = []
 
     def __enter__(self) -> "_StopSignal":
@@ -212,7 +255,8 @@ class _StopSignal:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.asked = True
-        self._restore()
+        if not self._launched:
+            self._restore()
 
     def _restore(self) -> None:
         for each, handler in self._before:

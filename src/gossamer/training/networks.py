@@ -1,10 +1,16 @@
 """The network of a run by name, checked against its data before anything is trained."""
 
+import difflib
+import inspect
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from gossamer import models
 from gossamer._forward import undisturbed
+from gossamer.models.indrnn import IndRNN, limit_recurrence_
 from gossamer.training.run import Run
 
 QUICK_START = "digits_cnn"  # too small for the zoo of the paper; the quick start trains it
@@ -41,12 +47,24 @@ def names() -> tuple[str, ...]:
 
 def create(run: Run, num_classes: int) -> nn.Module:
     """Build the run's network with fresh random weights."""
+    builder: Callable[..., nn.Module] = DigitsNet if run.model == QUICK_START else models.entry(run.model).builder
+    allowed = [name for name in inspect.signature(builder).parameters if name != "num_classes"]
+    for name in run.model_options:
+        if name not in allowed:
+            near = difflib.get_close_matches(name, allowed, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"it takes {', '.join(allowed) or 'none'}"
+            raise ValueError(f"{run.model} does not take model_options.{name}: {hint}")
     try:
-        if run.model == QUICK_START:
-            return DigitsNet(num_classes, **run.model_options)  # type: ignore[arg-type]
-        return models.create(run.model, num_classes=num_classes, **run.model_options)
+        return builder(num_classes=num_classes, **run.model_options)
     except TypeError as error:
         raise ValueError(f"{run.model} does not take model_options={dict(run.model_options)}: {error}") from error
+
+
+def keep_stable(model: nn.Module, optimizer: Optimizer, example: Tensor) -> None:
+    """After every step of the optimizer bound what only a bound keeps from exploding: the memory of an IndRNN."""
+    if isinstance(model, IndRNN):
+        steps = example[0].numel() // model.input_size
+        optimizer.register_step_post_hook(lambda *_: limit_recurrence_(model, steps=steps))
 
 
 def check_shapes(run: Run, model: nn.Module, example: Tensor, num_classes: int) -> None:

@@ -8,7 +8,8 @@ checkpoint is setting the step.
     steps           times lr_factor at each of lr_drops
     phases          the paper: times lr_factor when the sparsify phase ends, again half-way through fine-tuning
     phases_cosine   a cosine from 1 to lr_factor over the mask phases, then times lr_factor half-way through fine-tuning
-    plateau         times lr_factor after each look at the validation part that shows no improvement
+    plateau         times lr_factor after each look at the validation part that shows no improvement, the sparsify
+                    phase left out, in which a network gets worse because it shrinks
 
 The last one alone depends on what has happened; `Plateau` is all its state.
 """
@@ -107,11 +108,15 @@ class Plateau:
     factor: float = 1.0
     best: float | None = None  # as a loss: smaller is better
 
-    def see(self, run: Run, metric: str, value: float) -> "Plateau":
-        """The state after a look at the validation part."""
+    def see(self, run: Run, metric: str, value: float, *, shrinking: bool = False) -> "Plateau":
+        """The state after a look at the validation part.
+
+        A network that loses connections (`shrinking`) gets worse by that alone, which says nothing about the rate: it
+        is then measured anew.
+        """
         if run.schedule != "plateau":
             return self
         loss = math.log(value) if metric == "perplexity" else 1.0 - value
-        if self.best is None or loss < self.best * (1.0 - _LEAST_GAIN):
+        if shrinking or self.best is None or loss < self.best * (1.0 - _LEAST_GAIN):
             return replace(self, best=loss)
         return replace(self, factor=self.factor * run.lr_factor)

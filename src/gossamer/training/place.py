@@ -8,11 +8,12 @@ whole batch, which torch synchronises on accelerators only.
 
 import atexit
 import os
+import pickle
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from gossamer.training.run import Run
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -54,11 +57,6 @@ class Place:
         dist.all_reduce(votes, op=dist.ReduceOp.MAX)
         return bool(votes.item() > 0)
 
-    def wait(self) -> None:
-        """Wait until all processes have come here."""
-        if self.world > 1:
-            dist.barrier()
-
     def mean(self, value: Tensor) -> Tensor:
         """The mean of a tensor over the processes."""
         if self.world == 1:
@@ -66,6 +64,14 @@ class Place:
         total = value.detach().clone()
         dist.all_reduce(total)
         return total / self.world
+
+    def least(self, value: Tensor) -> Tensor:
+        """The smallest of the numbers that the processes have."""
+        if self.world == 1:
+            return value
+        smallest = value.detach().clone()
+        dist.all_reduce(smallest, op=dist.ReduceOp.MIN)
+        return smallest
 
     def gather(self, value: Any) -> list[Any]:
         """The values of all processes, on the one that leads; an empty list elsewhere."""
@@ -83,13 +89,32 @@ class Place:
         dist.broadcast_object_list(values, src=0)
         return values[0]
 
+    def after_the_leader(self, action: Callable[[], T]) -> T:
+        """What `action` gives here, done first by the process that leads: the others then find what it has fetched.
+
+        Where it fails there, it fails everywhere with the same error, and nobody waits for somebody who is gone.
+        """
+        if self.world == 1:
+            return action()
+        done: list[T] = []
+        problem: Exception | None = None
+        if self.leads:
+            try:
+                done.append(action())
+            except Exception as error:
+                problem = _as_sent(error)
+        problem = self.share(problem)
+        if problem is not None:
+            raise problem
+        return done[0] if done else action()
+
 
 def join(device: str) -> Place:
     """The place of this process; where torchrun has started several, join them."""
     world = int(os.environ.get("WORLD_SIZE", "1"))
     chosen = _device(device)
     if chosen.type == "cuda":
-        own = os.environ.get("LOCAL_RANK", "0") if world > 1 else chosen.index
+        own = _own_gpu() if world > 1 else chosen.index
         chosen = _device(f"cuda:{torch.cuda.current_device() if own is None else own}")
         torch.cuda.set_device(chosen)  # streams, graphs and kernels of Triton are those of the current device
     if world == 1:
@@ -104,9 +129,40 @@ def join(device: str) -> Place:
     return Place(chosen, dist.get_rank(), dist.get_world_size())
 
 
+def _as_sent(error: Exception) -> Exception:
+    """The error, or one with its words where another process could not be given it."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error
+
+
+def _own_gpu() -> int:
+    """The GPU of this process among those that share the machine."""
+    local, found = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    if local >= found:
+        raise ValueError(
+            f"expected a GPU for each process of this machine, but process {local} finds only {found}: start "
+            f"--nproc-per-node={found}, or set device=cpu"
+        )
+    return local
+
+
 def _leave() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+@contextmanager
+def no_farewell_after_an_error() -> Iterator[None]:
+    """Let a process that fails simply end: to close its connections properly it would wait for the others, which may be
+    waiting for it in the middle of a step. Their launcher sees the end and stops them."""
+    try:
+        yield
+    except BaseException:
+        atexit.unregister(_leave)
+        raise
 
 
 def _device(name: str) -> torch.device:
@@ -114,8 +170,11 @@ def _device(name: str) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
+        known = device.type in ("cpu", "cuda")
     except RuntimeError:
-        raise ValueError(f"expected a device such as auto, cpu, cuda or cuda:1, got {name!r}") from None
+        known = False
+    if not known:
+        raise ValueError(f"expected a device such as auto, cpu, cuda or cuda:1, got {name!r}")
     if device.type == "cuda":
         found = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if found <= (device.index or 0):
@@ -142,11 +201,12 @@ def synchronise_batch_norm(model: nn.Module, place: Place) -> nn.Module:
     if place.world == 1 or not any(isinstance(module, _BatchNorm) for module in model.modules()):
         return model
     if place.device.type == "cpu":
-        warnings.warn(
-            "batch normalisation sees only the slice of each process on CPU: the result is close to that of one "
-            "process, but not the same",
-            stacklevel=3,
-        )
+        if place.leads:
+            warnings.warn(
+                "batch normalisation sees only the slice of each process on CPU: the result is close to that of one "
+                "process, but not the same",
+                stacklevel=3,
+            )
         return model
     converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
     return converted
@@ -173,8 +233,11 @@ def forward_of(model: nn.Module, run: Run, place: Place) -> Callable[..., Any]:
 
 
 def whole_state(model: nn.Module) -> dict[str, Tensor]:
-    """The state of a model with sharded tensors put together; all processes have to take part."""
-    return {
-        name: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        for name, tensor in model.state_dict().items()
-    }
+    """The state of a model with sharded tensors put together; all processes have to take part.
+
+    Tied weights are one tensor here too, as whoever writes them down has to see.
+    """
+    own: dict[str, Tensor] = model.state_dict(keep_vars=True)
+    sharded = {id(each): each for each in own.values() if isinstance(each, DTensor)}
+    whole = {key: each.full_tensor().detach() for key, each in sharded.items()}
+    return {name: whole[id(each)] if id(each) in whole else each.detach() for name, each in own.items()}

@@ -6,7 +6,8 @@ The loop hands a frozen `Status` to every observer and knows nothing of how it i
 import importlib.util
 import json
 import math
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
@@ -15,6 +16,8 @@ from typing import Any, Protocol
 from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
 from rich.text import Text
+
+from gossamer.training.checkpoint import write_atomically
 
 
 @dataclass(frozen=True)
@@ -46,18 +49,33 @@ class Observer(Protocol):
 
 
 class Observers:
-    """Several observers as one; closes them all, whatever happens."""
+    """Several observers as one; closes them all, whatever happens.
+
+    A full disk or a terminal that is gone is no reason to stop a run: there is a warning, and training goes on.
+    """
 
     def __init__(self, observers: Sequence[Observer]) -> None:
         self._observers = observers
+        self._warned: set[int] = set()
 
     def begin(self, status: Status) -> None:
         for observer in self._observers:
-            observer.begin(status)
+            self._try(observer, lambda each: each.begin(status))
 
     def tell(self, status: Status) -> None:
         for observer in self._observers:
-            observer.tell(status)
+            self._try(observer, lambda each: each.tell(status))
+
+    def _try(self, observer: Observer, action: Callable[[Observer], None]) -> None:
+        try:
+            action(observer)
+        except OSError as error:
+            if id(observer) not in self._warned:
+                self._warned.add(id(observer))
+                warnings.warn(
+                    f"{type(observer).__name__} could not write ({error}); training goes on, and lines may be missing",
+                    stacklevel=3,
+                )
 
     def __enter__(self) -> "Observers":
         return self
@@ -66,7 +84,7 @@ class Observers:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         for observer in self._observers:
-            observer.close()
+            self._try(observer, lambda each: each.close())
 
 
 class JsonLines:
@@ -78,7 +96,8 @@ class JsonLines:
     def begin(self, status: Status) -> None:
         lines = self.path.read_text().splitlines() if self.path.is_file() else []
         kept = [line for line in lines if _step_of(line) <= status.step] if status.step else []
-        self.path.write_text("".join(f"{line}\n" for line in kept))
+        text = "".join(f"{line}\n" for line in kept)
+        write_atomically(self.path, lambda file: file.write(text.encode()))
 
     def tell(self, status: Status) -> None:
         values = {name: value for name, value in asdict(status).items() if value is not None}
@@ -111,13 +130,14 @@ class TensorBoard:
     def begin(self, status: Status) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(str(self._folder), purge_step=status.step or None)
+        # What an earlier sitting wrote after this step is done again, and hidden.
+        self._writer = SummaryWriter(str(self._folder), purge_step=status.step + 1 if status.step else None)
 
     def tell(self, status: Status) -> None:
         named = {f"validation {status.metric}": status.validation, "loss": status.loss, "learning rate": status.lr}
         named |= {"sparsity": status.sparsity, "connectivity decay": status.decay}
         for name, value in named.items():
-            if value is not None:
+            if value is not None and self._writer is not None:
                 self._writer.add_scalar(name, value, status.step)
 
     def close(self) -> None:

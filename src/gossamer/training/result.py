@@ -9,8 +9,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import safetensors.torch
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import gossamer
@@ -125,6 +125,19 @@ def write_json(path: Path, values: Mapping[str, Any]) -> None:
     write_atomically(path, lambda file: file.write(text.encode()))
 
 
+def write_all(folder: Path, tensors: Mapping[str, Tensor], counted: Report, result: Mapping[str, Any]) -> None:
+    """Everything that a run leaves behind. The result comes last: the run is complete when it is there."""
+    try:
+        write_model(folder / MODEL, tensors)
+        write_json(folder / LAYERS, counted.to_dict())
+        write_json(folder / RESULT, result)
+    except OSError as error:
+        raise OSError(
+            f"the last step is done, but the result cannot be written to {folder} ({error}): free some space on the "
+            "disk and run the same command again; it goes on from the last checkpoint"
+        ) from error
+
+
 def write_model(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """The network as plain safetensors, and beside it as the small sparse file that `gossamer.load` reads; tied weights
     are written once, under their first name."""
@@ -135,12 +148,7 @@ def write_model(path: Path, tensors: Mapping[str, Tensor]) -> None:
         if tensor.numel() and seen.setdefault(place, name) != name:
             continue
         plain[name] = tensor.detach().cpu().contiguous()
-    temporary = path.with_name(f".{path.name}.part")
-    try:
-        save_file(plain, temporary)
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    write_atomically(path, lambda file: file.write(safetensors.torch.save(plain)))
     save(plain, path.with_name(SPARSE_MODEL))
 
 

@@ -51,7 +51,7 @@ class Meter:
         self._sum.add_(value)
         is_first = (self._bad_step < 0) & ~torch.isfinite(value)
         self._bad_step.copy_(torch.where(is_first, self._steps, self._bad_step))
-        if self._place.device.type == "cpu":
+        if self._place.device.type == "cpu" and self._place.world == 1:
             self.check()  # at once, as it costs nothing there
 
     def count(self, step: int) -> None:
@@ -61,8 +61,10 @@ class Meter:
             self.check()
 
     def check(self) -> None:
-        bad = int(self._bad_step)
-        if bad >= 0:
+        """Stop where a loss was not finite. All processes have to ask, so that all stop and none waits for another."""
+        none_so_far = torch.iinfo(torch.int64).max
+        bad = int(self._place.least(torch.where(self._bad_step < 0, none_so_far, self._bad_step)))
+        if bad < none_so_far:
             raise LossNotFinite(
                 f"the loss is not finite (infinite or NaN) at step {bad}: try a smaller lr, lr_warmup=1ep, "
                 "clip=1, or precision=float32; checkpoints from before that step are kept"
@@ -71,6 +73,7 @@ class Meter:
     def mean(self) -> float | None:
         if self._count == 0:
             return None
+        self.check()  # the device is waited for anyway
         mean = float(self._place.mean(self._sum)) / self._count
         self._sum.zero_()
         self._count = 0

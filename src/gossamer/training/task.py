@@ -92,9 +92,11 @@ class ImageTask:
         if isinstance(dataset, FolderSet):
             self.source, self._parts = _of_folder(run, place, dataset)
             self._shape: tuple[int, ...] = (3, run.image_size, run.image_size)
+            self._mine: Callable[[int], slice] = slice  # all: the source decodes this process's images alone
         else:
             self.source, self._parts = _of_images(run, place, dataset)
             self._shape = dataset.input_shape
+            self._mine = place.slice_of
         self.has_validation = "validation" in self._parts
 
     def example(self) -> Tensor:
@@ -102,11 +104,12 @@ class ImageTask:
 
     def loss(self, forward: Callable[..., Any], batch: tuple[Tensor, Tensor]) -> Tensor:
         images, labels = batch
-        mine = self._place.slice_of(len(labels))
+        mine = self._mine(len(labels))
         with autocast(self._run, self._place):
             logits = forward(images[mine])
         loss = functional.cross_entropy(logits.float(), labels[mine], label_smoothing=self._run.label_smoothing)
-        return loss * self._place.weight_of(len(labels)) if self._place.world > 1 else loss
+        # While training every batch is a full one.
+        return loss * self._place.weight_of(self._run.batch_size) if self._place.world > 1 else loss
 
     def carry(self) -> None:
         pass  # images are independent of each other
@@ -157,7 +160,9 @@ def _of_folder(run: Run, place: Place, dataset: FolderSet) -> tuple[Source, dict
         "device": place.device,
         "channels_last": bool(run.channels_last),
     }
-    training = FolderBatches(dataset, dataset.train, run.batch_size, training=True, seed=run.seed, **common)
+    training = FolderBatches(
+        dataset, dataset.train, run.batch_size, training=True, seed=run.seed, slice_of=place.slice_of, **common
+    )
     return training, {"test": FolderBatches(dataset, dataset.validation, run.batch_size, training=False, **common)}
 
 

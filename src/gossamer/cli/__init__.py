@@ -1,0 +1,92 @@
+"""The command line. Each file here has the commands of one kind: a command is a frozen dataclass whose fields are its
+options, with a method that carries it out.
+
+Errors are one message on stderr and exit code 2; `--debug` shows the traceback. A run stopped by Ctrl-C exits with 130
+and goes on when the same command is given again.
+"""
+
+import sys
+import traceback
+import warnings
+from collections.abc import Sequence
+from typing import Annotated, Protocol, TextIO
+
+import tyro
+from rich.console import Console
+
+from gossamer.cli.deploy import Export, Speed
+from gossamer.cli.many import Compare, Sweep
+from gossamer.cli.paper import Reproduce
+from gossamer.cli.show import List, Report
+from gossamer.cli.train import Quickstart, Train, leads
+from gossamer.training import Interrupted
+
+# What a user's input or machine can cause. Anything else is a fault of ours and keeps its traceback.
+_EXPECTED = (ValueError, OSError, ImportError, ArithmeticError, RuntimeError)
+
+Command = (
+    Annotated[Quickstart, tyro.conf.subcommand("quickstart")]
+    | Annotated[Train, tyro.conf.subcommand("train")]
+    | Annotated[Sweep, tyro.conf.subcommand("sweep")]
+    | Annotated[Compare, tyro.conf.subcommand("compare")]
+    | Annotated[Reproduce, tyro.conf.subcommand("reproduce")]
+    | Annotated[List, tyro.conf.subcommand("list")]
+    | Annotated[Report, tyro.conf.subcommand("report")]
+    | Annotated[Speed, tyro.conf.subcommand("speed")]
+    | Annotated[Export, tyro.conf.subcommand("export")]
+)
+
+
+class Executable(Protocol):
+    """What every command has."""
+
+    @property
+    def debug(self) -> bool: ...
+
+    def carry_out(self, console: Console) -> None:
+        """Do it, and show on the console what came out."""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run one command and exit with its code."""
+    command: Executable = tyro.cli(
+        Command,
+        args=arguments,
+        prog="gossamer",
+        description="Neural networks that become sparse while they train.",
+        config=(tyro.conf.FlagCreatePairsOff,),
+    )
+    sys.exit(run(command))
+
+
+def run(command: Executable) -> int:
+    """The exit code of a command that has been carried out."""
+    try:
+        with warnings.catch_warnings():
+            warnings.showwarning = _show_warning
+            command.carry_out(Console())
+        return 0
+    except Interrupted as stopped:
+        if leads():  # all have stopped
+            print(stopped, file=sys.stderr)
+        return 130
+    except KeyboardInterrupt:
+        print("gossamer: stopped; what was finished is kept, and the same command goes on from there", file=sys.stderr)
+        return 130
+    except _EXPECTED as error:
+        if command.debug:
+            traceback.print_exc()
+        else:
+            print(f"gossamer: {error}", file=sys.stderr)
+        return 2
+
+
+def _show_warning(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
+    print(f"warning: {message}", file=sys.stderr)

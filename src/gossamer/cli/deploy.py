@@ -1,0 +1,84 @@
+"""A trained network put to use: `gossamer speed` and `gossamer export`."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import tyro
+from rich.console import Console
+from rich.progress import Progress as Bar
+
+from gossamer.checkpoint import load
+from gossamer.exports import Exported, to_dense, to_onnx, to_torch
+from gossamer.speed import ENGINES, measure
+from gossamer.speed.report import plot
+from gossamer.stored import open_network
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Time a network with every engine there is, dense and sparse, and say what its zeros gain on this machine."""
+
+    file: tyro.conf.Positional[Path]
+    """A safetensors file, sparse or plain."""
+    net: str | None = None
+    """Its network: a name out of `gossamer list`, or module:function. By default as the file or its run.json says."""
+    shape: tuple[int, ...] = ()
+    """Shape of one sample, for a network of your own."""
+    batch: tuple[int, ...] = (1, 64)
+    threads: tuple[int, ...] = (1,)
+    engines: tuple[str, ...] = tuple(ENGINES)
+    seconds: float = 5.0
+    """Time for each batch size and number of threads, besides getting ready."""
+    out: Path | None = None
+    """Write the measurement to this JSON file."""
+    plot: Path | None = None
+    """Draw it to this file (png, svg, pdf)."""
+    debug: bool = False
+    """Show the traceback of an error."""
+
+    def carry_out(self, console: Console) -> None:
+        stored = open_network(self.file, self.net, shape=self.shape or None)
+        with Bar(console=Console(stderr=True), transient=True) as bar:
+            task = bar.add_task(stored.name, total=1.0)
+            measured = measure(
+                stored.model,
+                stored.example,
+                name=stored.name,
+                batches=self.batch,
+                threads=self.threads,
+                engines=self.engines,
+                seconds=self.seconds,
+                progress=lambda what, share: bar.update(task, description=f"{stored.name}, {what}", completed=share),
+            )
+        console.print(measured, highlight=False)
+        if self.out is not None:
+            self.out.write_text(measured.to_json())
+        if self.plot is not None:
+            plot(measured, self.plot)
+
+
+@dataclass(frozen=True)
+class Export:
+    """Write a network for other programs: ONNX, torch.export or plain dense safetensors. All are checked."""
+
+    file: tyro.conf.Positional[Path]
+    """A safetensors file, sparse or plain."""
+    out: tyro.conf.Positional[Path]
+    to: Literal["onnx", "pt2", "dense"]
+    net: str | None = None
+    """Its network: a name out of `gossamer list`, or module:function. By default as the file or its run.json says."""
+    shape: tuple[int, ...] = ()
+    """Shape of one sample, for a network of your own."""
+    debug: bool = False
+    """Show the traceback of an error."""
+
+    def carry_out(self, console: Console) -> None:
+        console.print(str(self._export()), highlight=False, soft_wrap=True)
+
+    def _export(self) -> Exported:
+        if self.to == "dense":  # needs no network: tensors are tensors
+            return to_dense(load(self.file), self.out)
+        stored = open_network(self.file, self.net, shape=self.shape or None)
+        write = to_onnx if self.to == "onnx" else to_torch
+        return write(stored.model, stored.example(2), self.out, batch_axis=stored.batch_axis)

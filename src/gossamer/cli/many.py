@@ -1,0 +1,114 @@
+"""Many runs at once: `gossamer sweep` over settings, and `gossamer compare` of methods under the same rules."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import tyro
+from rich.console import Console
+
+from gossamer import tables
+from gossamer.methods import METHODS
+from gossamer.recipes import find
+from gossamer.results import about, race_blocks, sweep_table
+from gossamer.side_by_side import runs_of, sweep
+from gossamer.side_by_side.compare import TIERS, Comparison, compare
+from gossamer.training.place import join
+from gossamer.training.result import commit
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """Train every combination of some settings of a recipe, all runs side by side as one stacked network."""
+
+    recipe: tyro.conf.Positional[str]
+    """Name of a recipe (see `gossamer list`), or a JSON file such as a run.json."""
+    out: Path
+    """Folder for one record a run; runs that have one are not trained again."""
+    grid: tyro.conf.UseAppendAction[tuple[tuple[str, ...], ...]]
+    """What the runs differ in, as key=value,value: seed=0,1,2 method=scl,dpf settings.mask_lr=0.01,0.03."""
+    set: tyro.conf.UseAppendAction[tuple[tuple[str, ...], ...]] = ()
+    """Changes to the recipe, as key=value, for all runs."""
+    together: int = 32
+    """Runs trained at the same time."""
+    save_models: bool = False
+    """Leave each network beside its record, as a file for `gossamer.load`."""
+    device: str = "auto"
+    """auto takes a GPU where there is one."""
+    debug: bool = False
+    """Show the traceback of an error."""
+
+    def carry_out(self, console: Console) -> None:
+        grid, changes = ([each for several in given for each in several] for given in (self.grid, self.set))
+        base = find(self.recipe).run.with_settings(changes)
+        records = sweep(
+            runs_of(base, grid),
+            self.out,
+            device=base.device if self.device == "auto" else self.device,
+            together=self.together,
+            save_models=self.save_models,
+            progress=console.print,
+        )
+        console.print(tables.of_rows(*sweep_table(records)))
+
+
+@dataclass(frozen=True)
+class Compare:
+    """Train methods against each other, all runs side by side as one stacked network, and show the table."""
+
+    out: Path | None = None
+    """Folder for records, table and plot (results/race-NET); runs that have a record are not trained again."""
+    net: str = "resnet20"
+    """Network out of `gossamer list`, for `data`: a set of images."""
+    data: str = "cifar10"
+    methods: tuple[str, ...] = ("scl", "dpf")
+    """Names out of `gossamer list`, or all, or with settings: autoprune:two_pass=True. dense always runs with them."""
+    sparsity: tuple[float, ...] = (0.9, 0.95, 0.98)
+    seeds: int = 3
+    tier: Literal["screening", "final"] = "screening"
+    """screening: 50 epochs, 5,000 training images held out. final: 350 epochs, on all of them."""
+    epochs: int | None = None
+    """Other than the tier's."""
+    validation: int | None = None
+    """Training images held out, other than the tier's; 0 trains on all of them."""
+    plot: Path | None = None
+    """Draw accuracy against sparsity into this file, not accuracy.svg in OUT; needs matplotlib."""
+    together: int = 32
+    """Runs trained at the same time."""
+    save_models: bool = False
+    """Leave each network beside its record, as a file for `gossamer.load`."""
+    device: str = "auto"
+    """auto takes a GPU where there is one."""
+    debug: bool = False
+    """Show the traceback of an error."""
+
+    def carry_out(self, console: Console) -> None:
+        tier = TIERS[self.tier]
+        comparison = Comparison(
+            self.net,
+            self.data,
+            tuple(dict.fromkeys(("dense", *(METHODS if self.methods == ("all",) else self.methods)))),
+            self.sparsity,
+            self.seeds,
+            tier.epochs if self.epochs is None else self.epochs,
+            tier.validation if self.validation is None else self.validation,
+            commit() or "unknown",
+            self.tier,
+        )
+        out = self.out or Path("results") / f"race-{self.net}"
+
+        def show(records: list[dict[str, Any]]) -> None:
+            console.print(about(records), highlight=False)
+            for title, head, rows in race_blocks(records):
+                console.print(tables.of_rows(head, rows, title))
+
+        compare(
+            comparison,
+            out,
+            device=join(self.device).device,
+            together=self.together,
+            save_models=self.save_models,
+            plot=self.plot,
+            progress=console.print,
+            finished=show,
+        )

@@ -1,0 +1,42 @@
+"""Exhibits of the paper: `gossamer reproduce`."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import tyro
+from rich.console import Console
+
+from gossamer import tables
+from gossamer.reproduce import map_fitting, mnist
+from gossamer.results import map_fitting_rows, mnist_decay_table, mnist_estimator_table
+from gossamer.training.place import join
+
+
+@dataclass(frozen=True)
+class Reproduce:
+    """Repeat an exhibit of the paper and show its table."""
+
+    exhibit: tyro.conf.Positional[Literal["map-fitting", "mnist"]]
+    out: Path | None = None
+    """Folder for the records (results/EXHIBIT); what is there already is not computed again."""
+    seeds: int = 3
+    steps: int = 2000
+    """Of map-fitting."""
+    epochs: int = mnist.EPOCHS
+    """Of mnist."""
+    device: str = "auto"
+    """Of mnist: auto takes a GPU where there is one."""
+    debug: bool = False
+    """Show the traceback of an error."""
+
+    def carry_out(self, console: Console) -> None:
+        out = self.out or Path("results") / self.exhibit
+        if self.exhibit == "map-fitting":
+            records = map_fitting.reproduce(out, seeds=self.seeds, steps=self.steps, progress=console.print)
+            console.print(tables.of_map_fitting(map_fitting_rows(records)))
+            return
+        device = join(self.device).device
+        records = mnist.reproduce(out, seeds=self.seeds, epochs=self.epochs, device=device, progress=console.print)
+        for head, rows in (mnist_decay_table(records), mnist_estimator_table(records)):
+            console.print(tables.of_rows(head, rows))

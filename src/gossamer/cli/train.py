@@ -1,0 +1,75 @@
+"""One run: `gossamer train`, and `gossamer quickstart`, which is two of them on a small network."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import tyro
+from rich.console import Console
+
+from gossamer import tables
+from gossamer.recipes import Recipe, find
+from gossamer.training import train
+from gossamer.training.progress import JsonLines, LiveLine, Observer, TensorBoard
+from gossamer.training.result import MODEL, SPARSE_MODEL, read_layers
+
+
+@dataclass(frozen=True)
+class Train:
+    """Train a recipe, or go on with it where it was stopped or killed."""
+
+    recipe: tyro.conf.Positional[str]
+    """Name of a recipe (see `gossamer list`), or a JSON file such as a run.json."""
+    out: Path
+    """Folder for checkpoints, log, model and result."""
+    set: tyro.conf.UseAppendAction[tuple[tuple[str, ...], ...]] = ()
+    """Changes to the recipe, as key=value: lr=0.05, sparsity=0.9, settings.mask_lr=0.1, device=cuda."""
+    debug: bool = False
+    """Show the traceback of an error."""
+
+    def carry_out(self, console: Console) -> None:
+        recipe = find(self.recipe)
+        changes = [assignment for several in self.set for assignment in several]
+        result = _train(recipe, self.out, changes)
+        if leads():
+            console.print(tables.of_results([(recipe.name, result)]))
+            console.print(tables.against_paper(recipe, result))
+            console.print(f"The model is in {self.out / MODEL}")
+
+
+@dataclass(frozen=True)
+class Quickstart:
+    """Train a small network on digits, dense and 95 % sparse, and compare. Needs no data and no GPU."""
+
+    out: Path = Path("gossamer-quickstart")
+    """Folder for both runs."""
+    debug: bool = False
+    """Show the traceback of an error."""
+
+    def carry_out(self, console: Console) -> None:
+        torch.set_num_threads(1)  # so small a network gains nothing from a second one, and loses much on a busy machine
+        folders = {name: self.out / name for name in ("digits-dense", "digits")}
+        results = [(name, _train(find(name), folder)) for name, folder in folders.items()]
+        console.print(tables.of_results(results))
+        console.print(tables.of_layers(read_layers(folders["digits"]), "The connections that are left"))
+        plain, small = (folders["digits"] / name for name in (MODEL, SPARSE_MODEL))
+        smaller = plain.stat().st_size / small.stat().st_size
+        console.print(
+            f"The sparse network is in {plain}, for any PyTorch program, and {smaller:.0f} times smaller in {small}, "
+            "for gossamer.load. Next: gossamer list, then gossamer train RECIPE --out DIR"
+        )
+
+
+def _train(recipe: Recipe, out: Path, changes: Sequence[str] = ()) -> dict[str, Any]:
+    observers: list[Observer] = [LiveLine(recipe.name), JsonLines(out)]
+    if TensorBoard.is_installed():
+        observers.append(TensorBoard(out))
+    return train(recipe.run.with_settings(changes), out, observers=observers)
+
+
+def leads() -> bool:
+    """Whether this process shows results, where torchrun has started several."""
+    return os.environ.get("RANK", "0") == "0"
