@@ -63,7 +63,7 @@ def key_of(graph: Graph, native: Native, batch: int, threads: int) -> str:
             connections = operation.input_taps.count + operation.hidden_taps.count
             layer += [operation.kind, operation.units, round(connections / max(1, operation.dense_size), 2)]
         layers.append(layer)
-    parts = [processor(), native.variant, native.library.name, torch.__version__, batch, threads, layers]
+    parts = [processor(), native.variant, native.digest, torch.__version__, batch, threads, layers]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:24]
 
 
