@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
 
-from gossamer.runtime.graph import Affine, Graph, Input, Operation, Pool, Product, Source, Value, dense_taps
 from gossamer.runtime.compiling import VARIANTS, NoCompilerError
+from gossamer.runtime.graph import Affine, Graph, Input, Operation, Pool, Product, Source, Value, dense_taps
 from gossamer.runtime.native import load_native
 from gossamer.runtime.native_model import NativeModel, Setting
 from gossamer.runtime.plan import choices

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from gossamer.runtime import NoCompilerError, deploy, native
+from gossamer.runtime import NoCompilerError, compiling, deploy, native
 from gossamer.runtime.fallback import CsrModel, csr_linear, to_csr
 
 SANITIZED = """
@@ -62,7 +62,7 @@ def test_second_build_comes_from_the_cache(tmp_path: Path) -> None:
     assert first.stat().st_mtime_ns == stamp
     assert [path.name for path in tmp_path.iterdir()] == [first.name]
     assert native.build(system_compiler(), tmp_path, extra=("-O0", "-g0")) != first
-    assert native.open_library(first).variant in native.VARIANTS
+    assert native.open_library(first).variant in compiling.VARIANTS
 
 
 def test_a_variant_that_does_not_exist_is_refused() -> None:
@@ -74,7 +74,7 @@ def test_a_variant_that_does_not_exist_is_refused() -> None:
 @pytest.mark.skipif(importlib.util.find_spec("ziglang") is None, reason="the ziglang wheel is not installed")
 def test_zig_builds_the_kernels_too(tmp_path: Path) -> None:
     library = native.build((sys.executable, "-m", "ziglang", "cc"), tmp_path)
-    assert native.open_library(library).variant in native.VARIANTS
+    assert native.open_library(library).variant in compiling.VARIANTS
 
 
 def test_an_unwritable_cache_is_no_obstacle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,12 +82,14 @@ def test_an_unwritable_cache_is_no_obstacle(tmp_path: Path, monkeypatch: pytest.
     blocked = tmp_path / "file"
     blocked.write_text("not a directory")
     monkeypatch.setenv("GOSSAMER_CACHE", str(blocked))
+    monkeypatch.setattr(native, "installed_library", lambda: None)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     assert native.load_native().library.is_relative_to(tmp_path)
 
 
 def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "find_compilers", lambda: [("/nonexistent/cc",)])
+    monkeypatch.setattr(native, "installed_library", lambda: None)
 
 
 def test_without_a_compiler_the_message_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,9 +16,9 @@ from torch.utils._pytree import tree_leaves
 
 from gossamer.runtime import memory
 from gossamer.runtime.capture import capture
+from gossamer.runtime.compiling import NoCompilerError
 from gossamer.runtime.fallback import CsrModel
 from gossamer.runtime.graph import UnsupportedError
-from gossamer.runtime.compiling import NoCompilerError
 from gossamer.runtime.native import load_native
 from gossamer.runtime.native_model import NativeModel, Setting, possible_lanes
 from gossamer.runtime.records import Line
