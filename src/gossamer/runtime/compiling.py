@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 SOURCE = Path(__file__).with_name("kernels.c")
-HEADERS = [SOURCE.with_name(name) for name in ("one_vector.h", "pooling.h", "products.h", "vectors.h")]
+HEADERS = [SOURCE.with_name(name) for name in ("one_vector.h", "pointwise.h", "pooling.h", "products.h", "vectors.h")]
 FLAGS: tuple[str, ...] = (
     "-O3",
     "-std=gnu11",
