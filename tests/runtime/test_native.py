@@ -19,13 +19,19 @@ from gossamer.runtime.fallback import CsrModel, csr_linear, to_csr
 SANITIZED = """
 import sys
 from pathlib import Path
+import pytest
 import torch
-from gossamer.runtime import NativeModel, Setting
+from gossamer.runtime import NativeModel, Setting, native
 from gossamer.runtime.capture import capture
 from gossamer.runtime.native import open_library
+native.installed_library = lambda: Path(sys.argv[1])
+native.chosen_compiler = native.find_compilers = list
+drawn = [f"{sys.argv[2]}/{name}.py" for name in ("test_kernels", "test_drawn_layers")]
+if pytest.main(["-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", *drawn]):
+    raise SystemExit("a drawn test failed under the sanitizers")
 sys.path.insert(0, sys.argv[2])
 from test_networks import CASES, kernel_choices, make_sparse
-for name in ("resnet, odd size", "densenet", "mobile", "vgg", "lstm", "gru"):
+for name in ("resnet, odd size", "densenet", "mobile", "lstm"):
     make, draw, lane_choices = CASES[name]
     torch.manual_seed(0)
     model = make_sparse(make())
@@ -136,7 +142,8 @@ def test_csr_linear(batch: int) -> None:
 
 
 def test_sanitizers_find_nothing(tmp_path: Path) -> None:
-    """Every network, with AddressSanitizer at the arena's ends and UndefinedBehaviorSanitizer all over."""
+    """The drawn tests of every kernel, then networks, with AddressSanitizer at the ends of the arena and of the
+    weights, and UndefinedBehaviorSanitizer all over."""
     gcc = shutil.which("gcc")
     runtime = subprocess.run([gcc, "-print-file-name=libasan.so"], capture_output=True, text=True).stdout if gcc else ""
     if gcc is None or not os.path.isabs(runtime.strip()):
@@ -150,4 +157,4 @@ def test_sanitizers_find_nothing(tmp_path: Path) -> None:
     environment = {**os.environ, "LD_PRELOAD": preload, "ASAN_OPTIONS": "detect_leaks=0"}
     command = [sys.executable, "-c", SANITIZED, str(library), str(Path(__file__).parent)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, check=False)
-    assert done.stdout == "all networks ran", done.stderr[-3000:]
+    assert done.stdout.endswith("all networks ran"), done.stdout[-3000:] + done.stderr[-3000:]
