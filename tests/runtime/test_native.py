@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from gossamer.runtime import NoCompilerError, compiling, deploy, native
-from gossamer.runtime.fallback import CsrModel, csr_linear, to_csr
+from gossamer.runtime import NoCompilerError, compiling, deploy, deployed, native
+from gossamer.runtime.fallback import SparseLinears, by_csr, by_native, csr_linear, to_csr
 
 SANITIZED = """
 import sys
@@ -121,7 +121,53 @@ def test_without_a_compiler_torch_runs_the_sparse_layers(monkeypatch: pytest.Mon
     assert "pip install ziglang" in str(fast.explain())
     with torch.no_grad():
         torch.testing.assert_close(fast(x), model(x), rtol=1e-4, atol=1e-5)
-    assert set(CsrModel(model, (x,)).sparse) == {"0.weight"}
+        for batch in (1, 3, 100):  # any batch, whatever the example's
+            torch.testing.assert_close(fast(x[:1].expand(batch, -1)), model(x[:1].expand(batch, -1)))
+
+
+class Normalised(nn.Module):
+    """Has no native form as a whole; the last layer is run by its weight, as some code does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Linear(300, 400), nn.LayerNorm(400)
+        self.second, self.last = nn.Linear(400, 300), nn.Linear(300, 20)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.second(torch.relu(self.norm(self.first(x))))
+        return nn.functional.linear(y, self.last.weight, self.last.bias)
+
+
+@pytest.mark.parametrize("way", ["native", "csr"])
+@torch.no_grad()
+def test_linear_layers_are_replaced_where_the_whole_has_no_native_form(way: str) -> None:
+    if way == "native":
+        system_compiler()
+    torch.manual_seed(0)
+    model = Normalised().eval()
+    for layer in (model.first, model.last):
+        layer.weight.mul_(torch.rand_like(layer.weight) < 0.05)
+    sparse = SparseLinears(model, by_csr if way == "csr" else by_native(native.load_native()))
+    assert sparse.sparse == ["first", "last"]
+    for shape in ((1, 300), (5, 7, 300), (64, 300), (0, 300)):
+        x = torch.randn(shape)
+        torch.testing.assert_close(sparse(x), model(x), rtol=1e-4, atol=1e-5)
+    assert type(model.first) is nn.Linear
+
+
+def test_deploy_says_which_layers_run_sparse(monkeypatch: pytest.MonkeyPatch) -> None:
+    system_compiler()
+    model = Normalised().eval()
+    with torch.no_grad():
+        model.first.weight.mul_(torch.rand_like(model.first.weight) < 0.05)
+    times = {"torch": [2.0], "torch, sparse linear layers native": [1.0]}
+    monkeypatch.setattr(deployed, "race", lambda *_: times)
+    said = str(deploy(model, torch.randn(2, 300), seconds=0, remember=False).explain())
+    assert "2.00 times as fast as torch by 1 layer (first); no native form of the whole: no native kernel for" in said
+    times["torch"] = [1.0]
+    explanation = deploy(model, torch.randn(2, 300), seconds=0, remember=False).explain()
+    assert explanation.engine == "torch"
+    assert "are no faster here" in explanation.reason
 
 
 def test_without_a_compiler_a_dense_model_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:

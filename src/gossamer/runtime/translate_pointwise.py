@@ -26,7 +26,8 @@ def _relu(t: Translator, node: fx.Node) -> Handle:
 def _sum(t: Translator, node: fx.Node) -> Handle:
     """``add`` and ``sub`` of two activations, or of an activation and a number."""
     first, second = t.arguments(node)[:2]
-    sign = (-1 if "sub" in str(node.target) else 1) * node.kwargs.get("alpha", 1)
+    alpha: Any = node.kwargs.get("alpha", 1)
+    sign = -alpha if "sub" in str(node.target) else alpha
     a = activation(first, node)
     if isinstance(second, int | float):
         return append_affine(t, a, name=node.name, shift=_everywhere(t, a, sign * second))
