@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -172,6 +176,56 @@ class Flattened(nn.Module):
         return self.head(F.relu(self.norm(torch.cat([x.flatten(1), self.conv(x).flatten(1)], 1))))  # type: ignore[no-any-return]
 
 
+class Gated(nn.Module):
+    """Inverted residuals with squeeze and excitation, unlike activations, a split, explicit padding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(
+            nn.ZeroPad2d((1, 0, 0, 2)), nn.Conv2d(3, 12, 3, 2), nn.BatchNorm2d(12), nn.Hardswish()
+        )
+        self.expand = nn.Sequential(nn.Conv2d(12, 24, 1), nn.ReLU6(), nn.Conv2d(24, 24, 3, 1, 1, groups=24), nn.SiLU())
+        self.squeeze = nn.Sequential(nn.Conv2d(24, 6, 1), nn.PReLU(6), nn.Conv2d(6, 24, 1), nn.Hardsigmoid())
+        self.shrink = nn.Sequential(nn.Conv2d(24, 12, 1), nn.Dropout(inplace=True))
+        self.head = nn.Sequential(nn.Linear(12, 9), nn.GELU(), nn.Linear(9, 8), nn.LeakyReLU(0.2, inplace=True))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        y = self.expand(x)
+        y = y * self.squeeze(F.adaptive_avg_pool2d(y, 1))
+        left, right = (x - 0.5 * self.shrink(y) + 1).chunk(2, 1)
+        y = torch.cat([torch.tanh(left), F.elu(right)], 1)
+        return F.log_softmax(self.head(y.mean((2, 3))), 1)
+
+
+class Cells(nn.Module):
+    """Two cells on a vector, the first's state read by the second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.gru, self.head = nn.LSTMCell(14, 11), nn.GRUCell(11, 13), nn.Linear(13, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h, c = self.lstm(x)
+        h, c = self.lstm(x, (h, c))
+        return self.head(self.gru(h, self.gru(c)))  # type: ignore[no-any-return]
+
+
+class Last(nn.Module):
+    """The last step of the outputs, and the last state of both layers."""
+
+    def __init__(self, kind: type[nn.LSTM] | type[nn.GRU], batch_first: bool) -> None:
+        super().__init__()
+        self.rnn, self.head = kind(6, 10, 2, batch_first=batch_first), nn.Linear(30, 5)
+        self.batch_first = batch_first
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, state = self.rnn(x)
+        h = state[0] if isinstance(state, tuple) else state
+        parts = [y[:, -1] if self.batch_first else y[-1], h[0], h[-1]]
+        return F.softmax(self.head(torch.cat(parts, 1)), -1)
+
+
 def pictures(*shape: int) -> Callable[[int], Tensor]:
     return lambda batch: torch.randn(batch, *shape)
 
@@ -197,6 +251,10 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Tensor], tuple[i
     ),
     "gru": (lambda: Gru(True), pictures(37, 9), STEP_LANES),
     "gru without bias": (lambda: Gru(False), pictures(4, 9), STEP_LANES),
+    "gated": (Gated, pictures(3, 11, 14), ALL_LANES),
+    "cells": (Cells, pictures(14), STEP_LANES),
+    "last of an lstm": (lambda: Last(nn.LSTM, False), lambda b: torch.randn(9, b, 6), STEP_LANES),
+    "last of a gru": (lambda: Last(nn.GRU, True), pictures(9, 6), STEP_LANES),
 }
 
 
@@ -339,6 +397,52 @@ def test_threads_share_a_batch() -> None:
     assert isinstance(alone, Tensor)
     assert isinstance(together, Tensor)
     assert torch.equal(alone, together)
+
+
+@pytest.mark.skipif("fork" not in multiprocessing.get_all_start_methods(), reason="no fork here")
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+def test_threads_are_started_anew_in_a_forked_process() -> None:
+    """A data loader's workers, for instance: the parent's threads do not come along."""
+    torch.manual_seed(0)
+    native = NativeModel(capture(make_sparse(mlp()), (torch.randn(1, 50),)), load_native(), Setting(16, threads=2))
+    x = torch.randn(40, 50)
+    expected = native(x)
+    context = multiprocessing.get_context("fork")
+    same = context.Value("i", 0)
+
+    def work() -> None:
+        same.value = int(torch.equal(native(x), expected))
+
+    child = context.Process(target=work)
+    child.start()
+    child.join(30)
+    if child.is_alive():
+        child.kill()
+    assert same.value == 1
+
+
+def test_at_most_the_threads_asked_for_run_at_once() -> None:
+    """Counted inside the native call, over calls that share the batch in every possible way."""
+    torch.manual_seed(0)
+    library = load_native()
+    lock, running, most = threading.Lock(), [0], [0]
+
+    def run(address: int) -> int:
+        with lock:
+            running[0] += 1
+            most[0] = max(most[0], running[0])
+        time.sleep(0.002)
+        failed = int(library.run(address))
+        with lock:
+            running[0] -= 1
+        return failed
+
+    graph = capture(make_sparse(mlp()), (torch.randn(1, 50),))
+    native = NativeModel(graph, replace(library, run=run), Setting(16, threads=3))
+    for batch in (1, 16, 17, 33, 49, 100, 300):
+        native(torch.randn(batch, 50))
+        assert most[0] <= min(3, -(-batch // 16))
+    assert most[0] == 3
 
 
 def test_inputs_that_do_not_fit_are_refused() -> None:

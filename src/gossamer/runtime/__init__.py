@@ -4,9 +4,10 @@
 is faster, and the model as it is where it is not; ``.explain()`` says which and why, layer by layer.
 """
 
+from gossamer.runtime.compiling import NoCompilerError
 from gossamer.runtime.deployed import Deployed, Explanation, compile_plan, deploy, torch_threads
 from gossamer.runtime.graph import UnsupportedError
-from gossamer.runtime.native import NoCompilerError, load_native
+from gossamer.runtime.native import load_native
 from gossamer.runtime.native_model import NativeModel, Setting
 
 __all__ = [

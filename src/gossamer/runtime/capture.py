@@ -29,7 +29,8 @@ def capture(model: nn.Module, example_inputs: Sequence[Any]) -> Graph:
             warnings.simplefilter("ignore")  # the exporter warns of its own handling of recurrent weights
             program = torch.export.export(model, tuple(example_inputs), strict=False)
     except Exception as error:
-        raise UnsupportedError(f"torch.export cannot trace {type(model).__name__}: {str(error)[:300]}") from error
+        said = (str(error).strip() or repr(error)).splitlines()[0]
+        raise UnsupportedError(f"torch.export cannot trace {type(model).__name__}: {said[:300]}") from error
     finally:
         for module, mode in training.items():
             module.training = mode

@@ -16,9 +16,10 @@ from torch.utils._pytree import tree_leaves
 
 from gossamer.runtime import memory
 from gossamer.runtime.capture import capture
-from gossamer.runtime.fallback import CsrModel
+from gossamer.runtime.compiling import NoCompilerError
+from gossamer.runtime.fallback import SparseLinears, by_csr, by_native
 from gossamer.runtime.graph import UnsupportedError
-from gossamer.runtime.native import NoCompilerError, load_native
+from gossamer.runtime.native import Native, load_native
 from gossamer.runtime.native_model import NativeModel, Setting, possible_lanes
 from gossamer.runtime.records import Line
 from gossamer.runtime.tuning import Run, Tuned, race, tune
@@ -49,7 +50,7 @@ class Explanation:
             rows.append((line.name, line.kind, line.shape, line.kernel, *numbers, kept, work, line.reason))
         widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
         table = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-        head = [f"engine: {self.engine} ({self.reason})", f"batch {self.batch}: {times or 'not timed'}"]
+        head = [f"engine: {self.engine} ({self.reason})", *([f"batch {self.batch}: {times}"] if times else [])]
         return "\n".join([*head, *(table if self.lines else [])])
 
 
@@ -107,9 +108,9 @@ def deploy(
     try:
         native = compile_plan(model, inputs)
     except UnsupportedError as error:
-        return Deployed(dense, Explanation("torch", f"no native form: {error}", 0, {}, ()), None)
+        return _by_layers(model, inputs, dense, f"no native form of the whole: {error}", threads, seconds)
     except NoCompilerError as error:
-        return _without_compiler(model, inputs, dense, str(error), seconds)
+        return _by_layers(model, inputs, dense, str(error), threads, seconds)
     batch = native.example_batch
     key = memory.key_of(native.graph, native.native, batch, threads)
     decision = memory.recall(key, native.graph) if remember else None
@@ -192,22 +193,40 @@ class _Eager:
             return self._model(*inputs)
 
 
-def _without_compiler(model: nn.Module, inputs: tuple[Any, ...], dense: Run, problem: str, seconds: float) -> Deployed:
-    sparse = CsrModel(model, inputs)
-    batch = inputs[0].shape[0]
+def _by_layers(
+    model: nn.Module, inputs: tuple[Any, ...], dense: Run, problem: str, threads: int, seconds: float
+) -> Deployed:
+    """torch runs the network; its sparse linear layers are replaced where that is faster."""
+    native = _native_or_none()
+    name = "torch CSR" if native is None else "torch, sparse linear layers native"
+    sparse = SparseLinears(model, by_csr if native is None else by_native(native))
+    batch = tree_leaves(inputs)[0].shape[0]
     if not sparse.sparse:
-        reason = f"no linear layer is sparse enough for torch's CSR product, and {problem}"
-        return Deployed(dense, Explanation("torch", reason, batch, {}, ()), None)
-    samples = race({"torch": dense, "torch CSR": sparse}, inputs, seconds)
-    times = {name: median(values) for name, values in samples.items()}
-    shown = {name: t * 1e3 for name, t in times.items()}
-    if times["torch CSR"] < times["torch"]:
-        return Deployed(sparse, Explanation("torch CSR", problem, batch, shown, ()), None)
-    return Deployed(
-        dense,
-        Explanation("torch", f"torch's CSR product is slower here, and {problem}", batch, shown, ()),
-        None,
-    )
+        return Deployed(
+            dense, Explanation("torch", f"no linear layer is sparse enough, and {problem}", 0, {}, ()), None
+        )
+    with torch_threads(threads):
+        samples = race({"torch": dense, name: sparse}, inputs, seconds)
+    times = {each: median(values) for each, values in samples.items()}
+    shown = {each: spent * 1e3 for each, spent in times.items()}
+    gain = times["torch"] / times[name]
+    if gain < WORTH_IT:
+        reason = f"sparse linear layers ({name}) are no faster here, and {problem}"
+        return Deployed(dense, Explanation("torch", reason, batch, shown, ()), None)
+    layers = "1 layer" if len(sparse.sparse) == 1 else f"{len(sparse.sparse)} layers"
+    reason = f"{gain:.2f} times as fast as torch by {layers} ({', '.join(sparse.sparse[:4])}{_more(sparse.sparse)})"
+    return Deployed(sparse, Explanation(name, f"{reason}; {problem}", batch, shown, ()), None)
+
+
+def _more(names: Sequence[str]) -> str:
+    return ", …" if len(names) > 4 else ""
+
+
+def _native_or_none() -> Native | None:
+    try:
+        return load_native()
+    except NoCompilerError:
+        return None
 
 
 def _inputs(example: Tensor | Sequence[Any]) -> tuple[Any, ...]:

@@ -1,21 +1,28 @@
-"""Where there are no native kernels: torch itself, with sparse linear layers as CSR products.
+"""Where the network as a whole has no native form: torch runs it, and only its sparse linear layers are replaced.
 
-torch's CSR product is fast only one way round: 32-bit indices, the weight on the left, the batch as columns
-in panels of 64. Any other way is slower than a dense layer, so everything else (convolutions, recurrent
-layers) stays dense.
+With a compiler they run through the native kernels, one call a layer. Without one they are torch's CSR products,
+which are fast only one way round: 32-bit indices, the weight on the left, the batch as columns in panels of 64.
+Everything else (convolutions, recurrent layers, attention) stays as it is.
 """
 
 from __future__ import annotations
 
+import copy
 import warnings
-from typing import Any, cast
+from collections.abc import Callable
+from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
+from gossamer.runtime.capture import capture
+from gossamer.runtime.native import Native
+from gossamer.runtime.native_model import NativeModel
+
 PANEL = 64
-SPARSE_BELOW = 0.25  # density above which torch's CSR product has no chance against a dense layer
+SPARSE_BELOW = 0.25  # density above which a sparse product has no chance against a dense layer
+Multiply = Callable[[Tensor], Tensor]
 
 
 def csr_linear(weight: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
@@ -35,49 +42,61 @@ def to_csr(weight: Tensor) -> Tensor:
         return torch.sparse_csr_tensor(rows, columns, wide.values(), size=weight.shape, check_invariants=True)
 
 
-class CsrModel:
-    """An exported network, its sparse linear layers run by torch's CSR product."""
+def by_csr(layer: nn.Linear) -> Multiply:
+    weight = to_csr(layer.weight)
+    return lambda x: csr_linear(weight, x, layer.bias)
 
-    def __init__(self, model: nn.Module, example_inputs: tuple[Tensor, ...]) -> None:
-        training = model.training
-        try:
-            with warnings.catch_warnings(), torch.no_grad():
-                warnings.simplefilter("ignore")
-                # The batch may differ from the example's, in every input's first dimension.
-                batch = torch.export.Dim.AUTO
-                shapes = tuple({0: batch} for _ in example_inputs)
-                program = torch.export.export(model.eval(), example_inputs, dynamic_shapes=shapes, strict=False)
-        finally:
-            model.train(training)
-        self._module = program.module()
-        state = dict(self._module.state_dict())
-        self.sparse: dict[str, Tensor] = {}
-        for node in self._module.graph.nodes:
-            if node.target is torch.ops.aten.linear.default:
-                name = str(node.args[1].target)
-                weight = state.get(name)
-                if weight is not None and weight.dtype == torch.float32:
-                    density = float(torch.count_nonzero(weight)) / max(1, weight.numel())
-                    if density < SPARSE_BELOW:
-                        self.sparse[name] = to_csr(weight)
 
-    def __call__(self, *inputs: Tensor) -> Any:
+def by_native(native: Native) -> Callable[[nn.Linear], Multiply]:
+    def make(layer: nn.Linear) -> Multiply:
+        product = NativeModel(capture(layer, (torch.zeros(1, layer.in_features),)), native)
+
+        def multiply(x: Tensor) -> Tensor:
+            y: Tensor = product(x.reshape(-1, layer.in_features))
+            return y.reshape(*x.shape[:-1], layer.out_features)
+
+        return multiply
+
+    return make
+
+
+class _SparseLinear(nn.Module):
+    """Stands where a linear layer was, with its parameters, in case somebody reads them."""
+
+    def __init__(self, layer: nn.Linear, multiply: Multiply) -> None:
+        super().__init__()
+        self.weight, self.bias = layer.weight, layer.bias
+        self._multiply = multiply
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.dtype is not torch.float32 or not x.is_cpu or x.numel() == 0:
+            return F.linear(x, self.weight, self.bias)
+        return self._multiply(x)
+
+
+class SparseLinears:
+    """A copy of a model in which sparse linear layers are multiplied in another way; ``sparse`` has their names."""
+
+    def __init__(self, model: nn.Module, make: Callable[[nn.Linear], Multiply]) -> None:
+        self._model = copy.deepcopy(model).eval()
+        self.sparse: list[str] = []
+        for name, layer in list(self._model.named_modules()):
+            if _can_be_replaced(layer) and isinstance(layer, nn.Linear):
+                self.sparse.append(name)
+                sparse = _SparseLinear(layer, make(layer)).eval()
+                if name:
+                    self._model.set_submodule(name, sparse)
+                else:
+                    self._model = sparse
+
+    def __call__(self, *inputs: Any) -> Any:
         with torch.no_grad():
-            return _Interpreter(self._module, self.sparse).run(*inputs)
+            return self._model(*inputs)
 
 
-class _Interpreter(fx.Interpreter):
-    def __init__(self, module: fx.GraphModule, sparse: dict[str, Tensor]) -> None:
-        super().__init__(module)
-        self._sparse = sparse
-
-    def run_node(self, n: fx.Node) -> Any:
-        if n.target is torch.ops.aten.linear.default:
-            name = str(cast(fx.Node, n.args[1]).target)
-            if name in self._sparse:
-                args, _ = self.fetch_args_kwargs_from_env(n)
-                x, _, *bias = args
-                return csr_linear(self._sparse[name], cast(Tensor, x), cast(Tensor, bias[0]) if bias else None)
-            args, _ = self.fetch_args_kwargs_from_env(n)
-            return F.linear(*cast(tuple[Tensor, Tensor], args))
-        return super().run_node(n)
+def _can_be_replaced(layer: nn.Module) -> bool:
+    """Sparse, and a plain layer: a class derived from it, or hooks, may mean something else."""
+    if type(layer) is not nn.Linear or layer._forward_hooks or layer._forward_pre_hooks:
+        return False
+    weight = layer.weight
+    return weight.dtype == torch.float32 and int(torch.count_nonzero(weight)) < SPARSE_BELOW * weight.numel()

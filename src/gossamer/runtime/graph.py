@@ -10,7 +10,7 @@ stride and a padding.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -112,6 +112,46 @@ class Affine:
     relu: bool = False
 
 
+#: Functions of single values, in the order of the enum in pointwise.h.
+Function = Literal[
+    "identity",
+    "clamp",
+    "leaky",
+    "sigmoid",
+    "tanh",
+    "silu",
+    "gelu",
+    "gelu_tanh",
+    "hard_sigmoid",
+    "hard_swish",
+    "elu",
+]
+FUNCTIONS: tuple[Function, ...] = get_args(Function)
+
+
+@dataclass(frozen=True, eq=False)
+class Pointwise:
+    """y = function(x), times another value where one is given: of the same shape, or one pixel for all."""
+
+    x: int
+    y: int
+    function: Function
+    name: str
+    parameters: tuple[float, float] = (0.0, 0.0)
+    slopes: Floats | None = None  # one a channel, of a leaky ReLU
+    by: int | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Softmax:
+    """Over the channels of each pixel."""
+
+    x: int
+    y: int
+    logarithm: bool
+    name: str
+
+
 @dataclass(frozen=True, eq=False)
 class Pool:
     x: int
@@ -162,7 +202,7 @@ class Recurrent:
     state: Recurrence
 
 
-Operation = Input | Embed | Product | Affine | Pool | Concat | Recurrent
+Operation = Input | Embed | Product | Affine | Pointwise | Softmax | Pool | Concat | Recurrent
 
 
 @dataclass(frozen=True)
@@ -197,7 +237,9 @@ def reads(operation: Operation) -> tuple[int, ...]:
             return operation.xs
         case Product() | Affine():
             return (operation.x,) if operation.add is None else (operation.x, operation.add)
-        case Pool():
+        case Pointwise():
+            return (operation.x,) if operation.by is None else (operation.x, operation.by)
+        case Pool() | Softmax():
             return (operation.x,)
         case Recurrent():
             return (operation.x, *operation.state.before)

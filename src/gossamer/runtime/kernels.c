@@ -12,13 +12,14 @@
  * vectors) and knows nothing of Python or torch.
  */
 #include "one_vector.h"
+#include "pointwise.h"
 #include "pooling.h"
 #include "products.h"
 #include "vectors.h"
 
 #include <time.h>
 
-enum { LOAD, STORE, PRODUCT, PRODUCT_ONE, AFFINE, POOL, PHASES, COPY, EMBED, LSTM, GRU, PRODUCT_DENSE };
+enum { LOAD, STORE, PRODUCT, PRODUCT_ONE, AFFINE, POOL, PHASES, COPY, EMBED, LSTM, GRU, PRODUCT_DENSE, POINTWISE, SOFTMAX };
 
 struct op {
     int64_t code, x, y, add; /* places in the arena, add = -1: none */
@@ -156,6 +157,12 @@ static void run_pool(const struct call *call, const struct op *op) {
         pool_plane(o, call->lanes, call->arena + op->x + channel * o->x_row, call->arena + op->y + channel * o->y_row);
 }
 
+static void run_pointwise(const struct call *call, const struct op *op) {
+    const struct pointwise_op *o = (const struct pointwise_op *)op->a;
+    const float *by = o->by < 0 ? NULL : call->arena + o->by;
+    pointwise(o, call->lanes, call->arena + op->x, by, call->arena + op->y);
+}
+
 struct phases_op { /* strided convolution of one sample: one plane for each phase of the stride */
     int64_t channels, x_row, x_pitch, x_height, x_width, y_row, y_pitch, stride_y, stride_x, y_height, y_width;
 };
@@ -290,6 +297,8 @@ static int64_t run_op(const struct call *call, const struct op *op) {
     case PHASES: run_phases(call, op); break;
     case COPY: memcpy(call->arena + op->y, call->arena + op->x, op->a[0] * sizeof(float)); break;
     case EMBED: return run_embed(call, op);
+    case POINTWISE: run_pointwise(call, op); break;
+    case SOFTMAX: softmax((const struct softmax_op *)op->a, call->arena + op->x, call->arena + op->y); break;
     case LSTM:
     case GRU: run_recurrent(call, op); break;
     default: return 2;

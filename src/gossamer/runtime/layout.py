@@ -13,7 +13,19 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from gossamer.runtime.graph import Affine, Concat, Graph, Operation, Pair, Product, Value, reads, writes
+from gossamer.runtime.graph import (
+    Affine,
+    Concat,
+    Graph,
+    Operation,
+    Pair,
+    Pointwise,
+    Product,
+    Softmax,
+    Value,
+    reads,
+    writes,
+)
 
 CHUNK = 16
 ARENA_HEAD = 64  # floats at the start of the arena that are always zero
@@ -102,8 +114,10 @@ def place(graph: Graph, lanes: int) -> Placed:
     for step in steps:
         if isinstance(step, Affine | Product) and step.add is not None:
             classes.join(step.add, step.y)
-        if isinstance(step, Affine):
+        if isinstance(step, Affine | Pointwise | Softmax):
             classes.join(step.x, step.y)
+        if isinstance(step, Pointwise) and step.by is not None and values[step.by] == values[step.y]:
+            classes.join(step.by, step.y)
         if isinstance(step, Concat):
             for x in step.xs:
                 classes.join(x, step.y)

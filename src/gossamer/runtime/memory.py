@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from gossamer.runtime.graph import Graph, Product, Recurrent
+from gossamer.runtime.graph import Graph, Pointwise, Product, Recurrent
 from gossamer.runtime.native import Native, cache_directory
 from gossamer.runtime.native_model import Setting
 from gossamer.runtime.plan import choices
@@ -59,11 +59,13 @@ def key_of(graph: Graph, native: Native, batch: int, threads: int) -> str:
         if isinstance(operation, Product):
             fill = operation.taps.count / max(1, operation.dense_size)
             layer += [repr(graph.values[operation.x]), operation.stride, operation.padding, round(fill, 2)]
+        elif isinstance(operation, Pointwise):
+            layer.append(operation.function)
         elif isinstance(operation, Recurrent):
             connections = operation.input_taps.count + operation.hidden_taps.count
             layer += [operation.kind, operation.units, round(connections / max(1, operation.dense_size), 2)]
         layers.append(layer)
-    parts = [processor(), native.variant, native.library.name, torch.__version__, batch, threads, layers]
+    parts = [processor(), native.variant, native.digest, torch.__version__, batch, threads, layers]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:24]
 
 

@@ -8,6 +8,7 @@ pool, which is also what makes calls from several threads safe.
 from __future__ import annotations
 
 import ctypes
+import os
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -91,6 +92,7 @@ class NativeModel:
         self._settings: dict[int, Setting] = {}
         self._lock = threading.Lock()
         self._pool: ThreadPoolExecutor | None = None
+        self._pool_of = 0  # process that the pool's threads live in: a fork does not take them along
 
     def __call__(self, *arguments: Any) -> Any:
         """Arguments and result as the model has them: tensors, or nested tuples of tensors."""
@@ -263,6 +265,6 @@ class NativeModel:
 
     def _threads(self, count: int) -> ThreadPoolExecutor:
         with self._lock:
-            if self._pool is None or self._pool._max_workers < count:
-                self._pool = ThreadPoolExecutor(count, thread_name_prefix="gossamer")
+            if self._pool is None or self._pool._max_workers < count or self._pool_of != os.getpid():
+                self._pool, self._pool_of = ThreadPoolExecutor(count, thread_name_prefix="gossamer"), os.getpid()
             return self._pool

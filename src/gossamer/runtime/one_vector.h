@@ -124,6 +124,7 @@ INLINE __m512 step_of(const struct windowed *w, const float *x, int64_t step, __
     const float *from = x + w->at[step];
     __m512i pick = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(w->picks + step * CHUNK)));
     __m512 weight = _mm512_loadu_ps(w->weights + step * CHUNK);
+    __asm__("" : "+v"(weight)); /* stays in its register: gcc would load it twice, and loads are what this waits for */
     __m512 value = _mm512_permutex2var_ps(_mm512_loadu_ps(from), pick, _mm512_loadu_ps(from + 16));
     /* What a row does not take must not reach it, were it infinite. */
     __mmask16 taken = _mm512_test_epi32_mask(_mm512_castps_si512(weight), _mm512_castps_si512(weight));

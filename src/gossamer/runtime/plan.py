@@ -19,9 +19,11 @@ from gossamer.runtime.graph import (
     Embed,
     Graph,
     Input,
+    Pointwise,
     Pool,
     Product,
     Recurrent,
+    Softmax,
     UnsupportedError,
     diagonal_taps,
 )
@@ -34,6 +36,7 @@ from gossamer.runtime.layout import (
     is_single,
     place,
 )
+from gossamer.runtime.plan_pointwise import pointwise_fields, softmax_fields
 from gossamer.runtime.records import (
     AFFINE,
     COPY,
@@ -42,11 +45,13 @@ from gossamer.runtime.records import (
     LOAD,
     LSTM,
     PHASES,
+    POINTWISE,
     POOL,
     PRODUCT,
     PRODUCT_DENSE,
     PRODUCT_ONE,
     RECORD,
+    SOFTMAX,
     STORE,
     Line,
     Plan,
@@ -109,6 +114,12 @@ class _Planner:
                     self._product(step, phases.get((step.x, step.stride)))
                 case Affine():
                     self._affine(step)
+                case Pointwise():
+                    self._emit(POINTWISE, step.x, step.y, None, pointwise_fields(self.kept, self.placed, step))
+                    self._line(step, "element-wise", step.function.replace("_", " "))
+                case Softmax():
+                    self._emit(SOFTMAX, step.x, step.y, None, softmax_fields(self.kept, self.placed, step))
+                    self._line(step, "softmax", "vectors")
                 case Pool():
                     self._pool(step)
                 case Phases():

@@ -27,21 +27,27 @@ struct product {
 };
 
 INLINE void block(const int chunks, const int ways, const int near, const struct product *p, int64_t first) {
-    const float *x[MAX_CHUNKS];
-    for (int c = 0; c < chunks; c++) x[c] = p->x + p->x_at[first + c];
-    const float *weights = p->weight->weights;
-    const int64_t shift = p->weight->shift;
+    /* All in locals: what is behind a pointer would be read again after every store. */
+    const float *x[MAX_CHUNKS], *add[MAX_CHUNKS];
+    float *y[MAX_CHUNKS];
+    const struct sparse w = *p->weight;
+    const int64_t shift = w.shift, y_row = p->y_row, add_row = p->add_row;
+    const int32_t *mask = p->mask ? p->mask + first * CHUNK : NULL;
+    const int adds = p->add != NULL, positive = p->relu != 0;
+    for (int c = 0; c < chunks; c++) {
+        x[c] = p->x + p->x_at[first + c];
+        y[c] = p->y + p->y_at[first + c];
+        add[c] = adds ? p->add + p->add_at[first + c] : NULL;
+    }
     int64_t e = 0;
-#define OFFSET(k) ((ptrdiff_t)(near ? (int32_t)p->weight->near[k] : p->weight->far[k]) << (near ? shift : 0))
-    for (int64_t row = 0; row < p->weight->rows; row++) {
-        const int64_t end = p->weight->starts[row + 1];
+#define OFFSET(k) ((ptrdiff_t)(near ? (int32_t)w.near[k] : w.far[k]) << (near ? shift : 0))
+    for (int64_t row = 0; row < w.rows; row++) {
+        const int64_t end = w.starts[row + 1];
         vec sum[MAX_CHUNKS * PARTS];
-        vec bias = splat(p->weight->bias[row]);
-        if (p->add) {
-            const float *add = p->add + row * p->add_row;
+        vec bias = splat(w.bias[row]);
+        if (adds) {
             for (int c = 0; c < chunks; c++)
-                for (int i = 0; i < PARTS; i++)
-                    sum[c * PARTS + i] = bias + load(add + p->add_at[first + c] + i * WIDTH);
+                for (int i = 0; i < PARTS; i++) sum[c * PARTS + i] = bias + load(add[c] + row * add_row + i * WIDTH);
         } else {
             for (int i = 0; i < chunks * PARTS; i++) sum[i] = bias;
         }
@@ -50,11 +56,11 @@ INLINE void block(const int chunks, const int ways, const int near, const struct
             for (int i = 0; i < (ways - 1) * chunks * PARTS; i++) more[i] = (vec){0};
             for (; e + ways <= end; e += ways)
                 for (int k = 0; k < ways; k++) {
-                    vec w = splat(weights[e + k]);
+                    vec weight = splat(w.weights[e + k]);
                     ptrdiff_t offset = OFFSET(e + k);
                     for (int c = 0; c < chunks; c++)
                         for (int i = 0; i < PARTS; i++) {
-                            vec term = w * load(x[c] + offset + i * WIDTH);
+                            vec term = weight * load(x[c] + offset + i * WIDTH);
                             if (k == 0)
                                 sum[c * PARTS + i] += term;
                             else
@@ -65,20 +71,17 @@ INLINE void block(const int chunks, const int ways, const int near, const struct
                 for (int i = 0; i < chunks * PARTS; i++) sum[i] += more[(k - 1) * chunks * PARTS + i];
         }
         for (; e < end; e++) {
-            vec w = splat(weights[e]);
+            vec weight = splat(w.weights[e]);
             ptrdiff_t offset = OFFSET(e);
             for (int c = 0; c < chunks; c++)
-                for (int i = 0; i < PARTS; i++) sum[c * PARTS + i] += w * load(x[c] + offset + i * WIDTH);
+                for (int i = 0; i < PARTS; i++) sum[c * PARTS + i] += weight * load(x[c] + offset + i * WIDTH);
         }
-        if (p->relu)
+        if (positive)
             for (int i = 0; i < chunks * PARTS; i++) sum[i] = relu(sum[i]);
-        if (p->mask) {
-            const int32_t *mask = p->mask + first * CHUNK;
+        if (mask)
             for (int i = 0; i < chunks * PARTS; i++) sum[i] = (vec)((ivec)sum[i] & *(const ivec *)(mask + i * WIDTH));
-        }
-        float *y = p->y + row * p->y_row;
         for (int c = 0; c < chunks; c++)
-            for (int i = 0; i < PARTS; i++) store(y + p->y_at[first + c] + i * WIDTH, sum[c * PARTS + i]);
+            for (int i = 0; i < PARTS; i++) store(y[c] + row * y_row + i * WIDTH, sum[c * PARTS + i]);
     }
 }
 

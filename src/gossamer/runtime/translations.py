@@ -3,45 +3,42 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Literal, cast
 
 import numpy as np
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 from gossamer.runtime.graph import (
-    Affine,
     Concat,
     Embed,
-    Floats,
     Input,
     Pair,
     Pool,
     Product,
-    Recurrence,
-    Recurrent,
     Taps,
     UnsupportedError,
     Value,
     dense_taps,
     diagonal_taps,
 )
-from gossamer.runtime.translator import Handle, Tokens, Translator, Zeros
+from gossamer.runtime.translate_pointwise import POINTWISE
+from gossamer.runtime.translate_recurrent import RECURRENT
+from gossamer.runtime.translator import (
+    Form,
+    Handle,
+    Tokens,
+    Translation,
+    Translator,
+    Zeros,
+    activation,
+    append_affine,
+    bias_or_zeros,
+    to_floats,
+)
 
 aten = torch.ops.aten
-
-
-def _floats(tensor: Tensor) -> Floats:
-    if tensor.dtype != torch.float32:
-        raise UnsupportedError(f"parameters of dtype {tensor.dtype}; the kernels work in float32")
-    return tensor.detach().cpu().contiguous().numpy()
-
-
-def _activation(handle: Any, node: fx.Node, *forms: str) -> Handle:
-    if not isinstance(handle, Handle) or (forms and handle.form not in forms):
-        raise UnsupportedError(f"{node.target} on {getattr(handle, 'form', type(handle).__name__)} (node {node.name})")
-    return handle
 
 
 def _as_vector(t: Translator, handle: Any) -> Any:
@@ -68,15 +65,11 @@ def _pair(value: Any) -> Pair:
     return (value[0], value[-1]) if value else (1, 1)
 
 
-def _bias(tensor: Tensor | None, rows: int) -> Floats:
-    return np.zeros(rows, np.float32) if tensor is None else _floats(tensor)
-
-
 def _linear(t: Translator, node: fx.Node) -> Handle:
     x, weight, bias = t.arguments(node, None, None, None)
-    x = _activation(x, node)
+    x = activation(x, node)
     before = t.values[x.value]
-    dense = _floats(weight)
+    dense = to_floats(weight)
     if x.form == "picture":
         raise UnsupportedError(f"a linear layer over the last dimension of a picture (node {node.name})")
     if x.form == "flat":
@@ -86,14 +79,14 @@ def _linear(t: Translator, node: fx.Node) -> Handle:
         taps = dense_taps(dense[:, :, None, None])
         y = t.new(Value(dense.shape[0], before.height, before.width), x.form)
     name, rows = t.parameter_name(node.args[1]), dense.shape[0]
-    t.operations.append(Product(x.value, y.value, taps, _bias(bias, rows), (1, 1), (0, 0), dense.size, name))
+    t.operations.append(Product(x.value, y.value, taps, bias_or_zeros(bias, rows), (1, 1), (0, 0), dense.size, name))
     return y
 
 
 def _conv(t: Translator, node: fx.Node) -> Handle:
     x, weight, bias, stride, padding, dilation, groups = t.arguments(node, None, None, None, [1], [0], [1], 1)
-    x = _activation(x, node, "picture")
-    before, dense = t.values[x.value], _floats(weight)
+    x = activation(x, node, "picture")
+    before, dense = t.values[x.value], to_floats(weight)
     rows, inputs, height, width = dense.shape
     dilation, stride = _pair(dilation), _pair(stride)
     reach = (dilation[0] * (height - 1), dilation[1] * (width - 1))
@@ -115,37 +108,19 @@ def _conv(t: Translator, node: fx.Node) -> Handle:
     taps = type(taps)(rows, taps.row, channel, dy, dx, taps.weight)
     y = t.new(Value(rows, *after), "picture")
     name = t.parameter_name(node.args[1])
-    t.operations.append(Product(x.value, y.value, taps, _bias(bias, rows), stride, padding, dense.size, name))
-    return y
-
-
-def _affine(t: Translator, x: Handle, **parts: Any) -> Handle:
-    y = t.new(t.values[x.value], x.form)
-    t.operations.append(Affine(x.value, y.value, **parts))
+    t.operations.append(Product(x.value, y.value, taps, bias_or_zeros(bias, rows), stride, padding, dense.size, name))
     return y
 
 
 def _batch_norm(t: Translator, node: fx.Node) -> Handle:
     x, weight, bias, mean, variance, training, _, eps = t.arguments(node)[:8]
-    x = _activation(_as_vector(t, x), node, "picture", "vector")
+    x = activation(_as_vector(t, x), node, "picture", "vector")
     if training or mean is None:
         raise UnsupportedError(f"normalisation with the statistics of the batch (node {node.name})")
     scale = 1 / torch.sqrt(variance.double() + eps)
     scale = scale if weight is None else scale * weight.double()
     shift = -mean.double() * scale + (0 if bias is None else bias.double())
-    return _affine(t, x, name=node.name, scale=_floats(scale.float()), shift=_floats(shift.float()))
-
-
-def _relu(t: Translator, node: fx.Node) -> Handle:
-    return _affine(t, _activation(t.arguments(node)[0], node), name=node.name, relu=True)
-
-
-def _add(t: Translator, node: fx.Node) -> Handle:
-    first, second = t.arguments(node)[:2]
-    a, b = _activation(first, node), _activation(second, node)
-    if t.values[a.value] != t.values[b.value] or a.form != b.form or node.kwargs.get("alpha", 1) != 1:
-        raise UnsupportedError(f"an addition that broadcasts or scales (node {node.name})")
-    return _affine(t, a, name=node.name, add=b.value)
+    return append_affine(t, x, name=node.name, scale=to_floats(scale.float()), shift=to_floats(shift.float()))
 
 
 def _identity(t: Translator, node: fx.Node) -> Handle:
@@ -170,7 +145,7 @@ def _pool(t: Translator, x: Handle, name: str, kind: Literal["max", "average"], 
 
 def _max_pool(t: Translator, node: fx.Node) -> Handle:
     x, kernel, stride, padding, dilation, ceil = t.arguments(node, None, None, [], [0], [1], False)
-    x, kernel = _activation(x, node, "picture"), _pair(kernel)
+    x, kernel = activation(x, node, "picture"), _pair(kernel)
     given = {
         "stride": _pair(stride) if stride else kernel,
         "padding": _pair(padding),
@@ -182,14 +157,14 @@ def _max_pool(t: Translator, node: fx.Node) -> Handle:
 def _average_pool(t: Translator, node: fx.Node) -> Handle:
     arguments = t.arguments(node, None, None, [], [0], False, True, None)
     x, kernel, stride, padding, ceil, count, divisor = arguments
-    x, kernel = _activation(x, node, "picture"), _pair(kernel)
+    x, kernel = activation(x, node, "picture"), _pair(kernel)
     given = {"stride": _pair(stride) if stride else kernel, "padding": _pair(padding), "ceil": ceil}
     return _pool(t, x, node.name, "average", kernel, count_padding=count, divisor=divisor or 0, **given)
 
 
 def _adaptive_pool(t: Translator, node: fx.Node) -> Handle:
     x, size = t.arguments(node)[:2]
-    x = _activation(x, node, "picture")
+    x = activation(x, node, "picture")
     before, after = t.values[x.value], _pair(size)
     if before.height % after[0] or before.width % after[1]:
         raise UnsupportedError(f"adaptive pooling of {before.height}x{before.width} to {after} (node {node.name})")
@@ -199,7 +174,7 @@ def _adaptive_pool(t: Translator, node: fx.Node) -> Handle:
 
 def _mean(t: Translator, node: fx.Node) -> Handle:
     x, dims, keep = t.arguments(node, None, None, False)
-    x = _activation(x, node, "picture", "sequence")
+    x = activation(x, node, "picture", "sequence")
     value = t.values[x.value]
     wanted = {2, 3} if x.form == "picture" else ({0} if t.time_major else {1})
     rank = 4 if x.form == "picture" else 3
@@ -211,7 +186,7 @@ def _mean(t: Translator, node: fx.Node) -> Handle:
 
 def _reshape(t: Translator, node: fx.Node) -> Handle:
     """Flattening, squeezing and views that keep the samples apart."""
-    x = _activation(t.arguments(node)[0], node)
+    x = activation(t.arguments(node)[0], node)
     value, shape = t.values[x.value], tuple(node.meta["val"].shape)
     before = tuple(cast(fx.Node, node.args[0]).meta["val"].shape)
     if x.form == "sequence":
@@ -228,7 +203,7 @@ def _reshape(t: Translator, node: fx.Node) -> Handle:
 
 def _concat(t: Translator, node: fx.Node) -> Handle:
     tensors, dim = t.arguments(node, None, 0)
-    parts = [_activation(_as_vector(t, x), node, "picture", "vector") for x in tensors]
+    parts = [activation(_as_vector(t, x), node, "picture", "vector") for x in tensors]
     values = [t.values[x.value] for x in parts]
     if dim not in (1, 1 - len(node.meta["val"].shape)) or len({(v.height, v.width) for v in values}) > 1:
         raise UnsupportedError(f"a concatenation along dimension {dim} (node {node.name})")
@@ -237,45 +212,88 @@ def _concat(t: Translator, node: fx.Node) -> Handle:
     return y
 
 
-def _copy_taps(
-    t: Translator, x: Handle, node: fx.Node, pairs: list[Pair], rows: int, stride: Pair, size: Pair
+def _copy(
+    t: Translator,
+    x: Handle,
+    node: fx.Node,
+    pairs: list[Pair],
+    after: Value,
+    *,
+    form: Form | None = None,
+    stride: Pair = (1, 1),
+    padding: Pair = (0, 0),
+    step: int = 0,
 ) -> Handle:
-    y = t.new(Value(rows, *size), x.form)
-    taps = diagonal_taps(rows, np.array(pairs, np.int64).reshape(-1, 2), np.ones(len(pairs), np.float32))
-    bias = np.zeros(rows, np.float32)
-    t.operations.append(Product(x.value, y.value, taps, bias, stride, (0, 0), taps.count, node.name))
+    """Picks channels (pairs of new and old) and pixels; ``step`` is the first column that is read."""
+    y = t.new(after, form or x.form)
+    taps = diagonal_taps(after.channels, np.array(pairs, np.int64).reshape(-1, 2), np.ones(len(pairs), np.float32))
+    taps = replace(taps, dx=taps.dx + step)
+    bias = np.zeros(after.channels, np.float32)
+    t.operations.append(Product(x.value, y.value, taps, bias, stride, padding, taps.count, node.name))
     return y
+
+
+def _channels(t: Translator, x: Handle, node: fx.Node, first: int, count: int, step: int = 1) -> Handle:
+    value = t.values[x.value]
+    pairs = [(i, first + i * step) for i in range(count)]
+    return _copy(t, x, node, pairs, Value(count, value.height, value.width))
+
+
+def _split(t: Translator, node: fx.Node) -> tuple[Handle, ...]:
+    """``chunk`` and ``split`` along the channels."""
+    x, _, dim = t.arguments(node, None, None, 0)
+    x = activation(_as_vector(t, x), node, "picture", "vector", "sequence")
+    shapes = [tuple(part.shape) for part in node.meta["val"]]
+    channels = 2 if x.form == "sequence" else 1
+    if dim % len(shapes[0]) != channels:
+        raise UnsupportedError(f"a split of dimension {dim} (node {node.name})")
+    sizes = [shape[channels] for shape in shapes]
+    return tuple(_channels(t, x, node, sum(sizes[:i]), size) for i, size in enumerate(sizes))
+
+
+def _select(t: Translator, node: fx.Node) -> Handle:
+    """One time step of a sequence, or one layer of a recurrent layer's last state."""
+    x, dim, index = t.arguments(node)
+    x = activation(x, node, "sequence", "state")
+    value, shape = t.values[x.value], tuple(cast(fx.Node, node.args[0]).meta["val"].shape)
+    index %= shape[dim]
+    if x.form == "state" and dim == 0:
+        pairs = [(i, index * shape[2] + i) for i in range(shape[2])]
+        return _copy(t, x, node, pairs, Value(shape[2], 1, 1), form="vector")
+    if x.form == "sequence" and len(shape) == 3 and dim == (0 if t.time_major else 1):
+        pairs = [(i, i) for i in range(value.channels)]
+        return _copy(t, x, node, pairs, Value(value.channels, 1, 1), form="vector", step=index)
+    raise UnsupportedError(f"a selection from dimension {dim} of a {x.form} (node {node.name})")
 
 
 def _slice(t: Translator, node: fx.Node) -> Handle:
     x, dim, start, _, step = t.arguments(node, None, 0, None, None, 1)
-    x = _activation(x, node)
+    x = activation(x, node)
     value, shape = t.values[x.value], tuple(node.meta["val"].shape)
     if shape == tuple(cast(fx.Node, node.args[0]).meta["val"].shape):
         return x
     start = start or 0
     if x.form in ("picture", "vector") and dim == 1:
-        pairs = [(i, start + i * step) for i in range(shape[1])]
-        return _copy_taps(t, x, node, pairs, shape[1], (1, 1), (value.height, value.width))
+        return _channels(t, x, node, start % value.channels if start < 0 else start, shape[1], step)
     if x.form == "picture" and start == 0 and dim in (2, 3):
         size = -(-value.height // step), -(-value.width // step)
         if shape[dim] == size[dim - 2]:
             pairs = [(i, i) for i in range(value.channels)]
             stride = (step, 1) if dim == 2 else (1, step)
-            return _copy_taps(t, x, node, pairs, value.channels, stride, shape[2:])
+            return _copy(t, x, node, pairs, Value(value.channels, *shape[2:]), stride=stride)
     raise UnsupportedError(f"a slice of dimension {dim} (node {node.name})")
 
 
 def _pad(t: Translator, node: fx.Node) -> Handle:
     x, widths, mode, fill = t.arguments(node, None, None, "constant", None)
-    x = _activation(x, node, "picture")
+    x = activation(x, node, "picture")
     value = t.values[x.value]
-    widths = (list(widths) + [0] * 8)[:8]
-    if mode != "constant" or fill or any(widths[:4]) or any(widths[6:]) or min(widths) < 0:
+    left, right, top, bottom, before, after, *more = (list(widths) + [0] * 8)[:8]
+    if mode != "constant" or fill or any(more) or min(widths) < 0:
         raise UnsupportedError(f"padding by {widths} in mode {mode} (node {node.name})")
-    pairs = [(i + widths[4], i) for i in range(value.channels)]
-    rows = value.channels + widths[4] + widths[5]
-    return _copy_taps(t, x, node, pairs, rows, (1, 1), (value.height, value.width))
+    pairs = [(i + before, i) for i in range(value.channels)]
+    wider = Value(value.channels + before + after, value.height + top + bottom, value.width + left + right)
+    return _copy(t, x, node, pairs, wider, padding=(top, left))
 
 
 def _embedding(t: Translator, node: fx.Node) -> Handle:
@@ -284,50 +302,8 @@ def _embedding(t: Translator, node: fx.Node) -> Handle:
         raise UnsupportedError(f"an embedding of something else than a batch of token sequences (node {node.name})")
     steps = tokens.shape[0] if t.time_major else tokens.shape[1]
     y = t.new(Value(weight.shape[1], 1, steps), "sequence")
-    t.operations.append(Embed(y.value, tokens.slot, _floats(weight), t.parameter_name(node.args[0])))
+    t.operations.append(Embed(y.value, tokens.slot, to_floats(weight), t.parameter_name(node.args[0])))
     return y
-
-
-def _recurrent(t: Translator, node: fx.Node) -> tuple[Any, ...]:
-    x, state, weights, has_bias, layers, _, training, both, _ = t.arguments(node)
-    kind: Literal["lstm", "gru"] = "lstm" if node.target == aten.lstm.input else "gru"
-    x = _activation(x, node, "sequence")
-    given = state if isinstance(state, list) else [state]
-    if training or not (all(isinstance(s, Zeros) for s in given) or all(isinstance(s, Handle) for s in given)):
-        raise UnsupportedError(f"a recurrent layer in training or with a mixed initial state (node {node.name})")
-    each, directions = 4 if has_bias else 2, 2 if both else 1
-    if len(weights) != each * layers * directions:
-        raise UnsupportedError(f"a recurrent layer with projections (node {node.name})")
-    nodes = cast(list[fx.Node], node.args[2])
-    all_units = sum(weights[i * each + 1].shape[1] for i in range(layers * directions))
-    before = tuple(s.value for s in given if isinstance(s, Handle))
-    after: list[Handle] = []
-    if any(user.args[1] != 0 and user.users for user in node.users):
-        after = [t.new(Value(all_units, 1, 1), "state") for _ in given]
-    for layer in range(layers):
-        steps = t.values[x.value].width
-        units = weights[layer * directions * each + 1].shape[1]
-        y = t.new(Value(units * directions, 1, steps), "sequence")
-        for direction in range(directions):
-            at = (layer * directions + direction) * each
-            w_in, w_hidden = (_floats(w) for w in weights[at : at + 2])
-            b_in, b_hidden = (_bias(b, w_in.shape[0]) for b in (weights[at + 2 : at + 4] if has_bias else (None, None)))
-            if kind == "lstm":  # one sum; in a GRU the reset gate stands between the two
-                b_in, b_hidden = b_in + b_hidden, np.zeros_like(b_hidden)
-            taps = dense_taps(w_in[:, :, None, None]), dense_taps(w_hidden[:, :, None, None])
-            name = t.parameter_name(nodes[at]).replace("weight_ih", kind)
-            t.operations.append(
-                Recurrent(
-                    *(x.value, y.value, kind, units, taps[0], b_in, taps[1], b_hidden),
-                    reverse=direction == 1,
-                    channel=direction * units,
-                    dense_size=w_in.size + w_hidden.size,
-                    name=name,
-                    state=Recurrence((layer * directions + direction) * units, before, tuple(h.value for h in after)),
-                )
-            )
-        x = y
-    return (x, *after) if after else (x, *[None] * len(given))
 
 
 def _item(t: Translator, node: fx.Node) -> Any:
@@ -335,17 +311,16 @@ def _item(t: Translator, node: fx.Node) -> Any:
     return source[index]
 
 
-_Translation = Callable[[Translator, fx.Node], Any]
-TRANSLATIONS: dict[Any, _Translation] = {
+TRANSLATIONS: dict[Any, Translation] = {
+    **POINTWISE,
+    **RECURRENT,
     aten.linear.default: _linear,
     aten.conv2d.default: _conv,
     aten.conv2d.padding: _conv,
     aten.batch_norm.default: _batch_norm,
-    aten.relu.default: _relu,
-    aten.relu_.default: _relu,
-    aten.add.Tensor: _add,
-    aten.add_.Tensor: _add,
     aten.dropout.default: _identity,
+    aten.dropout_.default: _identity,
+    aten.alpha_dropout.default: _identity,
     aten.feature_dropout.default: _identity,
     aten.contiguous.default: _identity,
     aten.detach.default: _identity,
@@ -362,13 +337,15 @@ TRANSLATIONS: dict[Any, _Translation] = {
     aten.squeeze.default: _reshape,
     aten.cat.default: _concat,
     aten.slice.Tensor: _slice,
+    aten.select.int: _select,
+    aten.chunk.default: _split,
+    aten.split.Tensor: _split,
+    aten.split_with_sizes.default: _split,
     aten.pad.default: _pad,
     aten.constant_pad_nd.default: _pad,
     aten.embedding.default: _embedding,
     aten.zeros.default: lambda t, node: Zeros(),
     aten.zeros_like.default: lambda t, node: Zeros(),
     aten.new_zeros.default: lambda t, node: Zeros(),
-    aten.lstm.input: _recurrent,
-    aten.gru.input: _recurrent,
     operator.getitem: _item,
 }

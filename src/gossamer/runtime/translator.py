@@ -6,10 +6,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
+import numpy as np
 import torch
 from torch import Tensor, fx
 
 from gossamer.runtime.graph import (
+    Affine,
+    Floats,
     Graph,
     Input,
     Operation,
@@ -145,7 +148,32 @@ class Translator:
         return name.removesuffix(".weight")
 
 
+Translation = Callable[[Translator, fx.Node], Any]
+
+
 def _states(node: fx.Node) -> list[Any]:
     """The initial states that a recurrent call is given."""
     state = node.args[1]
     return list(state) if isinstance(state, list | tuple) else [state]
+
+
+def to_floats(tensor: Tensor) -> Floats:
+    if tensor.dtype != torch.float32:
+        raise UnsupportedError(f"parameters of dtype {tensor.dtype}; the kernels work in float32")
+    return tensor.detach().cpu().contiguous().numpy()
+
+
+def activation(handle: Any, node: fx.Node, *forms: str) -> Handle:
+    if not isinstance(handle, Handle) or (forms and handle.form not in forms):
+        raise UnsupportedError(f"{node.target} on {getattr(handle, 'form', type(handle).__name__)} (node {node.name})")
+    return handle
+
+
+def bias_or_zeros(tensor: Tensor | None, rows: int) -> Floats:
+    return np.zeros(rows, np.float32) if tensor is None else to_floats(tensor)
+
+
+def append_affine(t: Translator, x: Handle, **parts: Any) -> Handle:
+    y = t.new(t.values[x.value], x.form)
+    t.operations.append(Affine(x.value, y.value, **parts))
+    return y

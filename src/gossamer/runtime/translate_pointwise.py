@@ -1,0 +1,147 @@
+"""Calls that look at one value at a time: ReLU and sums, which are folded into products, and other activations."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, fx
+
+from gossamer.runtime.graph import Floats, Function, Pointwise, Softmax, UnsupportedError
+from gossamer.runtime.translator import Handle, Translation, Translator, activation, append_affine, to_floats
+
+aten = torch.ops.aten
+
+
+def _everywhere(t: Translator, x: Handle, number: float) -> Floats:
+    return np.full(t.values[x.value].channels, number, np.float32)
+
+
+def _relu(t: Translator, node: fx.Node) -> Handle:
+    return append_affine(t, activation(t.arguments(node)[0], node), name=node.name, relu=True)
+
+
+def _sum(t: Translator, node: fx.Node) -> Handle:
+    """``add`` and ``sub`` of two activations, or of an activation and a number."""
+    first, second = t.arguments(node)[:2]
+    alpha: Any = node.kwargs.get("alpha", 1)
+    sign = -alpha if "sub" in str(node.target) else alpha
+    a = activation(first, node)
+    if isinstance(second, int | float):
+        return append_affine(t, a, name=node.name, shift=_everywhere(t, a, sign * second))
+    b = activation(second, node)
+    if t.values[a.value] != t.values[b.value] or a.form != b.form:
+        raise UnsupportedError(f"a sum that broadcasts (node {node.name})")
+    if sign == 1:
+        return append_affine(t, a, name=node.name, add=b.value)
+    return append_affine(t, b, name=node.name, scale=_everywhere(t, b, sign), add=a.value)
+
+
+def _product(t: Translator, node: fx.Node) -> Handle:
+    """``mul`` and ``div`` by a number, ``mul`` of two activations, one of which may have a single pixel."""
+    first, second = t.arguments(node)[:2]
+    if isinstance(second, Tensor) and second.numel() == 1:
+        second = float(second)
+    divides = "div" in str(node.target)
+    if isinstance(second, int | float):
+        a = activation(first, node)
+        return append_affine(t, a, name=node.name, scale=_everywhere(t, a, 1 / second if divides else second))
+    a, b = activation(first, node), activation(second, node)
+    if t.values[a.value].pixels == 1:
+        a, b = b, a
+    x, by = t.values[a.value], t.values[b.value]
+    if divides or a.form != b.form or x.channels != by.channels or (by != x and by.pixels != 1):
+        raise UnsupportedError(f"a product that broadcasts, or a quotient (node {node.name})")
+    return _append(t, a, node, "identity", by=b.value)
+
+
+def _append(t: Translator, x: Handle, node: fx.Node, function: Function, **parts: Any) -> Handle:
+    y = t.new(t.values[x.value], x.form)
+    t.operations.append(Pointwise(x.value, y.value, function, node.name, **parts))
+    return y
+
+
+def _plain(function: Function) -> Translation:
+    return lambda t, node: _append(t, activation(t.arguments(node)[0], node), node, function)
+
+
+def _clamp(t: Translator, node: fx.Node) -> Handle:
+    default = (-1.0, 1.0) if "hardtanh" in str(node.target) else (None, None)
+    x, low, high = t.arguments(node, None, *default)
+    limits = -math.inf if low is None else float(low), math.inf if high is None else float(high)
+    return _append(t, activation(x, node), node, "clamp", parameters=limits)
+
+
+def _leaky(t: Translator, node: fx.Node) -> Handle:
+    x, slope = t.arguments(node, None, 0.01)
+    x = activation(x, node)
+    channels = t.values[x.value].channels
+    if isinstance(slope, Tensor):
+        slopes = to_floats(slope).reshape(-1)
+        if x.form not in ("picture", "vector") and slopes.size > 1:
+            raise UnsupportedError(f"slopes of a {x.form} (node {node.name})")
+        slopes = np.broadcast_to(slopes, channels).copy()
+    else:
+        slopes = np.full(channels, slope, np.float32)
+    return _append(t, x, node, "leaky", slopes=slopes)
+
+
+def _gelu(t: Translator, node: fx.Node) -> Handle:
+    x, approximate = t.arguments(node, None, "none")
+    return _append(t, activation(x, node), node, "gelu" if approximate == "none" else "gelu_tanh")
+
+
+def _elu(t: Translator, node: fx.Node) -> Handle:
+    x, alpha, scale, input_scale = t.arguments(node, None, 1, 1, 1)
+    if scale != 1 or input_scale != 1:
+        raise UnsupportedError(f"a scaled exponential linear unit (node {node.name})")
+    return _append(t, activation(x, node), node, "elu", parameters=(float(alpha), 0.0))
+
+
+def _softmax(t: Translator, node: fx.Node) -> Handle:
+    x, dim, dtype = t.arguments(node, None, None, None)
+    x = activation(x, node, "picture", "vector", "sequence")
+    shape = tuple(node.meta["val"].shape)
+    if dim % len(shape) != (1 if x.form == "picture" else len(shape) - 1) or dtype not in (None, torch.float32):
+        raise UnsupportedError(f"softmax over dimension {dim} of a {x.form} (node {node.name})")
+    y = t.new(t.values[x.value], x.form)
+    t.operations.append(Softmax(x.value, y.value, "log" in str(node.target), node.name))
+    return y
+
+
+POINTWISE: dict[Any, Translation] = {
+    aten.relu.default: _relu,
+    aten.relu_.default: _relu,
+    aten.add.Tensor: _sum,
+    aten.add_.Tensor: _sum,
+    aten.sub.Tensor: _sum,
+    aten.sub_.Tensor: _sum,
+    aten.mul.Tensor: _product,
+    aten.mul_.Tensor: _product,
+    aten.div.Tensor: _product,
+    aten.div_.Tensor: _product,
+    aten.clamp.default: _clamp,
+    aten.clamp_.default: _clamp,
+    aten.hardtanh.default: _clamp,
+    aten.hardtanh_.default: _clamp,
+    aten.leaky_relu.default: _leaky,
+    aten.leaky_relu_.default: _leaky,
+    aten.prelu.default: _leaky,
+    aten.sigmoid.default: _plain("sigmoid"),
+    aten.sigmoid_.default: _plain("sigmoid"),
+    aten.tanh.default: _plain("tanh"),
+    aten.tanh_.default: _plain("tanh"),
+    aten.silu.default: _plain("silu"),
+    aten.silu_.default: _plain("silu"),
+    aten.hardsigmoid.default: _plain("hard_sigmoid"),
+    aten.hardsigmoid_.default: _plain("hard_sigmoid"),
+    aten.hardswish.default: _plain("hard_swish"),
+    aten.hardswish_.default: _plain("hard_swish"),
+    aten.gelu.default: _gelu,
+    aten.elu.default: _elu,
+    aten.elu_.default: _elu,
+    aten.softmax.int: _softmax,
+    aten.log_softmax.int: _softmax,
+}
