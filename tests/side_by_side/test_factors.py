@@ -18,11 +18,11 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 def factors() -> ModuleType:
     sys.path.insert(0, str(BENCHMARKS))  # it uses the screening beside it
     try:
-        spec = importlib.util.spec_from_file_location("factors_resnet20", BENCHMARKS / "factors_resnet20.py")
+        spec = importlib.util.spec_from_file_location("factors", BENCHMARKS / "factors.py")
         assert spec is not None
         assert spec.loader is not None
         module = importlib.util.module_from_spec(spec)
-        sys.modules["factors_resnet20"] = module
+        sys.modules["factors"] = module
         spec.loader.exec_module(module)
     finally:
         sys.path.remove(str(BENCHMARKS))

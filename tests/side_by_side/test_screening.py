@@ -11,17 +11,17 @@ import pytest
 
 from gossamer.side_by_side import Member, Race
 
-PATH = Path(__file__).parents[2] / "benchmarks" / "screen_resnet20.py"
+PATH = Path(__file__).parents[2] / "benchmarks" / "screen.py"
 RACE = Race(1, 1, 1, 1)
 
 
 @pytest.fixture(scope="module")
 def screen() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("screen_resnet20", PATH)
+    spec = importlib.util.spec_from_file_location("screen", PATH)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules["screen_resnet20"] = module
+    sys.modules["screen"] = module
     spec.loader.exec_module(module)
     return module
 

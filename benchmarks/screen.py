@@ -1,9 +1,10 @@
-"""Hypotheses about learned masks, screened side by side: ResNet-20 on CIFAR-10, one changed setting each.
+"""Hypotheses about learned masks, screened side by side on CIFAR-10, one changed setting each.
 
-    python benchmarks/screen_resnet20.py --stage screening --budget-seconds 1400 --chosen chosen.json
-    python benchmarks/screen_resnet20.py --stage final --settings chosen.json --epochs 350
-    python benchmarks/screen_resnet20.py --stage normalisation
-    python benchmarks/screen_resnet20.py --stage damping --sparsity 0.95 0.98
+    python benchmarks/screen.py --stage screening --budget-seconds 1400 --chosen chosen.json
+    python benchmarks/screen.py --stage final --settings chosen.json --epochs 350
+    python benchmarks/screen.py --stage normalisation
+    python benchmarks/screen.py --stage damping --sparsity 0.95 0.98
+    python benchmarks/screen.py --stage plain --net vgg16_cifar --epochs 20
 
 Screening: 50 epochs, 5,000 images held out, three seeds each; the table is by accuracy on those images, with the
 difference to the default in runs of the same seed (same trunk, same batches). The test accuracy is in the records and
@@ -133,6 +134,7 @@ TEACHING = tuple(
     for name, settings in (
         ("default", {}),
         ("quarter", QUARTER),
+        ("rest", {"removed_gradient": 0.0}),
         ("quarter of the step", {"removed_update": 0.25}),
         ("quarter, beside", {**QUARTER, **DISTIL}),
         ("quarter, restart", {**QUARTER, **FINISHED}),
@@ -145,7 +147,30 @@ TEACHING = tuple(
         ("gradual", {"method": "gradual"}),
     )
 )
-STAGES = {"screening": HYPOTHESES, "normalisation": NORMALISATION, "damping": DAMPING, "teaching": TEACHING}
+REST = {"removed_gradient": 0.0}
+PLAIN = tuple(
+    Hypothesis(name, settings, seeds=(0,))
+    for name, settings in (
+        ("default", {}),
+        ("dense", {"method": "dense"}),
+        ("rest", REST),
+        ("quarter", QUARTER),
+        ("rest, by layer", {**REST, "layer_power": 1.0, "global_power": 0.0}),
+        ("rest, half by layer", {**REST, "layer_power": 0.5, "global_power": 0.5}),
+        ("rest, start by layer", {**REST, "start": "layer_magnitude"}),
+        ("rest, weight decay 5e-4", {**REST, "weight_decay": 5e-4}),
+        ("magnitude", {"method": "dpf"}),
+        ("gradual", {"method": "gradual"}),
+        ("str", {"method": "str"}),
+    )
+)
+STAGES = {
+    "screening": HYPOTHESES,
+    "normalisation": NORMALISATION,
+    "damping": DAMPING,
+    "teaching": TEACHING,
+    "plain": PLAIN,
+}
 
 
 @dataclass(frozen=True)
@@ -229,7 +254,9 @@ class Budget:
         self._each = seconds / (runs[0].race.epochs * (len(runs) + len(teachers(runs))))
 
 
-def train(runs: list[Run], images: ImageSet, tier: str, commit: str, device: torch.device) -> float:
+def train(
+    runs: list[Run], images: ImageSet, tier: str, commit: str, device: torch.device, net: str = "resnet20"
+) -> float:
     """Train runs of one race and write their records; returns the seconds it took."""
     race, members = runs[0].race, [run.member for run in runs] + teachers(runs)
     start, dtype = time.perf_counter(), torch.bfloat16 if device.type == "cuda" else torch.float32
@@ -240,7 +267,7 @@ def train(runs: list[Run], images: ImageSet, tier: str, commit: str, device: tor
         race,
         members,
         images,
-        lambda: models.create("resnet20"),
+        lambda: models.create(net),
         device=device,
         dtype=dtype,
         progress=say,
@@ -249,7 +276,7 @@ def train(runs: list[Run], images: ImageSet, tier: str, commit: str, device: tor
     seconds = time.perf_counter() - start
     held_out = 0 if images.validation is None else len(images.validation)
     for run, outcome in zip(runs, outcomes, strict=False):  # teachers come last
-        about = {"tier": tier, "hypothesis": run.name, "net": "resnet20", "data": images.name, "commit": commit}
+        about = {"tier": tier, "hypothesis": run.name, "net": net, "data": images.name, "commit": commit}
         content = {**about, "validation_images": held_out, **record(run.member, outcome, race, seconds, len(members))}
         temporary = run.path.with_suffix(".partial")
         temporary.write_text(json.dumps(content, indent=1))
@@ -259,7 +286,14 @@ def train(runs: list[Run], images: ImageSet, tier: str, commit: str, device: tor
 
 
 def race_all(
-    runs: Sequence[Run], images: ImageSet, tier: str, commit: str, device: torch.device, together: int, seconds: float
+    runs: Sequence[Run],
+    images: ImageSet,
+    tier: str,
+    commit: str,
+    device: torch.device,
+    together: int,
+    seconds: float,
+    net: str = "resnet20",
 ) -> None:
     budget = Budget(seconds)
     for chunk in chunks([run for run in runs if not run.path.exists()], together):
@@ -269,7 +303,7 @@ def race_all(
             say(f"no time for {', '.join(left_out)}: run the same command again")
         if fits:
             say(f"about {budget.estimate(fits):.0f} s")
-            budget.spend(train(fits, images, tier, commit, device), fits)
+            budget.spend(train(fits, images, tier, commit, device, net), fits)
 
 
 def table(runs: Sequence[Run], key: str) -> list[str]:
@@ -321,7 +355,8 @@ def say(line: str) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("results/race-resnet20"))
+    parser.add_argument("--out", type=Path, help="results/race-NET")
+    parser.add_argument("--net", default="resnet20", choices=models.names(), metavar="NAME")
     parser.add_argument("--stage", choices=[*STAGES, "final"], default="screening")
     parser.add_argument("--only", nargs="+", help="names of hypotheses; the default is always among them")
     parser.add_argument("--sparsity", type=float, nargs="+", default=[0.95], help="of the screening")
@@ -334,11 +369,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--commit", default="unknown")
     parser.add_argument("--tiny", action="store_true", help="a few steps on random images")
     told = parser.parse_args(arguments)
+    told.out = told.out or Path(f"results/race-{told.net}")
     told.out.mkdir(parents=True, exist_ok=True)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.backends.cudnn.benchmark = True
     screening, listed = told.stage != "final", STAGES.get(told.stage, ())
-    race = Comparison("resnet20", "cifar10", epochs=told.epochs or (50 if screening else 350)).race()
+    race = Comparison(told.net, "cifar10", epochs=told.epochs or (50 if screening else 350)).race()
     if told.tiny:
         race = Race(1, 1, 1, 1, batch_size=16)
     if screening:
@@ -356,7 +392,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         assert isinstance(images, ImageSet)
         images = images.split(32 if told.tiny else VALIDATION) if screening else images
         tier = "hypotheses" if screening else "final"
-        race_all(runs, images, tier, told.commit, device, told.together, told.budget_seconds)
+        race_all(runs, images, tier, told.commit, device, told.together, told.budget_seconds, told.net)
     for line in table(runs, "validation_accuracy" if screening else "accuracy"):
         print(line)
     if screening and told.chosen is not None:

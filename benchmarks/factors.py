@@ -1,6 +1,6 @@
 """Many hypotheses at once: two levels of every setting, in a design in which each run tells something of all of them.
 
-    python benchmarks/factors_resnet20.py --out results/race-resnet20
+    python benchmarks/factors.py --out results/race-resnet20
 
 Changing one setting at a time tells of it by the few runs that have it. Here 48 runs (a Plackett-Burman design of 24
 and its mirror image) change all settings at once, each in half of the runs and evenly against every other, so that all
@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from screen_resnet20 import SEEDS, VALIDATION, make_run, race_all, tiny_images
+from screen import SEEDS, VALIDATION, make_run, race_all, tiny_images
 
 from gossamer import data
 from gossamer.data.sets import ImageSet
