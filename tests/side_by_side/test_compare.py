@@ -70,6 +70,25 @@ def test_one_record_a_run_and_none_twice(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.usefixtures("tiny")
+def test_a_record_from_before_a_default_changed_is_of_another_run(tmp_path: Path) -> None:
+    asked = replace(SMALL, methods=("l0", "scl"))
+    records = compare(asked, tmp_path, device=CPU)
+    paths = sorted(tmp_path.glob("*.json"))
+    for path, (name, before) in zip(paths, (("gate_lr", 0.3), ("removed_gradient", None)), strict=True):
+        content = json.loads(path.read_text())
+        if before is None:
+            del content["settings"][name]  # from before there was such a setting: it was 1
+        else:
+            content["settings"][name] = before
+        path.write_text(json.dumps({**content, "accuracy": 12.5}))
+    l0, scl = compare(asked, tmp_path, device=CPU)
+    assert l0["accuracy"] == records[0]["accuracy"]  # trained again, beside the old one
+    assert scl["accuracy"] == 12.5  # the same run as now
+    assert len(list(tmp_path.glob("*.json"))) == 3
+    assert compare(asked, tmp_path, device=CPU) == [l0, scl]
+
+
+@pytest.mark.usefixtures("tiny")
 def test_variants_of_a_method_race_each_other(tmp_path: Path) -> None:
     variants = ("autoprune", "autoprune:estimator=leaky_relu,two_pass=True", "lottery:rewind=weights", "scl:distil=0.5")
     records = compare(replace(SMALL, methods=("dense", *variants)), tmp_path, device=CPU)

@@ -44,6 +44,8 @@ class Tier:
 # Of a race, part of every name.
 _NAMED = frozenset({"warmup", "sparsify", "stabilise", "finetune", "batch_size", "learning_rate", "schedule"})
 _NAMED |= {"momentum", "floor", "label_smoothing"}
+# What settings that came later were in the records from before them, where their default changed since.
+_BEFORE: Mapping[str, Any] = MappingProxyType({"removed_gradient": 1.0, "rate": None})
 TIERS: Mapping[str, Tier] = MappingProxyType({"screening": Tier(50, 5000), "final": Tier(350, 0)})
 
 
@@ -116,7 +118,7 @@ def compare(
         check()
     race, run, paths = comparison.race(), Run(model=comparison.net, data=comparison.data), {}
     for member in _possible(comparison, progress):
-        paths[member] = out / f"{comparison.net}-{member.method}-{_name(comparison, race, [member])}.json"
+        paths[member] = _path(out, comparison, race, member)
     missing = [member for member, path in paths.items() if not path.exists()]
     images = _images(comparison) if missing else None
     if images is not None:
@@ -225,6 +227,19 @@ def _shared(comparison: Comparison, images: ImageSet) -> dict[str, Any]:
         "validation_images": 0 if images.validation is None else len(images.validation),
         "commit": comparison.commit,
     }
+
+
+def _path(out: Path, comparison: Comparison, race: Race, member: Member) -> Path:
+    """Where the record of a run is. Where one lies there from before a default changed, this run is another one, and
+    is named by all its settings."""
+    usual = out / f"{comparison.net}-{member.method}-{_name(comparison, race, [member])}.json"
+    if not usual.exists():
+        return usual
+    there, asked = json.loads(usual.read_text())["settings"], json.loads(json.dumps(member.to_dict()))
+    if all(there.get(name, _BEFORE.get(name, value)) == value for name, value in asked.items()):
+        return usual
+    digest = hashlib.sha256(json.dumps([usual.name, asked], sort_keys=True).encode()).hexdigest()[:12]
+    return out / f"{comparison.net}-{member.method}-{digest}.json"
 
 
 def _name(comparison: Comparison, race: Race, members: Sequence[Member]) -> str:
