@@ -126,28 +126,28 @@ DAMPING = tuple(
         ("quarter, longer warm-up", {**QUARTER, "phases": (0.36, 0.24, 0.16, 0.24)}),
     )
 )
+REST = {"removed_gradient": 0.0}
+STRONG = {"weight_decay": 5e-4}
 FINISHED = {"phases": (0.4, 0.24, 0.12, 0.24), "restart": 0.1}  # a dense network whose learning rate came down to zero
-TRUNK = {"teacher": "trunk", "distil": 0.5, "temperature": 4.0}
-MOSTLY = {"teacher": "trunk", "distil": 0.8, "temperature": 2.0}
+TRUNK = {**FINISHED, "teacher": "trunk", "distil": 0.8, "temperature": 2.0}
+BESIDE = {"distil": 0.8, "temperature": 2.0}
 TEACHING = tuple(
     Hypothesis(name, settings, seeds=(0, 1))
     for name, settings in (
         ("default", {}),
         ("quarter", QUARTER),
-        ("rest", {"removed_gradient": 0.0}),
-        ("quarter of the step", {"removed_update": 0.25}),
-        ("quarter, beside", {**QUARTER, **DISTIL}),
-        ("quarter, restart", {**QUARTER, **FINISHED}),
-        ("quarter, restart, trunk half", {**QUARTER, **FINISHED, **TRUNK}),
-        ("quarter, restart, trunk mostly", {**QUARTER, **FINISHED, **MOSTLY}),
-        ("quarter, restart .05, trunk mostly", {**QUARTER, **FINISHED, **MOSTLY, "restart": 0.05}),
-        ("magnitude, restart, trunk mostly", {"method": "dpf", **FINISHED, **MOSTLY}),
-        ("gradual, restart, trunk mostly", {"method": "gradual", **FINISHED, **MOSTLY}),
-        ("gradual, beside", {"method": "gradual", **DISTIL}),
+        ("rest", REST),
+        ("rest, strong", {**REST, **STRONG}),
+        ("rest, restart", {**REST, **FINISHED}),
+        ("rest, trunk", {**REST, **TRUNK}),
+        ("rest, trunk, strong", {**REST, **TRUNK, **STRONG}),
+        ("rest, beside", {**REST, **BESIDE}),
+        ("rest, beside, strong", {**REST, **BESIDE, **STRONG, "teacher_weight_decay": 5e-4}),
         ("gradual", {"method": "gradual"}),
+        ("gradual, trunk, strong", {"method": "gradual", **TRUNK, **STRONG}),
+        ("str", {"method": "str"}),
     )
 )
-REST = {"removed_gradient": 0.0}
 PLAIN = tuple(
     Hypothesis(name, settings, seeds=(0,))
     for name, settings in (
