@@ -14,9 +14,9 @@ from gossamer.recipes import RECIPES
 from gossamer.training import Run, networks
 from gossamer.training.modes import Mode
 from gossamer.training.optimise import make_optimizer
-from gossamer.training.place import Place, forward_of
+from gossamer.training.place import Place, autocast, forward_of
 from gossamer.training.step import Meter, Step
-from gossamer.training.task import ImageTask, TextTask, autocast
+from gossamer.training.task import ImageTask, TextTask
 
 FLAT = ("fc_densenet_mnist", "lenet300", "indrnn")  # they take images as vectors
 TINY_WORDS = 16  # vocabulary and units of the language model in a check
