@@ -159,7 +159,7 @@ def test_the_trunk_teaches_once_masks_begin(images: ImageSet, tmp_path: Path, ch
     run = IMAGES.with_settings(changes)
     told = train(run, tmp_path)
     assert_close(weights(tmp_path), by_hand(run, fresh(run, 3), Batches.training(images, 8, seed=0)))
-    assert told["teacher"] == {"from": "trunk", "network": "digits_cnn", "steps": 6}
+    assert told["teacher"] == {"from": "trunk", "network": "digits_cnn", "steps": 5}
     assert told["config"]["distil"] == 0.6
 
 
@@ -221,13 +221,13 @@ def test_with_restart_the_trunk_is_a_finished_dense_network(images: ImageSet, tm
     assert_close(weights(tmp_path), expected)
 
 
-@pytest.mark.parametrize("died_at", [3, 6, 7, 17])  # masks, and lessons, begin with step 7
+@pytest.mark.parametrize("died_at", [3, 5, 6, 17])  # masks, and lessons, begin after step 5
 def test_a_run_that_died_learns_on_from_the_same_trunk(images: ImageSet, tmp_path: Path, died_at: int) -> None:
     run = IMAGES.with_settings(["checkpoint_steps=1"])
     train(run, tmp_path / "whole")
     with pytest.raises(MemoryError):
         train(run, tmp_path / "torn", observers=[Dies(died_at)])
-    assert train(run, tmp_path / "torn")["teacher"]["steps"] == 6
+    assert train(run, tmp_path / "torn")["teacher"]["steps"] == 5
     one, two = weights(tmp_path / "whole"), weights(tmp_path / "torn")
     assert all(torch.equal(one[name], two[name]) for name in one)
 
