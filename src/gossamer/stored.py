@@ -118,8 +118,8 @@ def _registered(
     """A network of the list with as many classes as the file has."""
     if name == QUICK_START:
         width = state["features.0.weight"].shape[0] if "features.0.weight" in state else 32
-        classes = state["classifier.weight"].shape[0] if "classifier.weight" in state else 10
-        return DigitsNet(classes, width), (1, 8, 8), 0
+        answers = state["classifier.weight"].shape[0] if "classifier.weight" in state else 10
+        return DigitsNet(answers, width), (1, 8, 8), 0
     entry = models.entry(name)
 
     def build(classes: int | None) -> nn.Module:
