@@ -137,6 +137,7 @@ def test_a_run_begun_on_a_cpu_goes_on_on_a_gpu(
         ["precision=bf16", "channels_last=true"],
         ["precision=bf16", "channels_last=true", "capture=true"],
         ["precision=bf16", "channels_last=true", "compile=true", "capture=true"],
+        ["precision=bf16", "channels_last=true", "compile=true", "capture=true", "distil=0.5"],
         ["compile=true"],
         ["settings.scale=per_sample"],
         ["settings.scale=batch", "capture=true"],
