@@ -14,9 +14,9 @@ from gossamer.recipes import RECIPES
 from gossamer.training import Run, networks
 from gossamer.training.modes import Mode
 from gossamer.training.optimise import make_optimizer
-from gossamer.training.place import Place, forward_of
+from gossamer.training.place import Place, autocast, forward_of
 from gossamer.training.step import Meter, Step
-from gossamer.training.task import ImageTask, TextTask, autocast
+from gossamer.training.task import ImageTask, TextTask
 
 FLAT = ("fc_densenet_mnist", "lenet300", "indrnn")  # they take images as vectors
 TINY_WORDS = 16  # vocabulary and units of the language model in a check
@@ -44,7 +44,7 @@ class MapTask:
         self._run, self._place = run, place
         self.source = [tuple(torch.randn(2, run.batch_size, width, device=place.device))]
 
-    def loss(self, forward: Callable[..., Any], batch: tuple[Tensor, Tensor]) -> Tensor:
+    def loss(self, forward: Callable[..., Any], batch: tuple[Tensor, Tensor], teacher: None = None) -> Tensor:
         with autocast(self._run, self._place):
             fitted = forward(batch[0])
         return functional.mse_loss(fitted.float(), batch[1])

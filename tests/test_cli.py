@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from gossamer import cli, data, models
+from gossamer.models.digits_cnn import QUICK_START_CONNECTIONS, DigitsNet
 from gossamer.recipes import RECIPES
 from gossamer.training import networks
 from gossamer.training.progress import JsonLines, Status
@@ -64,8 +65,8 @@ def test_list_shows_everything_with_its_count(capsys: pytest.CaptureFixture[str]
 
 
 def test_the_small_network_of_the_quick_start_has_the_count_that_is_listed() -> None:
-    matrices = [each for each in networks.DigitsNet().parameters() if each.ndim > 1]
-    assert sum(each.numel() for each in matrices) == networks.QUICK_START_CONNECTIONS
+    matrices = [each for each in DigitsNet().parameters() if each.ndim > 1]
+    assert sum(each.numel() for each in matrices) == QUICK_START_CONNECTIONS
 
 
 @pytest.mark.parametrize(

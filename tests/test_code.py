@@ -16,16 +16,16 @@ SOURCE = ROOT / "src" / "gossamer"
 
 # From the bottom up. A module may import from its own layer and from those below.
 LAYERS = (
-    {"method", "schedule", "sharding", "tune", "_selectors", "_engines", "_hooks"},
+    {"method", "distillation", "schedule", "sharding", "tune", "_selectors", "_engines", "_hooks"},
     {"settings", "budget_kernels", "budget", "select", "_forward"},
     {"flops", "target", "store", "moments", "models", "data", "_claims", "keep_zeros", "sparsefile"},
     {"learning", "health", "_resume", "report", "verify", "checkpoint", "runtime", "methods"},
-    {"sample_scales", "compaction", "results"},
+    {"sample_scales", "compaction", "results", "stored"},
     {"connectivity"},
     {"sparsifier"},
     {"__init__"},
     {"side_by_side", "training"},
-    {"recipes", "exports", "stored"},
+    {"recipes", "exports"},
     {"reproduce"},
     {"tables", "speed"},
     {"cli"},

@@ -12,9 +12,9 @@ from torch import nn
 
 import gossamer
 from gossamer import cli, models
+from gossamer.models.digits_cnn import DigitsNet
 from gossamer.runtime import memory
 from gossamer.stored import open_network
-from gossamer.training.networks import DigitsNet
 
 
 def make_net() -> nn.Module:
@@ -69,9 +69,10 @@ def test_tied_weights_need_only_one_of_their_names(tmp_path: Path) -> None:
 
 
 def test_the_network_of_the_quick_start(tmp_path: Path) -> None:
-    gossamer.save(DigitsNet(width=4), tmp_path / "model.safetensors", network="digits_cnn")
-    found = open_network(tmp_path / "model.safetensors")
-    assert found.model(found.example(2)).shape == (2, 10)
+    for classes in (10, 3):
+        gossamer.save(DigitsNet(classes, width=4), tmp_path / "model.safetensors", network="digits_cnn")
+        found = open_network(tmp_path / "model.safetensors")
+        assert found.model(found.example(2)).shape == (2, classes)
 
 
 def test_a_network_of_ones_own(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ it.
 from __future__ import annotations
 
 import importlib
+import json
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -19,9 +20,12 @@ from torch import Tensor, nn
 
 from gossamer import models
 from gossamer.checkpoint import load
+from gossamer.models.digits_cnn import QUICK_START, DigitsNet
 from gossamer.sparsefile.container import read_header
-from gossamer.training.networks import QUICK_START, DigitsNet
-from gossamer.training.result import RUN, read_json
+
+# What `gossamer train` leaves in its folder: the network, and what it is.
+MODEL = "model.safetensors"
+RUN = "run.json"
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,18 +51,23 @@ class Stored:
 
 
 def open_network(
-    path: str | os.PathLike[str], net: str | None = None, *, shape: tuple[int, ...] | None = None
+    path: str | os.PathLike[str],
+    net: str | None = None,
+    *,
+    shape: tuple[int, ...] | None = None,
+    otherwise: tuple[str, Mapping[str, Any]] | None = None,
 ) -> Stored:
     """The network of a file, in evaluation mode.
 
     ``net`` is a name out of `gossamer list`, or ``module:function`` for a network of your own, whose function is
-    called without arguments; ``shape`` is then the shape of one sample.
+    called without arguments; ``shape`` is then the shape of one sample. ``otherwise`` is the name of a network, and its
+    options, for a file that nobody says anything about.
     """
     source = Path(path)
     if not source.is_file():
         raise FileNotFoundError(f"expected a safetensors file, got {source}, which does not exist")
     state = load(source)
-    name, options = _named(source, net)
+    name, options = _named(source, net, otherwise)
     if ":" in name:
         if shape is None:
             raise ValueError(
@@ -72,7 +81,9 @@ def open_network(
     return Stored(name, model.eval(), source, shape, tokens)
 
 
-def _named(path: Path, net: str | None) -> tuple[str, Mapping[str, Any]]:
+def _named(
+    path: Path, net: str | None, otherwise: tuple[str, Mapping[str, Any]] | None
+) -> tuple[str, Mapping[str, Any]]:
     """The name of the network and its options."""
     if net is not None:
         return net, {}
@@ -82,14 +93,23 @@ def _named(path: Path, net: str | None) -> tuple[str, Mapping[str, Any]]:
         return metadata["network"], {}
     run = path.with_name(RUN)
     if run.is_file():
-        values = read_json(run)
+        values = _read(run)
         if isinstance(values, dict) and isinstance(values.get("model"), str):
             options = values.get("model_options", {})
             return values["model"], options if isinstance(options, dict) else {}
+    if otherwise is not None:
+        return otherwise
     raise ValueError(
         f"expected to know which network {path} belongs to, got a file without its name and no {RUN} beside it: "
         "add --net NAME (see gossamer list), or save the file with network=NAME"
     )
+
+
+def _read(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"expected JSON in {path}, got something else ({error})") from error
 
 
 def _registered(
@@ -98,7 +118,8 @@ def _registered(
     """A network of the list with as many classes as the file has."""
     if name == QUICK_START:
         width = state["features.0.weight"].shape[0] if "features.0.weight" in state else 32
-        return DigitsNet(width=width), (1, 8, 8), 0
+        answers = state["classifier.weight"].shape[0] if "classifier.weight" in state else 10
+        return DigitsNet(answers, width), (1, 8, 8), 0
     entry = models.entry(name)
 
     def build(classes: int | None) -> nn.Module:

@@ -105,6 +105,7 @@ def test_runs_that_share_trunks_for_a_while_are_the_runs_alone() -> None:
     runs = [
         replace(BASE, settings=PHASES),
         replace(BASE, settings={**PHASES, "warmup": "2ep"}, sparsity=0.5),
+        replace(BASE, settings=PHASES, schedule="restart", lr_restart=0.05),
         replace(BASE, settings={"warmup": "9it", "sparsify": "5it", "stabilise": "0it", "floor": 0.02}),
         replace(BASE, settings={"warmup": "0it", "sparsify": "3ep", "stabilise": "1ep", "floor": 0.02}, sparsity=0.6),
         replace(BASE, method="dense", sparsity=None),
@@ -274,6 +275,7 @@ def test_what_a_stack_cannot_do_is_named(tmp_path: Path) -> None:
         (replace(BASE, settings={"mask_momentum": 0.9}), "settings.mask_momentum=0.9"),
         (replace(BASE, model="lstm_lm", data="wikitext2"), "data='wikitext2'"),
         (replace(BASE, schedule="plateau", validation=10), "schedule='plateau'"),
+        (replace(BASE, distil=0.5, temperature=2.0), "distil=0.5"),
         (replace(BASE, model="indrnn", model_options={}), "model='indrnn'"),
         (replace(BASE, method="dpf", sparsity=None, decay=0.1), "decay=0.1 with method=dpf"),
     ]

@@ -15,6 +15,7 @@ from unittest import mock
 import numpy as np
 import torch
 from PIL import Image
+from safetensors.torch import save_file
 from tiny_data import tiny_images, tiny_text
 from torch import nn
 
@@ -46,7 +47,9 @@ WORDS = replace(
     schedule="plateau",
 )
 FOLDER = replace(IMAGES, data="imagefolder", image_size=12, workers=1, epochs=2, batch_size=5, checkpoint_steps=3)
-KINDS = {"images": IMAGES, "words": WORDS, "folder": FOLDER}
+TAUGHT = replace(IMAGES, distil=0.5)  # by the trunk, which is whole in every process
+BY_FILE = replace(WORDS, distil=0.5, teacher="its folder")
+KINDS = {"images": IMAGES, "words": WORDS, "folder": FOLDER, "taught": TAUGHT, "by-file": BY_FILE}
 
 
 def small(run: Run, num_classes: int) -> nn.Module:
@@ -78,6 +81,17 @@ def tiny_folder(root: Path) -> FolderSet:
     return load_folder(root)
 
 
+def write_teacher(path: Path) -> None:
+    """Of all processes the same, so that none has to wait for another."""
+    with torch.random.fork_rng():
+        torch.manual_seed(7)
+        state = whole(WORDS, 11).state_dict()
+    temporary = path.with_name(f"{path.name}-{os.environ.get('RANK', '0')}")
+    del state["decoder.weight"]  # tied to the embedding
+    save_file(state, temporary)
+    temporary.rename(path)
+
+
 def twice(run: Run, folder: Path) -> None:
     again = folder.with_name(f"{folder.name}-again")
     with mock.patch.object(Checkpoints, "clear"):  # so that there is something to go on from
@@ -101,9 +115,12 @@ def all_of_them(folder: Path, shardings: tuple[str, ...], device: str) -> None:
         mock.patch.object(task.data, "load", lambda name, root=None: sets[name]),
         mock.patch.object(networks, "create", small),
     ):
+        write_teacher(folder / "teacher")
         for sharding in shardings:
             for kind, run in KINDS.items():
-                twice(replace(run, sharding=sharding, device=device), folder / f"{kind}-{sharding}")
+                teacher = str(folder / "teacher") if kind == "by-file" else run.teacher
+                run = replace(run, sharding=sharding, device=device, teacher=teacher)
+                twice(run, folder / f"{kind}-{sharding}")
 
 
 def failures(folder: Path, device: str) -> None:

@@ -47,7 +47,7 @@ def test_two_processes_equal_one(folders: tuple[Path, Path], kind: str, sharding
     results = [json.loads((folder / "result.json").read_text()) for folder in (alone, together)]
     for key in ("connections", "sparsity", "flops"):
         assert results[0][key] == results[1][key]
-    metric = "perplexity" if kind == "words" else "accuracy"
+    metric = "perplexity" if kind in ("words", "by-file") else "accuracy"
     assert results[0][metric] == pytest.approx(results[1][metric], rel=1e-5)
     assert results[1]["hardware"]["processes"] == 2
 

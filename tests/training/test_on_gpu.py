@@ -22,6 +22,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 
 IMAGES = Run(model="digits_cnn", data="digits", epochs=12, batch_size=8, log_steps=7, device="cuda")
 SPARSE = IMAGES.with_settings(["method=scl", "sparsity=0.8"])
+TAUGHT = SPARSE.with_settings(["distil=0.5", "schedule=restart"])
 WORDS = Run(
     model="lstm_lm",
     model_options={"hidden": 8, "dropout": 0.0},
@@ -75,7 +76,7 @@ def assert_same(left: dict[str, Tensor], right: dict[str, Tensor]) -> None:
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-@pytest.mark.parametrize("run", [IMAGES, SPARSE], ids=["dense", "sparse"])
+@pytest.mark.parametrize("run", [IMAGES, SPARSE, TAUGHT], ids=["dense", "sparse", "taught"])
 def test_captured_equals_eager(
     images: ImageSet, linear: Callable[[float], None], tmp_path: Path, run: Run, optimizer: str
 ) -> None:
@@ -94,8 +95,9 @@ def test_a_gpu_learns_what_a_cpu_does(images: ImageSet, linear: Callable[[float]
         torch.testing.assert_close(on_gpu[name], tensor, rtol=1e-3, atol=1e-4)
 
 
-def test_a_captured_language_model_learns_what_an_eager_one_does(text: TextSet, tmp_path: Path) -> None:
-    run = WORDS.with_settings(["clip=0.25", "method=scl", "sparsity=0.5", "precision=float32"])
+@pytest.mark.parametrize("share", [0.0, 0.5])
+def test_a_captured_language_model_learns_what_an_eager_one_does(text: TextSet, tmp_path: Path, share: float) -> None:
+    run = WORDS.with_settings(["clip=0.25", "method=scl", "sparsity=0.5", "precision=float32", f"distil={share}"])
     eager = trained(run, tmp_path / "eager", ["capture=false"])
     captured = trained(run, tmp_path / "captured", ["capture=true"])
     for name, tensor in eager.items():
@@ -135,6 +137,7 @@ def test_a_run_begun_on_a_cpu_goes_on_on_a_gpu(
         ["precision=bf16", "channels_last=true"],
         ["precision=bf16", "channels_last=true", "capture=true"],
         ["precision=bf16", "channels_last=true", "compile=true", "capture=true"],
+        ["precision=bf16", "channels_last=true", "compile=true", "capture=true", "distil=0.5"],
         ["compile=true"],
         ["settings.scale=per_sample"],
         ["settings.scale=batch", "capture=true"],

@@ -39,6 +39,15 @@ def test_phases_cosine_comes_down_inside_the_mask_phases() -> None:
     assert found[20:] == pytest.approx([0.1] * 10 + [0.01] * 10)
 
 
+@pytest.mark.parametrize("again", [None, 0.05])
+def test_restart_finishes_the_warm_up_and_begins_anew(again: float | None) -> None:
+    run = Run(method="scl", sparsity=0.5, schedule="restart", lr=0.2, lr_restart=again)
+    peak = 0.2 if again is None else again
+    expected = [0.2 * math.cos(math.pi * step / 20) ** 2 for step in range(10)]
+    expected += [peak * math.cos(math.pi * step / 60) ** 2 for step in range(30)]
+    assert rates(run) == pytest.approx(expected)
+
+
 def test_the_learning_rate_rises_in_equal_steps() -> None:
     run = Run(schedule="constant", lr=1.0, lr_warmup="4it")
     assert rates(run)[:6] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0, 1.0])

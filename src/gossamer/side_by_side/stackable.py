@@ -20,10 +20,11 @@ from gossamer.training.run import Run
 
 _DEFAULT = Run()
 # What runs of one stack may differ in. Everything else they share.
-_RATES = ("lr", "schedule", "lr_warmup", "lr_drops", "lr_factor")
-_OWN = ("method", "sparsity", "decay", "preset", "settings", "seed", "momentum", "weight_decay", *_RATES)
+_RATES = ("lr", "schedule", "lr_warmup", "lr_drops", "lr_factor", "lr_restart")
+_REQUEST = ("method", "sparsity", "decay")
+_OWN = (*_REQUEST, "preset", "settings", "seed", "momentum", "weight_decay", *_RATES)
 # What has to stay as it is by default.
-_NOT_IN_A_STACK = ("flops", "leave_at", "include", "exclude", "optimizer", "nesterov", "clip", "sharding")
+_NOT_IN_A_STACK = ("flops", "leave_at", "include", "exclude", "optimizer", "nesterov", "clip", "sharding", "distil")
 _OTHER_DATA = ("imagefolder", "wikitext2", "ptb")
 
 
@@ -100,7 +101,7 @@ def lane_of(run: Run, steps_per_epoch: int) -> Lane:
     plan = None
     if rule is not Dense or run.schedule in PHASED:
         plan = rule.phases(_plan(settings, total, steps_per_epoch))
-    followed = replace(_DEFAULT, **{name: getattr(run, name) for name in _RATES})
+    followed = replace(_DEFAULT, **{name: getattr(run, name) for name in (*_REQUEST, *_RATES)})
     return Lane(
         name=run.run_id,
         identity=run.run_id,

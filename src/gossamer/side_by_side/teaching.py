@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
+from gossamer.distillation import divergence, mixed
 from gossamer.methods.dense import Dense
 from gossamer.side_by_side.lanes import Lane, Seats
 from gossamer.side_by_side.stack import NetworkStack
@@ -18,9 +18,7 @@ from gossamer.side_by_side.training import Training
 
 def distillation(student: Tensor, teacher: Tensor, temperature: Tensor) -> Tensor:
     """T²·KL(teacher ‖ student) of each row, both softened by T: logits (rows, batch, classes), T (rows,)."""
-    softened = temperature[:, None, None]
-    wanted, said = F.log_softmax(teacher / softened, dim=-1), F.log_softmax(student / softened, dim=-1)
-    return temperature.square() * (wanted.exp() * (wanted - said)).sum(-1).mean(1)
+    return divergence(student, teacher, temperature[:, None]).mean(1)
 
 
 class FrozenTrunks:
@@ -75,7 +73,7 @@ class Lessons:
         if self.trunks is not None:
             said = torch.cat([said, self.trunks(images).to(said.dtype)])
         lesson = distillation(logits, said.index_select(0, teacher), temperature)
-        return (1.0 - share) * cross_entropy + share * lesson
+        return mixed(cross_entropy, lesson, share)
 
     def _find(self, lanes: Sequence[Lane], now: Seats, number: int) -> int:
         lane = lanes[number]

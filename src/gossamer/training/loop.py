@@ -37,6 +37,7 @@ from gossamer.training.run import Run
 from gossamer.training.snapshot import Parts
 from gossamer.training.step import Meter, Step
 from gossamer.training.task import make_task
+from gossamer.training.teacher import make_teacher
 
 _ASK_EVERY = 10  # steps after which several processes ask each other whether to stop or to write a checkpoint
 
@@ -82,6 +83,8 @@ def _train(run: Run, folder: Path, observers: Sequence[Observer], held: ExitStac
     networks.keep_stable(model, optimizer, task.example())
     sparsifier = build_method(run, model, optimizer, total, per_epoch, task.example())
     forward = forward_of(model, chosen, place)
+    plan = _plan_without_masks(run, total, per_epoch) if sparsifier is None else sparsifier.plan
+    teacher = make_teacher(chosen, place, task.lesson(), plan)
 
     def begin() -> None:
         if place.leads:
@@ -96,12 +99,11 @@ def _train(run: Run, folder: Path, observers: Sequence[Observer], held: ExitStac
             held.enter_context(only_one(described))
 
     place.after_the_leader(begin)
-    checkpoints, parts = Checkpoints(folder), Parts(model, optimizer, sparsifier, task)
+    checkpoints, parts = Checkpoints(folder), Parts(model, optimizer, sparsifier, task, teacher)
     clock = _Clock(snapshot.restore(checkpoints, run, place, parts), run.checkpoint_minutes)
     step = task.source.state.epoch * per_epoch + task.source.state.step
-    plan = _plan_without_masks(run, total, per_epoch) if sparsifier is None else None
     meter = Meter(place, step)
-    take_step = Step(chosen, place, task, model, optimizer, sparsifier, forward, meter)
+    take_step = Step(chosen, place, task, model, optimizer, sparsifier, forward, meter, teacher)
 
     def status(*, lr: float, validation: float | None = None) -> Status:
         return Status(
@@ -129,6 +131,8 @@ def _train(run: Run, folder: Path, observers: Sequence[Observer], held: ExitStac
         while step < total:
             if task.source.state.step == 0:
                 task.begin_epoch()
+                if teacher is not None:
+                    teacher.begin_epoch()
             for batch in task.source:
                 lr = learning_rate(
                     run,
@@ -138,6 +142,8 @@ def _train(run: Run, folder: Path, observers: Sequence[Observer], held: ExitStac
                     steps_per_epoch=per_epoch,
                 )
                 lr *= parts.plateau.factor
+                if teacher is not None:
+                    teacher.before(step, model)
                 take_step(batch, lr)
                 step += 1
                 meter.count(step)
@@ -183,6 +189,7 @@ def _train(run: Run, folder: Path, observers: Sequence[Observer], held: ExitStac
             test=test,
             validation=validation,
             seconds=clock.seconds(),
+            teacher=None if teacher is None else teacher.told(),
         )
         tensors = whole_state(model)
 

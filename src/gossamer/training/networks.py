@@ -10,35 +10,9 @@ from torch.optim import Optimizer
 
 from gossamer import models
 from gossamer._forward import undisturbed
+from gossamer.models.digits_cnn import QUICK_START, DigitsNet
 from gossamer.models.indrnn import IndRNN, limit_recurrence_
 from gossamer.training.run import Run
-
-QUICK_START = "digits_cnn"  # too small for the zoo of the paper; the quick start trains it
-QUICK_START_CONNECTIONS = 58_144
-
-
-class DigitsNet(nn.Module):
-    """Three convolutions and a linear layer for grey images of 8 × 8 pixels; 58,144 connections."""
-
-    def __init__(self, num_classes: int = 10, width: int = 32) -> None:
-        super().__init__()
-        self.features = nn.Sequential(
-            nn.Conv2d(1, width, 3, padding=1, bias=False),
-            nn.BatchNorm2d(width),
-            nn.ReLU(),
-            nn.Conv2d(width, 2 * width, 3, stride=2, padding=1, bias=False),
-            nn.BatchNorm2d(2 * width),
-            nn.ReLU(),
-            nn.Conv2d(2 * width, 2 * width, 3, stride=2, padding=1, bias=False),
-            nn.BatchNorm2d(2 * width),
-            nn.ReLU(),
-            nn.Flatten(),
-        )
-        self.classifier = nn.Linear(8 * width, num_classes)
-
-    def forward(self, images: Tensor) -> Tensor:
-        logits: Tensor = self.classifier(self.features(images))
-        return logits
 
 
 def names() -> tuple[str, ...]:

@@ -8,6 +8,8 @@ checkpoint is setting the step.
     steps           times lr_factor at each of lr_drops
     phases          the paper: times lr_factor when the sparsify phase ends, again half-way through fine-tuning
     phases_cosine   a cosine from 1 to lr_factor over the mask phases, then times lr_factor half-way through fine-tuning
+    restart         a cosine from 1 to 0 over the warm-up, so that it ends with a finished dense network, and another
+                    one over the rest of the run, from the rate lr_restart to 0
     plateau         times lr_factor after each look at the validation part that shows no improvement, the sparsify
                     phase left out, in which a network gets worse because it shrinks
 
@@ -24,10 +26,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD, AdamW, Optimizer
 
+from gossamer.method import cosine
 from gossamer.schedule import Plan, steps_of
 from gossamer.training.run import Run
 
-PHASED = ("phases", "phases_cosine")  # schedules that follow the phases of the masks
+PHASED = ("phases", "phases_cosine", "restart")  # schedules that follow the phases of the masks
 _OF_THE_DEVICE = ("lr", "fused", "foreach", "capturable")  # the learning rate is set anew in each step
 _LEAST_GAIN = 1e-4  # relative: less is no improvement
 
@@ -91,6 +94,11 @@ def _factor(run: Run, plan: Plan | None, step: int, total_steps: int, steps: Cal
         return 1.0
     if plan is None:
         raise ValueError(f"schedule={run.schedule} follows the phases of the masks, but was given no plan of them")
+    if run.schedule == "restart":
+        if step < plan.warmup:
+            return cosine(step / plan.warmup)
+        again = 1.0 if run.lr_restart is None else run.lr_restart / run.lr
+        return again * cosine((step - plan.warmup) / (total_steps - plan.warmup))
     masks_end = plan.warmup + plan.sparsify + plan.stabilise
     if step >= masks_end:
         second_half = step >= masks_end + plan.finetune // 2

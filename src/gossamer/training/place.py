@@ -196,6 +196,11 @@ def fast_algorithms(place: Place) -> Iterator[None]:
         torch.backends.cudnn.benchmark = before
 
 
+def autocast(run: Run, place: Place) -> torch.autocast:
+    """The precision in which a network is computed forwards."""
+    return torch.autocast(place.device.type, torch.bfloat16, enabled=run.precision == "bf16")
+
+
 def synchronise_batch_norm(model: nn.Module, place: Place) -> nn.Module:
     """Let batch normalisation see the whole global batch, where torch can."""
     if place.world == 1 or not any(isinstance(module, _BatchNorm) for module in model.modules()):

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import gossamer
+from gossamer import stored
 from gossamer.checkpoint import save
 from gossamer.report import Report, Row, report
 from gossamer.training.checkpoint import write_atomically
@@ -21,9 +22,9 @@ from gossamer.training.place import Place
 from gossamer.training.run import Run
 
 RESULT = "result.json"
-MODEL = "model.safetensors"
+MODEL = stored.MODEL
 SPARSE_MODEL = "model.sparse.safetensors"
-RUN = "run.json"
+RUN = stored.RUN
 LAYERS = "layers.json"
 
 
@@ -37,9 +38,10 @@ def make_result(
     test: float,
     validation: float | None,
     seconds: float,
+    teacher: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """The result as plain values. `mode` is how steps were computed; `flops` are those of one sample (of a language
-    model: one word)."""
+    model: one word). A `teacher` is told where there was one."""
     total = counted.total
     result: dict[str, Any] = {
         "run_id": run.run_id,
@@ -63,7 +65,7 @@ def make_result(
         "commit": commit(),
         "hardware": hardware(place),
     }
-    return result
+    return result if teacher is None else {**result, "teacher": dict(teacher)}
 
 
 def count(run: Run, model: nn.Module, example: Tensor) -> Report:

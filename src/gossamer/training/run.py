@@ -23,7 +23,8 @@ from gossamer.training.values import Scalar, guess, parse, typed
 FORMAT = 1  # of the dictionary and of the files that hold it
 
 OPTIMIZERS = ("sgd", "adamw")
-SCHEDULES = ("constant", "cosine", "steps", "phases", "phases_cosine", "plateau")
+SCHEDULES = ("constant", "cosine", "steps", "phases", "phases_cosine", "restart", "plateau")
+TRUNK = "trunk"  # the teacher that is the network itself, as it was after the warm-up
 AUTO = "auto"
 PRECISIONS = (AUTO, "float32", "bf16")
 SHARDINGS = ("ddp", "fsdp2")
@@ -85,6 +86,13 @@ class Run:
     lr_drops: tuple[str, ...] = ()  # moments of the run, for schedule=steps
     lr_factor: float = 0.1  # of each drop; of the end of the mask phases for phases_cosine
 
+    lr_restart: float | None = None  # of schedule=restart, where the warm-up ends; none: lr once more
+
+    # Learning from another network as well (see gossamer.training.teacher).
+    distil: float = 0.0  # its share in the loss
+    temperature: float = 4.0
+    teacher: str = TRUNK  # or the folder of a finished run, or a file with a network
+
     # The arithmetic.
     precision: str = AUTO  # by measurement, as the switches that are None: see gossamer.training.modes
     sharding: str = "ddp"  # where there are several processes
@@ -105,6 +113,7 @@ class Run:
         object.__setattr__(self, "model_options", MappingProxyType(dict(self.model_options)))
         object.__setattr__(self, "settings", MappingProxyType(_as_numbers(self.settings)))
         problems = [*_wrong_choices(self), *_wrong_numbers(self), *_wrong_request(self), *_wrong_durations(self)]
+        problems += [*_wrong_teacher(self), *_without_warmup(self)]
         if problems:
             raise ValueError("a run that cannot be trained:\n  " + "\n  ".join(problems))
 
@@ -225,6 +234,9 @@ def _wrong_numbers(run: Run) -> list[str]:
         ("clip", "a norm above 0, or none", run.clip is None or run.clip > 0),
         ("label_smoothing", "from 0 to below 1", 0 <= run.label_smoothing < 1),
         ("lr_factor", "above 0 and up to 1", 0 < run.lr_factor <= 1),
+        ("lr_restart", "a number above 0, or none", run.lr_restart is None or run.lr_restart > 0),
+        ("distil", "a share from 0 to 1", 0 <= run.distil <= 1),
+        ("temperature", "a number above 0", run.temperature > 0),
         ("evaluate_every", "at least 1 epoch", run.evaluate_every >= 1),
         ("checkpoint_minutes", "at least 0", run.checkpoint_minutes >= 0),
         ("checkpoint_steps", "at least 0", run.checkpoint_steps >= 0),
@@ -254,6 +266,34 @@ def _wrong_durations(run: Run) -> list[str]:
                 wrong.append(f"{name}: {error}")
     if (run.schedule == "steps") != bool(run.lr_drops):
         wrong.append(f"lr_drops go with schedule=steps, got schedule={run.schedule} and lr_drops={run.lr_drops}")
+    if run.lr_restart is not None and run.schedule != "restart":
+        wrong.append(f"lr_restart goes with schedule=restart, got schedule={run.schedule}")
+    return wrong
+
+
+def _wrong_teacher(run: Run) -> list[str]:
+    alone = {"temperature": run.temperature, "teacher": run.teacher} if not run.distil else {}
+    return [
+        f"{name} goes with a share distil above 0, got {name}={value} and distil=0"
+        for name, value in alone.items()
+        if value != getattr(Run, name)
+    ]
+
+
+def _without_warmup(run: Run) -> list[str]:
+    """What needs a network that has learned, dense, when masks begin, where there is no such moment."""
+    rule = METHODS.get(ALIASES.get(run.method, run.method))
+    if run.method == "dense":
+        reason = "method=dense has no masks: set method=scl"
+    elif rule is not None and rule.from_start:
+        reason = f"method={run.method} is sparse from its first step on: choose another method"
+    else:
+        return []
+    wrong = []
+    if run.schedule == "restart":
+        wrong.append(f"schedule=restart needs a warm-up before the masks, but {reason}, or schedule=cosine")
+    if run.distil and run.teacher == TRUNK:
+        wrong.append(f"teacher={TRUNK} needs a warm-up before the masks, but {reason}, or give teacher= a file")
     return wrong
 
 

@@ -20,6 +20,7 @@ from gossamer.training.optimise import Plateau, load_optimizer_state
 from gossamer.training.place import Place
 from gossamer.training.run import Run
 from gossamer.training.task import Task
+from gossamer.training.teacher import Teacher
 
 _FORMAT = 1
 
@@ -32,6 +33,7 @@ class Parts:
     optimizer: Optimizer
     sparsifier: SparseTraining | None
     task: Task
+    teacher: Teacher | None = None
     plateau: Plateau = field(default_factory=Plateau)
 
     def state(self) -> dict[str, Any]:
@@ -57,10 +59,12 @@ def save(checkpoints: Checkpoints, run: Run, place: Place, parts: Parts, *, step
     """Write a checkpoint; all processes have to take part. False where the disk did not take it."""
     own: dict[str, Any] = {"random": random_states(place.device), "task": unshard(parts.task.state())}
     alike: dict[str, Any] = {}
+    if parts.teacher is not None:
+        own["teacher"], alike["teacher"] = unshard(parts.teacher.own_state()), parts.teacher.state()
     if parts.mesh() is not None:
         own |= unshard(parts.state())
     elif place.leads:
-        alike = parts.state()
+        alike |= parts.state()
     ranks = place.gather(own)
     written = True
     if place.leads:
@@ -93,6 +97,8 @@ def restore(checkpoints: Checkpoints, run: Run, place: Place, parts: Parts) -> f
     own = state["ranks"][place.rank]
     parts.load(reshard(own, parts.mesh()) if "model" in own else state)
     parts.task.load_state(own["task"])
+    if parts.teacher is not None:
+        parts.teacher.load_state(state["teacher"], own["teacher"])
     parts.task.source.state = Position(**state["position"])
     parts.plateau = Plateau(**state["plateau"])
     set_random_states(own["random"], place.device)

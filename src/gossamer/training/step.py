@@ -3,8 +3,8 @@
 `_compute` is the whole step and never looks at the host, so it can be captured as one CUDA graph and replayed. What
 changes from step to step is then read from fixed places on the device: the batch, the learning rate, the state that the
 task carries along, the counters of the meter, and what `Sparsifier.advance()` sets. Kernels differ between warm-up,
-mask learning and fine-tuning, so each has a graph of its own. A batch of another shape (the short end of a text) runs
-without one. On a CPU there are no graphs, and a captured step simply runs.
+mask learning and fine-tuning, and where a teacher begins, so each has a graph of its own. A batch of another shape (the
+short end of a text) runs without one. On a CPU there are no graphs, and a captured step simply runs.
 """
 
 import warnings
@@ -23,10 +23,12 @@ from gossamer.training.optimise import set_learning_rate
 from gossamer.training.place import Place
 from gossamer.training.run import Run
 from gossamer.training.task import Task
+from gossamer.training.teacher import Teacher
 
 _LOOK_EVERY = 50  # steps after which the loss on an accelerator is looked at, as looking means waiting
 
 Batch = tuple[Tensor, Tensor]
+_Kernels = tuple[Phase, bool]
 
 
 class LossNotFinite(ArithmeticError):
@@ -93,14 +95,15 @@ class Step:
         sparsifier: SparseTraining | None,
         forward: Callable[..., Any],
         meter: Meter,
+        teacher: Teacher | None = None,
     ) -> None:
         """`run` has to be resolved; `forward` is the model, perhaps compiled or wrapped."""
-        self._run, self._device, self._task = run, place.device, task
+        self._run, self._device, self._task, self._teacher = run, place.device, task, teacher
         self._model, self._optimizer, self._sparsifier = model, optimizer, sparsifier
         self._forward, self._meter = forward, meter
         self._buffers: Batch | None = None
         self._captured: Captured | None = None
-        self._captured_in: Phase | None = None
+        self._captured_in: _Kernels | None = None
 
     def __call__(self, batch: Batch, lr: float) -> None:
         set_learning_rate(self._optimizer, lr)
@@ -119,10 +122,12 @@ class Step:
             captured()
 
     def _compute(self, batch: Batch) -> None:
-        loss = self._task.loss(self._forward, batch)
+        loss = self._task.loss(self._forward, batch, self._teacher)
         self._meter.add(loss)
         loss.backward()  # type: ignore[no-untyped-call]
         self._task.carry()
+        if self._teacher is not None:
+            self._teacher.carry()
         if self._run.clip is not None:
             nn.utils.clip_grad_norm_(self._model.parameters(), self._run.clip)
         self._optimizer.step()
@@ -139,15 +144,16 @@ class Step:
         buffers = self._buffers
         for buffer, part in zip(buffers, batch, strict=True):
             buffer.copy_(part)
-        phase = self._kernels_of()
-        if self._captured is None or phase is not self._captured_in:
+        kernels = self._kernels_of()
+        if self._captured is None or kernels != self._captured_in:
             self._captured = Captured(lambda: self._compute(buffers), self._device)
-            self._captured_in = phase
+            self._captured_in = kernels
         return self._captured
 
-    def _kernels_of(self) -> Phase:
-        """The phase of the coming step, as far as kernels differ."""
+    def _kernels_of(self) -> _Kernels:
+        """The phase of the coming step, as far as kernels differ, and whether a teacher speaks in it."""
+        taught = self._teacher is not None and self._teacher.teaches
         if not isinstance(self._sparsifier, Sparsifier):
-            return Phase.WARMUP
+            return Phase.WARMUP, taught
         phase = self._sparsifier.plan.at(self._sparsifier.step).phase
-        return Phase.SPARSIFY if phase.masks_train else phase
+        return Phase.SPARSIFY if phase.masks_train else phase, taught

@@ -1,7 +1,8 @@
 """What a run is trained on: batches, the loss of a batch, and the measure of success.
 
 There are two tasks, classification of images and prediction of the next word. Both are driven by the same loop; what
-they have to carry from step to step (a language model its hidden state) they keep, give away and take back.
+they have to carry from step to step (a language model its hidden state) they keep, give away and take back. Where the
+run has a teacher, it adds its part to the loss of a batch.
 """
 
 import math
@@ -16,8 +17,10 @@ from torch.nn import functional
 
 from gossamer import data
 from gossamer.data import Batches, FolderBatches, FolderSet, ImageSet, Position, TextBatches, TextSet
-from gossamer.training.place import Place
+from gossamer.training.hidden import Hidden
+from gossamer.training.place import Place, autocast
 from gossamer.training.run import Run
+from gossamer.training.teacher import Lesson, Teacher
 
 _EVALUATION_BATCH = 500
 _EVALUATION_COLUMNS = 10  # as the PyTorch word-language-model example evaluates
@@ -49,7 +52,11 @@ class Task(Protocol):
         """A batch of the right shape, of zeros."""
         ...
 
-    def loss(self, forward: Callable[..., Any], batch: tuple[Tensor, Tensor]) -> Tensor:
+    def lesson(self) -> Lesson:
+        """What a teacher has to fit."""
+        ...
+
+    def loss(self, forward: Callable[..., Any], batch: tuple[Tensor, Tensor], teacher: Teacher | None = None) -> Tensor:
         """The loss of this process's slice; its mean over processes is the loss of the batch."""
         ...
 
@@ -75,10 +82,6 @@ def make_task(run: Run, place: Place) -> Task:
     return ImageTask(run, place, dataset)
 
 
-def autocast(run: Run, place: Place) -> torch.autocast:
-    return torch.autocast(place.device.type, torch.bfloat16, enabled=run.precision == "bf16")
-
-
 class ImageTask:
     """Classification of images, of a set that lives on the device or of a folder that is streamed."""
 
@@ -102,12 +105,17 @@ class ImageTask:
     def example(self) -> Tensor:
         return torch.zeros(2, *self._shape, device=self._place.device)
 
-    def loss(self, forward: Callable[..., Any], batch: tuple[Tensor, Tensor]) -> Tensor:
-        images, labels = batch
-        mine = self._mine(len(labels))
+    def lesson(self) -> Lesson:
+        return Lesson(self.example(), self.num_classes, hidden=None)
+
+    def loss(self, forward: Callable[..., Any], batch: tuple[Tensor, Tensor], teacher: Teacher | None = None) -> Tensor:
+        mine = self._mine(len(batch[1]))
+        images, labels = batch[0][mine], batch[1][mine]
         with autocast(self._run, self._place):
-            logits = forward(images[mine])
-        loss = functional.cross_entropy(logits.float(), labels[mine], label_smoothing=self._run.label_smoothing)
+            logits = forward(images)
+        loss = functional.cross_entropy(logits.float(), labels, label_smoothing=self._run.label_smoothing)
+        if teacher is not None:
+            loss = teacher(loss, logits, images)
         # While training every batch is a full one.
         return loss * self._place.weight_of(self._run.batch_size) if self._place.world > 1 else loss
 
@@ -176,35 +184,32 @@ class TextTask:
         self._run, self._place, self._dataset = run, place, dataset
         self.num_classes = len(dataset.vocabulary)
         self.source: Source = TextBatches(dataset.train, run.batch_size, length=run.bptt, device=place.device)
-        # In its own place on the device, where a captured step finds it again.
-        self._hidden: tuple[Tensor, ...] | None = None
-        self._next: tuple[Tensor, ...] = ()
+        self._hidden = Hidden(place.device)
 
     def example(self) -> Tensor:
         return torch.zeros(1, 2, dtype=torch.int64, device=self._place.device)
 
-    def loss(self, forward: Callable[..., Any], batch: tuple[Tensor, Tensor]) -> Tensor:
+    def lesson(self) -> Lesson:
+        return Lesson(self.example(), self.num_classes, Hidden(self._place.device))
+
+    def loss(self, forward: Callable[..., Any], batch: tuple[Tensor, Tensor], teacher: Teacher | None = None) -> Tensor:
         count = batch[0].shape[1]
         tokens, following = (part[:, self._place.slice_of(count)] for part in batch)
         with autocast(self._run, self._place):
-            logits, hidden = forward(tokens, self._hidden)
-        self._next = tuple(part.detach() for part in hidden)
+            logits, hidden = forward(tokens, self._hidden.value)
+        self._hidden.note(hidden)
         loss = functional.cross_entropy(
             logits.float().flatten(0, 1), following.flatten(), label_smoothing=self._run.label_smoothing
         )
+        if teacher is not None:
+            loss = teacher(loss, logits, tokens)
         return loss * self._place.weight_of(count) if self._place.world > 1 else loss
 
     def carry(self) -> None:
-        if self._hidden is None:
-            self._hidden = tuple(part.clone() for part in self._next)
-        else:
-            for kept, new in zip(self._hidden, self._next, strict=True):
-                kept.copy_(new)
-        self._next = ()
+        self._hidden.carry()
 
     def begin_epoch(self) -> None:
-        for part in self._hidden or ():
-            part.zero_()
+        self._hidden.clear()
 
     def evaluate(self, model: nn.Module, part: str) -> float:
         stream = self._dataset.test if part == "test" else self._dataset.validation
@@ -219,11 +224,10 @@ class TextTask:
         return math.exp(min(float(total) / words, 700.0))  # a hopeless model is huge, not an overflow
 
     def state(self) -> dict[str, Any]:
-        return {"hidden": None if self._hidden is None else list(self._hidden)}
+        return {"hidden": self._hidden.state()}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        hidden = state["hidden"]
-        self._hidden = None if hidden is None else tuple(part.to(self._place.device) for part in hidden)
+        self._hidden.load(state["hidden"])
 
 
 @contextmanager
