@@ -95,6 +95,36 @@ def test_a_file_of_another_network_is_refused(tmp_path: Path) -> None:
         open_network(tmp_path / "nowhere.safetensors", "lenet300")
 
 
+@pytest.mark.parametrize("name", ["os:abort", f"{__name__}:make_net", "no.such:thing"])
+def test_a_file_cannot_name_code_to_run(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "model.safetensors"
+    gossamer.save(make_net(), path, network=name)
+    with pytest.raises(ValueError, match="asks to run code"):
+        open_network(path, shape=(4,))
+    gossamer.save(make_net(), path)
+    (tmp_path / "run.json").write_text(json.dumps({"model": name}))
+    with pytest.raises(ValueError, match="asks to run code"):
+        open_network(path, shape=(4,))
+
+
+def test_sizes_in_a_file_are_checked_before_memory_is_asked_for(tmp_path: Path) -> None:
+    path, state = tmp_path / "model.safetensors", models.create("lenet300").state_dict()
+    last = next(name for name, tensor in state.items() if tensor.shape == (10, 100))
+    save_file({**state, last: torch.empty(1 << 50, 0)}, path)  # no bytes, yet as many rows as no machine has room for
+    with pytest.raises(ValueError, match="of another shape"):
+        open_network(path, "lenet300")
+    save_file({"features.0.weight": torch.empty(1 << 20, 0)}, path)
+    with pytest.raises(ValueError, match="missing: features.1.weight"):
+        open_network(path, "digits_cnn")
+
+
+def test_options_that_the_network_does_not_have_are_named(tmp_path: Path) -> None:
+    gossamer.save(models.create("lenet300"), tmp_path / "model.safetensors")
+    (tmp_path / "run.json").write_text(json.dumps({"model": "lenet300", "model_options": {"depth": 3}}))
+    with pytest.raises(ValueError, match=r"options of lenet300 in .*run.json, got .*depth"):
+        open_network(tmp_path / "model.safetensors")
+
+
 def run(*arguments: str) -> int:
     with pytest.raises(SystemExit) as stop:
         cli.main(arguments)

@@ -17,6 +17,7 @@ from gossamer.data.folder import load_folder
 from gossamer.data.pixels import centre_crop, crop_box, decode, random_crop_flip
 
 Image = pytest.importorskip("PIL.Image")
+EpsImagePlugin = pytest.importorskip("PIL.EpsImagePlugin")
 
 
 def png(value: int, width: int = 20, height: int = 16) -> bytes:
@@ -144,6 +145,20 @@ def test_a_bad_image_is_named(tmp_path: Path, workers: int) -> None:
     dataset = load_folder(write_folder(tmp_path / "images", content))
     with pytest.raises(CorruptData, match=r"^\S+train/bee/3\.png is not a readable image \(.*\); replace it"):
         list(FolderBatches(dataset, dataset.train, 10, training=True, size=8, resize=8, workers=workers))
+
+
+def test_no_other_program_is_started_for_an_image(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[object] = []
+    monkeypatch.setattr(
+        EpsImagePlugin, "Ghostscript", lambda *given: started.append(given) or Image.new("RGB", (9, 9)).im
+    )
+    script = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\nshowpage\n%%EOF\n"
+    with Image.open(io.BytesIO(script)) as image:
+        image.load()
+    assert len(started) == 1  # what Pillow does with it
+    with pytest.raises(CorruptData, match="bee/1.jpg is not a readable image"):
+        decode(script, "bee/1.jpg")
+    assert len(started) == 1
 
 
 @pytest.mark.parametrize(
