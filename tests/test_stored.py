@@ -114,7 +114,7 @@ def test_sizes_in_a_file_are_checked_before_memory_is_asked_for(tmp_path: Path) 
     with pytest.raises(ValueError, match="of another shape"):
         open_network(path, "lenet300")
     save_file({"features.0.weight": torch.empty(1 << 20, 0)}, path)
-    with pytest.raises(ValueError, match="missing: features.1.weight"):
+    with pytest.raises(ValueError, match=r"missing: features\.1\.weight"):
         open_network(path, "digits_cnn")
 
 

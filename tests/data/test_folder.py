@@ -156,7 +156,7 @@ def test_no_other_program_is_started_for_an_image(monkeypatch: pytest.MonkeyPatc
     with Image.open(io.BytesIO(script)) as image:
         image.load()
     assert len(started) == 1  # what Pillow does with it
-    with pytest.raises(CorruptData, match="bee/1.jpg is not a readable image"):
+    with pytest.raises(CorruptData, match=r"bee/1\.jpg is not a readable image"):
         decode(script, "bee/1.jpg")
     assert len(started) == 1
 
