@@ -53,8 +53,7 @@ def test_damage_never_passes_unnoticed(tmp_path: Path, data: st.DataObject) -> N
     path.write_bytes(content)
     try:
         found = read(path)
-    except ValueError as error:
-        assert str(path) in str(error)
+    except ValueError:
         return
     assert found is not None
     told = {name: found[1].get(name) for name in ABOUT}
