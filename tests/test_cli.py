@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import gossamer
 from gossamer import cli, data, models
 from gossamer.recipes import RECIPES
 from gossamer.training import networks
@@ -54,6 +55,31 @@ def test_the_quick_start_compares_dense_and_sparse(
     assert str(tmp_path / "digits" / "model.safetensors") in shown.replace("\n", "")
 
 
+def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--version") == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith(f"gossamer {gossamer.__version__}, torch {torch.__version__}")
+
+
+def test_a_report_of_a_folder_of_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    values = {"sparsity": 0.5, "connections": 123, "weights": 246, "seconds": 1.0, "accuracy": 0.5}
+    for name in ("one", "two"):
+        (tmp_path / "runs" / name).mkdir(parents=True)
+        (tmp_path / "runs" / name / "result.json").write_text(json.dumps(values))
+    (tmp_path / "sweep").mkdir()
+    (tmp_path / "sweep" / "0123456789.json").write_text(json.dumps(values))
+    assert run("report", str(tmp_path / "runs")) == 0
+    assert capsys.readouterr().out.count(" 123 ") == 2
+    assert run("report", str(tmp_path / "sweep"), str(tmp_path / "runs" / "one")) == 0
+    assert capsys.readouterr().out.count(" 123 ") == 2
+    (tmp_path / "begun").mkdir()
+    (tmp_path / "begun" / "run.json").write_text("{}")
+    assert run("report", str(tmp_path / "begun")) == 2
+    assert "train it to the end first" in capsys.readouterr().err
+    assert run("report") == 2
+    assert "expected folders of finished runs, got none" in capsys.readouterr().err
+
+
 def test_list_shows_everything_with_its_count(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("list") == 0
     shown = capsys.readouterr().out
@@ -81,6 +107,9 @@ def test_the_small_network_of_the_quick_start_has_the_count_that_is_listed() -> 
         (["train", "digits", "--out", "OUT", "--set", "model=resnet20"], "resnet20 does not take batches of digits"),
         (["train", "cifar10-resnet20", "--out", "OUT", "--set", "data_root=OUT"], "to name a folder with data sets"),
         (["train", "NEW", "--out", "OUT"], "written by a newer version of gossamer"),
+        (["sweep", "digits", "--out", "OUT"], "add --grid seed=0,1,2"),
+        (["compare", "--out", "OUT", "--sparsity", "95"], "such as 0.95, got [95.0]"),
+        (["speed", "NEW", "--out", "OUT/nowhere/speed.json"], "make it first"),
         (["report", "OUT"], "expected a finished run with a result.json in it"),
     ],
 )

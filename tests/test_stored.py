@@ -93,6 +93,8 @@ def test_a_file_of_another_network_is_refused(tmp_path: Path) -> None:
         open_network(tmp_path / "own.safetensors", "lenet300")
     with pytest.raises(FileNotFoundError, match="does not exist"):
         open_network(tmp_path / "nowhere.safetensors", "lenet300")
+    with pytest.raises(FileNotFoundError, match=r"is a folder: name a file, such as .*model\.safetensors"):
+        open_network(tmp_path, "lenet300")
 
 
 @pytest.mark.parametrize("name", ["os:abort", f"{__name__}:make_net", "no.such:thing"])

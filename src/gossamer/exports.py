@@ -49,7 +49,7 @@ def to_onnx(
     should have two samples or more: a size of one is easily taken for a constant.
     """
     require("onnx", "onnxscript")
-    inputs, target = _inputs(example_input), Path(path)
+    inputs, target = _inputs(example_input), writable(path)
     frozen = copy.deepcopy(model).eval()
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")  # of the exporter's own making
@@ -79,7 +79,7 @@ def to_torch(
     model: nn.Module, example_input: Tensor | Sequence[Any], path: str | Path, *, batch_axis: int | None = 0
 ) -> Exported:
     """Writes a file of ``torch.export`` (usually ``.pt2``), reads it back and runs it on random inputs."""
-    inputs, target = _inputs(example_input), Path(path)
+    inputs, target = _inputs(example_input), writable(path)
     frozen = copy.deepcopy(model).eval()
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")
@@ -102,13 +102,23 @@ def to_torch(
 def to_dense(model: nn.Module | Mapping[str, Tensor], path: str | Path) -> Exported:
     """Writes plain safetensors with every name of the state dict; weights that are tied are written twice."""
     state = dict(model.state_dict() if isinstance(model, nn.Module) else model)
-    target = Path(path)
+    target = writable(path)
     save_file({name: tensor.detach().cpu().contiguous().clone() for name, tensor in state.items()}, target)
     again = load_file(target)
     for name, tensor in state.items():
         if again[name].dtype != tensor.dtype or not torch.equal(_bits(again[name]), _bits(tensor.detach().cpu())):
             raise RuntimeError(f"expected {name} back from {target} as it was written, got something else")
     return Exported(target, _size(target), _zeros(_unique(state)), 0.0, "read back, every bit the same")
+
+
+def writable(path: str | Path) -> Path:
+    """The path of a file that is to be written, once its folder is seen to be there: work before that is lost."""
+    target = Path(path)
+    if not target.parent.is_dir():
+        raise FileNotFoundError(f"expected a folder to write {target.name} to, got {target.parent}: make it first")
+    if target.is_dir():
+        raise IsADirectoryError(f"expected a file to write to, got {target}, which is a folder")
+    return target
 
 
 def require(*packages: str) -> None:

@@ -22,7 +22,7 @@ from gossamer import models
 from gossamer.checkpoint import load
 from gossamer.sparsefile.container import read_header
 from gossamer.training.networks import QUICK_START, DigitsNet
-from gossamer.training.result import RUN, read_json
+from gossamer.training.result import MODEL, RUN, read_json
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,7 +57,8 @@ def open_network(
     """
     source = Path(path)
     if not source.is_file():
-        raise FileNotFoundError(f"expected a safetensors file, got {source}, which does not exist")
+        problem = f"is a folder: name a file, such as {source / MODEL}" if source.is_dir() else "does not exist"
+        raise FileNotFoundError(f"expected a safetensors file, got {source}, which {problem}")
     state = load(source)
     name, options = _named(source, net)
     if net is not None and ":" in net:

@@ -4,6 +4,7 @@ import functools
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -190,6 +191,29 @@ def test_checkpoints_of_other_races_and_other_files_are_refused(tmp_path: Path) 
     path.write_bytes(b"not a checkpoint")
     with pytest.raises(ValueError, match="expected the checkpoint of a race in"):
         running(race).go_on_from(path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"sparsity": (0.9, 95.0)}, r"shares from 0 to below 1 as sparsity, such as 0\.95, got \[95\.0\]"),
+        ({"sparsity": ()}, "expected a sparsity"),
+        ({"seeds": 0}, "got 2 values, 0 seeds"),
+        ({"validation": -1}, "no negative validation"),
+    ],
+)
+def test_comparisons_that_make_no_sense_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        replace(replace(SMALL, sparsity=(0.5, 0.8)), **changes)
+
+
+@pytest.mark.usefixtures("tiny")
+def test_a_budget_below_the_floor_is_refused_before_anything_is_trained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Running, "epoch", lambda self, number: pytest.fail("trained"))
+    with pytest.raises(ValueError, match=r"sparsity=0\.9999 leaves 27 connections, but the floor keeps 268"):
+        compare(replace(SMALL, methods=("dense", "scl"), sparsity=(0.9999,)), tmp_path, device=CPU)
 
 
 def test_the_records_that_are_there_are_recognised() -> None:

@@ -8,7 +8,7 @@ from rich.progress import Progress as Bar
 
 from gossamer.checkpoint import load
 from gossamer.cli.arguments import NetworkFile, OptionalFile, OptionalName
-from gossamer.exports import Exported, to_dense, to_onnx, to_torch
+from gossamer.exports import Exported, to_dense, to_onnx, to_torch, writable
 from gossamer.speed import ENGINES, measure
 from gossamer.speed.report import plot
 from gossamer.stored import open_network
@@ -40,6 +40,9 @@ class Speed:
     """Show the traceback of an error."""
 
     def carry_out(self, console: Console) -> None:
+        for path in (self.out, self.plot):
+            if path is not None:
+                writable(path)
         stored = open_network(self.file, self.net, shape=self.shape or None)
         with Bar(console=Console(stderr=True), transient=True) as bar:
             task = bar.add_task(stored.name, total=1.0)

@@ -47,6 +47,10 @@ class Sweep:
     """Show the traceback of an error."""
 
     def carry_out(self, console: Console) -> None:
+        if not self.grid:
+            raise ValueError(
+                "expected what the runs differ in, got nothing: add --grid seed=0,1,2, or train one run alone"
+            )
         base = find(self.recipe).run.with_settings(joined(self.set))
         records = sweep(
             runs_of(base, joined(self.grid)),

@@ -23,7 +23,7 @@ class Reproduce:
     """Folder for the records (results/EXHIBIT); what is there already is not computed again."""
     seeds: int = 3
     """Runs of each kind, with seeds from 0 on."""
-    steps: int = 2000
+    steps: int = map_fitting.STEPS
     """Of map-fitting."""
     epochs: int = mnist.EPOCHS
     """Of mnist."""

@@ -101,6 +101,8 @@ def reproduce(
     progress: Callable[[str], None] = lambda line: None,
 ) -> list[dict[str, Any]]:
     """Train what has no record under `out` yet, draw the picture, and return all the records."""
+    if seeds < 1:
+        raise ValueError(f"expected at least 1 seed, got {seeds}")
     wanted = entries(seeds=seeds, epochs=epochs)
     missing = [entry for entry in wanted if not _path(out, entry).exists()]
     images = _images() if missing else None
