@@ -212,7 +212,7 @@ def test_a_budget_below_the_floor_is_refused_before_anything_is_trained(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Running, "epoch", lambda self, number: pytest.fail("trained"))
-    with pytest.raises(ValueError, match=r"sparsity=0\.9999 leaves 27 connections, but the floor keeps 268"):
+    with pytest.raises(ValueError, match=r"sparsity=0\.9999 leaves 27 connections, but the floor keeps 267"):
         compare(replace(SMALL, methods=("dense", "scl"), sparsity=(0.9999,)), tmp_path, device=CPU)
 
 

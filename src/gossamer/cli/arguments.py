@@ -7,7 +7,9 @@ import tyro
 from tyro.conf import arg
 
 RecipeName = Annotated[tyro.conf.Positional[str], arg(metavar="RECIPE")]
-Assignments = Annotated[tyro.conf.UseAppendAction[tuple[tuple[str, ...], ...]], arg(metavar="KEY=VALUE")]
+Assignments = Annotated[
+    tyro.conf.UseAppendAction[tuple[tuple[str, ...], ...]], arg(metavar="KEY=VALUE [KEY=VALUE ...]")
+]
 Folder = Annotated[Path, arg(metavar="DIR")]
 OptionalFolder = Annotated[Path | None, arg(metavar="DIR")]
 OptionalFile = Annotated[Path | None, arg(metavar="FILE")]

@@ -28,7 +28,7 @@ class List:
 class Report:
     """Show finished runs in one table, and with --layers the connections of every layer."""
 
-    files: Annotated[tyro.conf.Positional[tuple[Path, ...]], arg(metavar="DIR")]
+    files: Annotated[tyro.conf.Positional[tuple[Path, ...]], arg(metavar="DIR [DIR ...]")]
     """Folders of runs, folders that hold such, as a sweep's, or result.json files."""
     layers: bool = False
     """Also one table a run with every layer."""
