@@ -102,6 +102,8 @@ def save(
     check_tensors(state)
     job = make_job(state, values, negative_zeros)
     target = Path(path)
+    if not target.parent.is_dir():
+        raise FileNotFoundError(f"expected a folder to write {target.name} to, got {target.parent}: make it first")
     size = write_file(target, make_entries(job, codec), partial(describe, codec=codec, network=network))
     kinds = [record.kind for record in job.records]
     return Saved(

@@ -16,6 +16,8 @@ from gossamer.training import networks
 def of_results(results: Sequence[tuple[str, Mapping[str, Any]]]) -> Table:
     """One row a result."""
     table = _table("", "test", "validation", "sparsity", "connections", "FLOPs", "time", left=1)
+    for index, column in enumerate(table.columns):
+        column.no_wrap = index > 0  # a long path takes two lines, and not the place of the numbers
     for name, result in results:
         metric = "perplexity" if "perplexity" in result else "accuracy"
         table.add_row(

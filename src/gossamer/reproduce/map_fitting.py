@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.func import functional_call, replace_all_batch_norm_modules_, vmap
 
 from gossamer import method, models
+from gossamer.reproduce.record import write_record
 from gossamer.results.plot import can_draw, map_fitting_curves
-from gossamer.training.checkpoint import write_atomically
 
 RATES = {"none": (0.1, 10.0, 100.0, 1000.0, 10_000.0), "batch": (0.01, 0.1, 1.0)}
 STEPS = 2000
@@ -115,8 +115,7 @@ def reproduce(
             fitted = fit_masks([fit for fit in all_fits(seeds) if fit.estimator == estimator], steps=steps)
             versions = {"torch": torch.__version__}
             content = {"steps": steps, "versions": versions, "fits": [dataclasses.asdict(each) for each in fitted]}
-            text = json.dumps(content)
-            write_atomically(path, lambda file, text=text: file.write(text.encode()))
+            write_record(path, content)
         record = json.loads(path.read_text())
         kept = len({each["fit"]["seed"] for each in record["fits"]})
         if (record["steps"], kept) != (steps, seeds):

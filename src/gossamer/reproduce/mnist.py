@@ -23,9 +23,9 @@ from gossamer.models.fc_densenet import FullyConnectedDenseNet
 from gossamer.recipes import find
 from gossamer.recipes.mnist import DECAY_TABLE
 from gossamer.reproduce.picture import draw_input_connections
+from gossamer.reproduce.record import write_record
 from gossamer.side_by_side.lanes import Outcome
 from gossamer.side_by_side.sweeps import checkpoint_path, train_together
-from gossamer.training.checkpoint import write_atomically
 from gossamer.training.place import Place
 from gossamer.training.result import commit, hardware, versions
 from gossamer.training.run import Run
@@ -120,7 +120,7 @@ def reproduce(
         out.mkdir(parents=True, exist_ok=True)
         for entry, (outcome, network) in zip(portion, trained, strict=True):
             assert isinstance(network, FullyConnectedDenseNet)
-            _write(_path(out, entry), record(entry, outcome, network, device, seconds, len(portion)))
+            write_record(_path(out, entry), record(entry, outcome, network, device, seconds, len(portion)))
         checkpoint.unlink(missing_ok=True)
     records = [json.loads(_path(out, entry).read_text()) for entry in wanted]
     try:
@@ -205,9 +205,3 @@ def _portions(missing: Sequence[Entry], *, by_seed: bool) -> list[list[Entry]]:
 
 def _path(out: Path, entry: Entry) -> Path:
     return out / f"{entry.part}-{entry.run.run_id}.json"
-
-
-def _write(path: Path, content: dict[str, Any]) -> None:
-    """On one line: the counts of 784 pixels would be as many lines."""
-    text = json.dumps(content, allow_nan=False) + "\n"
-    write_atomically(path, lambda file: file.write(text.encode()))

@@ -66,7 +66,7 @@ def _checksum(tensors: Mapping[str, Tensor]) -> int:
     running = 0
     for name, tensor in sorted(tensors.items()):
         running = zlib.crc32(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode(), running)
-        running = zlib.crc32(tensor.reshape(-1).view(torch.uint8).numpy(), running)
+        running = zlib.crc32(tensor.reshape(-1).view(torch.uint8).numpy().data, running)
     return running
 
 

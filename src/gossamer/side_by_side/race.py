@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Required, TypedDict
 
 import torch
 from torch import nn
@@ -32,6 +32,16 @@ from gossamer.side_by_side.teaching import FrozenTrunks, Lessons, check_teachers
 from gossamer.side_by_side.training import Training
 
 _RECALIBRATION = 200  # training batches whose statistics batch norms get anew
+
+
+class How(TypedDict, total=False):
+    """What functions that end in `train_side_by_side` hand on to it."""
+
+    device: Required[torch.device]
+    dtype: torch.dtype
+    progress: Callable[[str], None]
+    checkpoint: Path | None
+    checkpoint_minutes: float
 
 
 def train_side_by_side(
