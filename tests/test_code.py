@@ -20,7 +20,7 @@ LAYERS = (
     {"settings", "budget_kernels", "budget", "select", "_forward"},
     {"flops", "target", "store", "moments", "models", "data", "_claims", "keep_zeros", "sparsefile"},
     {"learning", "health", "_resume", "report", "verify", "checkpoint", "runtime", "methods"},
-    {"sample_scales", "compaction", "results"},
+    {"sample_scales", "_preconditions", "compaction", "results"},
     {"connectivity"},
     {"sparsifier"},
     {"__init__"},
