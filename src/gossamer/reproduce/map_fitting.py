@@ -6,7 +6,6 @@ as one stacked network.
 """
 
 import dataclasses
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from torch.func import functional_call, replace_all_batch_norm_modules_, vmap
 from gossamer import method, models
 from gossamer.reproduce.record import write_record
 from gossamer.results.plot import can_draw, map_fitting_curves
+from gossamer.results.records import read_record
 
 RATES = {"none": (0.1, 10.0, 100.0, 1000.0, 10_000.0), "batch": (0.01, 0.1, 1.0)}
 STEPS = 2000
@@ -116,7 +116,7 @@ def reproduce(
             versions = {"torch": torch.__version__}
             content = {"steps": steps, "versions": versions, "fits": [dataclasses.asdict(each) for each in fitted]}
             write_record(path, content)
-        record = json.loads(path.read_text())
+        record = read_record(path)
         kept = len({each["fit"]["seed"] for each in record["fits"]})
         if (record["steps"], kept) != (steps, seeds):
             raise ValueError(

@@ -7,7 +7,6 @@ of the same length. The estimators are compared at exactly 95 %: the budget is s
 paper's. Beside both stand our defaults at the paper's sparsities.
 """
 
-import json
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -24,6 +23,7 @@ from gossamer.recipes import find
 from gossamer.recipes.mnist import DECAY_TABLE
 from gossamer.reproduce.picture import draw_input_connections
 from gossamer.reproduce.record import write_record
+from gossamer.results.records import read_record
 from gossamer.side_by_side.lanes import Outcome
 from gossamer.side_by_side.sweeps import checkpoint_path, train_together
 from gossamer.training.place import Place
@@ -122,7 +122,7 @@ def reproduce(
             assert isinstance(network, FullyConnectedDenseNet)
             write_record(_path(out, entry), record(entry, outcome, network, device, seconds, len(portion)))
         checkpoint.unlink(missing_ok=True)
-    records = [json.loads(_path(out, entry).read_text()) for entry in wanted]
+    records = [read_record(_path(out, entry)) for entry in wanted]
     try:
         draw_input_connections(records, out / PICTURE)
     except ImportError as error:

@@ -25,6 +25,7 @@ from gossamer.methods import METHODS, Layout, find
 from gossamer.methods.filters import check_reach
 from gossamer.results import race_page
 from gossamer.results.plot import accuracy_against_sparsity, can_draw, check
+from gossamer.results.records import read_record
 from gossamer.select import select
 from gossamer.side_by_side.entries import Member, Race, run_race
 from gossamer.side_by_side.lanes import Outcome
@@ -178,7 +179,7 @@ def compare(
 
 def _publish(paths: Iterable[Path], out: Path, plot: Path | None) -> list[dict[str, Any]]:
     """The records that there are, after their table and plot have been written."""
-    records = [json.loads(path.read_text()) for path in paths if path.exists()]
+    records = [read_record(path) for path in paths if path.exists()]
     if records:
         tier = records[0]["tier"]
         (out / f"{tier}.md").write_text(race_page(records))
