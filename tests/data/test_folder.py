@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import sys
 import tarfile
 from pathlib import Path
@@ -93,6 +94,18 @@ def test_what_is_no_image_folder_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "imagenette-mini.tar").write_bytes(b"short")
     with pytest.raises(CorruptData, match="truncated: expected 15749120 bytes, got 5"):
         load_folder(tmp_path / "imagenette-mini.tar")
+
+
+def test_what_is_no_file_is_no_image(tmp_path: Path) -> None:
+    """A pipe or a device would be read without end; a link to an image is one."""
+    root = write_folder(tmp_path / "images", files())
+    os.mkfifo(root / "train" / "bee" / "pipe.png")
+    (root / "train" / "bee" / "zeros.png").symlink_to("/dev/zero")
+    (root / "train" / "bee" / "folder.png").mkdir()
+    (root / "train" / "bee" / "nowhere.png").symlink_to("nowhere")
+    (root / "train" / "bee" / "linked.png").symlink_to("1.png")
+    before = {f"{label}/{number}.png" for label in ("bee", "ant") for number in range(5)}
+    assert set(load_folder(root).train.names) == before | {"bee/linked.png"}
 
 
 def test_a_truncated_archive_is_refused(tmp_path: Path) -> None:
