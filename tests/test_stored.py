@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -85,6 +86,14 @@ def test_a_network_of_ones_own(tmp_path: Path) -> None:
         open_network(path, "no_such_module:make", shape=(4,))
     with pytest.raises(ValueError, match=r"to return a torch.nn.Module, got int"):
         open_network(path, f"{__name__}:make_nothing", shape=(4,))
+
+
+def test_a_network_in_the_working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "networks_of_mine.py").write_text("from torch import nn\n\n\ndef make():\n    return nn.Linear(4, 3)\n")
+    gossamer.save(make_net(), tmp_path / "own.safetensors")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
+    assert open_network("own.safetensors", "networks_of_mine:make", shape=(4,)).name == "networks_of_mine:make"
 
 
 def test_a_file_of_another_network_is_refused(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -139,6 +140,9 @@ def _classes(default: nn.Module, state: Mapping[str, Tensor]) -> int | None:
 
 def _own(name: str) -> nn.Module:
     module, _, function = name.partition(":")
+    here = os.getcwd()
+    if here not in sys.path:
+        sys.path.insert(0, here)  # a module in the folder one works in; the installed command does not look there
     try:
         made = getattr(importlib.import_module(module), function)()
     except (ImportError, AttributeError) as error:
