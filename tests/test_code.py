@@ -77,6 +77,18 @@ def test_the_reference_shares_no_code_with_the_library() -> None:
         assert not imported(path), path.name
 
 
+def test_the_parts_are_there_without_an_import_of_their_own() -> None:
+    code = """
+import sys, gossamer
+loaded = {name.split(".")[1] for name in sys.modules if name.startswith("gossamer.")}
+assert not loaded & {"training", "recipes", "cli", "speed"}, loaded
+assert gossamer.models.create("lenet300") and gossamer.exports.to_onnx and gossamer.recipes.find("digits")
+assert not hasattr(gossamer, "model")
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+
+
 def test_readme_fits_a_screen() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 66
 
