@@ -1,3 +1,4 @@
+import io
 import json
 import os
 import re
@@ -6,10 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 from safetensors.torch import load_file
 
 import gossamer
-from gossamer import cli, data, models
+from gossamer import cli, data, models, tables
 from gossamer.recipes import RECIPES
 from gossamer.training import networks
 from gossamer.training.progress import JsonLines, Status
@@ -167,3 +169,17 @@ def test_a_warning_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert len(warned) == 1
     assert warned[0].startswith("warning: the checkpoint")
     assert warned[0].endswith("; beginning again")
+
+
+def test_numbers_stay_whole_beside_a_long_name() -> None:
+    result = {"accuracy": 0.91, "sparsity": 0.95, "connections": 36_461_232, "flops": 1e9, "seconds": 3725}
+    rows = [["magnitude, chosen anew in every step", *["98.19 ± 0.20"] * 4]]
+    for table, numbers in (
+        (tables.of_results([("runs/" * 30, result)]), ("91.00%", "95.00%", "36,461,232", "62 min 5 s")),
+        (tables.of_rows(["method", "0 %", "90 %", "95 %", "98 %"], rows), ("98.19 ± 0.20",)),
+    ):
+        console = Console(width=80, file=io.StringIO())
+        console.print(table)
+        shown = console.file.getvalue()
+        assert all(number in shown for number in numbers)
+        assert max(map(len, shown.splitlines())) <= 80

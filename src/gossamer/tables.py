@@ -12,7 +12,7 @@ from gossamer.recipes import RECIPES, Published, Recipe
 from gossamer.report import Report
 from gossamer.training import networks
 
-_NUMBERS = 60  # characters for the numbers of a row, on a terminal of 80
+_NUMBERS = 70  # characters for the numbers of a row, on a terminal of 80
 
 
 def of_results(results: Sequence[tuple[str, Mapping[str, Any]]]) -> Table:
@@ -114,7 +114,7 @@ def _with_whole_numbers(table: Table) -> Table:
     first, *others = table.columns
     words = [[*str(column.header).split(), *map(str, column.cells)] for column in others]
     widths = [max(map(len, each), default=0) for each in words]
-    if sum(widths) + 2 * len(widths) <= _NUMBERS:
+    if sum(widths) + 3 * len(widths) <= _NUMBERS:
         first.no_wrap = False
         for column, width in zip(others, widths, strict=True):
             column.min_width = width
