@@ -21,6 +21,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from gossamer.sparsefile.container import writable
+
 TOLERANCE = 1e-4  # of the largest output: other engines sum in another order
 
 
@@ -109,16 +111,6 @@ def to_dense(model: nn.Module | Mapping[str, Tensor], path: str | Path) -> Expor
         if again[name].dtype != tensor.dtype or not torch.equal(_bits(again[name]), _bits(tensor.detach().cpu())):
             raise RuntimeError(f"expected {name} back from {target} as it was written, got something else")
     return Exported(target, _size(target), _zeros(_unique(state)), 0.0, "read back, every bit the same")
-
-
-def writable(path: str | Path) -> Path:
-    """The path of a file that is to be written, once its folder is seen to be there: work before that is lost."""
-    target = Path(path)
-    if not target.parent.is_dir():
-        raise FileNotFoundError(f"expected a folder to write {target.name} to, got {target.parent}: make it first")
-    if target.is_dir():
-        raise IsADirectoryError(f"expected a file to write to, got {target}, which is a folder")
-    return target
 
 
 def require(*packages: str) -> None:

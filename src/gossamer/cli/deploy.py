@@ -8,7 +8,8 @@ from rich.progress import Progress as Bar
 
 from gossamer.checkpoint import load
 from gossamer.cli.arguments import NetworkFile, OptionalFile, OptionalName
-from gossamer.exports import Exported, to_dense, to_onnx, to_torch, writable
+from gossamer.exports import Exported, to_dense, to_onnx, to_torch
+from gossamer.sparsefile.container import writable
 from gossamer.speed import ENGINES, measure
 from gossamer.speed.report import plot
 from gossamer.stored import open_network
