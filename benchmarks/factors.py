@@ -12,6 +12,7 @@ not looked at.
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -106,7 +107,7 @@ def tell(rows: Sequence[Sequence[int]], records: Sequence[dict[str, Any]]) -> li
     seeds = [each["seed"] for each in records]
     averaged = effects(rows, seeds, [each["validation_accuracy"] for each in records])
     last = effects(rows, seeds, [each["of_the_last_weights"]["validation_accuracy"] for each in records])
-    loss = effects(rows, seeds, [each["train_loss"] for each in records])
+    loss = effects(rows, seeds, [each["train_loss"] or math.nan for each in records])
     crossed = [[row[0] * level for level in row] for row in rows]  # the products with the sparsity
     by_sparsity = effects(crossed, seeds, [each["of_the_last_weights"]["validation_accuracy"] for each in records])
     gain = [

@@ -25,6 +25,7 @@ from gossamer.results import race_blocks
 from gossamer.results.records import table
 from gossamer.side_by_side import Member, run_race
 from gossamer.side_by_side.compare import Comparison, entrant, record
+from gossamer.training.result import write_json
 
 HELD_OUT = 2000
 
@@ -87,7 +88,7 @@ def race(out: Path, methods: Sequence[str], sparsity: float, seeds: int, epochs:
             about = {"tier": "small", "net": "narrow ResNet-14", "data": images.name, "images": len(images.train)}
             about["accuracy_on"] = f"{len(images.test)} images held out of the training set"
             content = {**about, **record(member, outcome, phases, seconds, len(runs))}
-            paths[text].write_text(json.dumps(content, indent=1))
+            write_json(paths[text], content)
         found += [*paths.values()]
     return found
 

@@ -21,6 +21,7 @@ from gossamer.data.sets import ImageSet
 from gossamer.methods import find
 from gossamer.side_by_side import Member, Outcome, Race, run_race
 from gossamer.side_by_side.compare import record
+from gossamer.training.result import write_json
 
 SEEDS = (0, 1, 2)
 SCREENING = Race(warmup=12, sparsify=18, stabilise=8, finetune=12)
@@ -56,7 +57,7 @@ def write_records(
     for number, (member, outcome) in enumerate(zip(runs, outcomes, strict=True)):
         about = {"tier": tier, "net": "resnet20", "data": "cifar10", "commit": commit}
         content = {**about, **record(member, outcome, race, seconds, len(outcomes))}
-        (out / f"{tier}-{number:03d}.json").write_text(json.dumps(content, indent=1))
+        write_json(out / f"{tier}-{number:03d}.json", content)
 
 
 def race_and_record(

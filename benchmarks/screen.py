@@ -32,6 +32,7 @@ from gossamer import data, models
 from gossamer.data.sets import ImageSet, Labelled
 from gossamer.side_by_side import Member, Race, run_race
 from gossamer.side_by_side.compare import Comparison, record
+from gossamer.training.result import write_json
 
 SEEDS = (0, 1, 2)
 VALIDATION = 5000
@@ -278,9 +279,7 @@ def train(
     for run, outcome in zip(runs, outcomes, strict=False):  # teachers come last
         about = {"tier": tier, "hypothesis": run.name, "net": net, "data": images.name, "commit": commit}
         content = {**about, "validation_images": held_out, **record(run.member, outcome, race, seconds, len(members))}
-        temporary = run.path.with_suffix(".partial")
-        temporary.write_text(json.dumps(content, indent=1))
-        temporary.replace(run.path)
+        write_json(run.path, content)
     checkpoint.unlink(missing_ok=True)
     return seconds
 
@@ -323,7 +322,7 @@ def table(runs: Sequence[Run], key: str) -> list[str]:
         against = f"{statistics.mean(gains):+.2f} ± {error:.2f}" if gains else "–"
         plain = [each.get("of_the_last_weights", {}).get(key) for each in by_seed.values()]
         beside = f" (last weights {statistics.mean(plain):.2f})" if None not in plain else ""
-        loss = statistics.mean(each["train_loss"] for each in by_seed.values())
+        loss = statistics.mean(each["train_loss"] or math.nan for each in by_seed.values())
         row = f"{name:<36} {100 * sparsity:5.1f} %  {statistics.mean(values):.2f} ± {spread:.2f}  {against:>14}"
         lines.append((sparsity, -statistics.mean(values), f"{row}  loss {loss:.3f}  seeds {len(values)}{beside}"))
     head = f"{'hypothesis':<36}   zeros  {key.replace('_', ' ')}, to the default ± standard error"

@@ -350,6 +350,13 @@ def test_without_zstandard_it_says_so(tmp_path: Path, monkeypatch: pytest.Monkey
     assert save({"w": torch.zeros(3)}, tmp_path / "f", compress="auto").codec == "zlib"
 
 
+def test_a_place_that_cannot_be_written_to_is_told(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"expected a folder to write f to, got .*nowhere: make it first"):
+        save(nn.Linear(2, 2), tmp_path / "nowhere" / "f")
+    with pytest.raises(IsADirectoryError, match="which is a folder"):
+        save(nn.Linear(2, 2), tmp_path)
+
+
 def test_failed_save_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save({"w": sparse(30, 30)}, tmp_path / "f")
     before = (tmp_path / "f").read_bytes()

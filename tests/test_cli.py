@@ -1,3 +1,4 @@
+import io
 import json
 import os
 import re
@@ -6,9 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 from safetensors.torch import load_file
 
-from gossamer import cli, data, models
+import gossamer
+from gossamer import cli, data, models, tables
 from gossamer.models.digits_cnn import QUICK_START_CONNECTIONS, DigitsNet
 from gossamer.recipes import RECIPES
 from gossamer.training import networks
@@ -55,6 +58,31 @@ def test_the_quick_start_compares_dense_and_sparse(
     assert str(tmp_path / "digits" / "model.safetensors") in shown.replace("\n", "")
 
 
+def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--version") == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith(f"gossamer {gossamer.__version__}, torch {torch.__version__}")
+
+
+def test_a_report_of_a_folder_of_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    values = {"sparsity": 0.5, "connections": 123, "weights": 246, "seconds": 1.0, "accuracy": 0.5}
+    for name in ("one", "two"):
+        (tmp_path / "runs" / name).mkdir(parents=True)
+        (tmp_path / "runs" / name / "result.json").write_text(json.dumps(values))
+    (tmp_path / "sweep").mkdir()
+    (tmp_path / "sweep" / "0123456789.json").write_text(json.dumps(values))
+    assert run("report", str(tmp_path / "runs")) == 0
+    assert capsys.readouterr().out.count(" 123 ") == 2
+    assert run("report", str(tmp_path / "sweep"), str(tmp_path / "runs" / "one")) == 0
+    assert capsys.readouterr().out.count(" 123 ") == 2
+    (tmp_path / "begun").mkdir()
+    (tmp_path / "begun" / "run.json").write_text("{}")
+    assert run("report", str(tmp_path / "begun")) == 2
+    assert "train it to the end first" in capsys.readouterr().err
+    assert run("report") == 2
+    assert "expected folders of finished runs, got none" in capsys.readouterr().err
+
+
 def test_list_shows_everything_with_its_count(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("list") == 0
     shown = capsys.readouterr().out
@@ -82,6 +110,9 @@ def test_the_small_network_of_the_quick_start_has_the_count_that_is_listed() -> 
         (["train", "digits", "--out", "OUT", "--set", "model=resnet20"], "resnet20 does not take batches of digits"),
         (["train", "cifar10-resnet20", "--out", "OUT", "--set", "data_root=OUT"], "to name a folder with data sets"),
         (["train", "NEW", "--out", "OUT"], "written by a newer version of gossamer"),
+        (["sweep", "digits", "--out", "OUT"], "add --grid seed=0,1,2"),
+        (["compare", "--out", "OUT", "--sparsity", "95"], "such as 0.95, got [95.0]"),
+        (["speed", "NEW", "--out", "OUT/nowhere/speed.json"], "make it first"),
         (["report", "OUT"], "expected a finished run with a result.json in it"),
     ],
 )
@@ -139,3 +170,17 @@ def test_a_warning_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert len(warned) == 1
     assert warned[0].startswith("warning: the checkpoint")
     assert warned[0].endswith("; beginning again")
+
+
+def test_numbers_stay_whole_beside_a_long_name() -> None:
+    result = {"accuracy": 0.91, "sparsity": 0.95, "connections": 36_461_232, "flops": 1e9, "seconds": 3725}
+    rows = [["magnitude, chosen anew in every step", *["98.19 ± 0.20"] * 4]]
+    for table, numbers in (
+        (tables.of_results([("runs/" * 30, result)]), ("91.00%", "95.00%", "36,461,232", "62 min 5 s")),
+        (tables.of_rows(["method", "0 %", "90 %", "95 %", "98 %"], rows), ("98.19 ± 0.20",)),
+    ):
+        console = Console(width=80, file=io.StringIO())
+        console.print(table)
+        shown = console.file.getvalue()
+        assert all(number in shown for number in numbers)
+        assert max(map(len, shown.splitlines())) <= 80

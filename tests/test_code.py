@@ -20,7 +20,7 @@ LAYERS = (
     {"settings", "budget_kernels", "budget", "select", "_forward"},
     {"flops", "target", "store", "moments", "models", "data", "_claims", "keep_zeros", "sparsefile"},
     {"learning", "health", "_resume", "report", "verify", "checkpoint", "runtime", "methods"},
-    {"sample_scales", "compaction", "results", "stored"},
+    {"sample_scales", "_preconditions", "compaction", "results", "stored"},
     {"connectivity"},
     {"sparsifier"},
     {"__init__"},
@@ -75,6 +75,18 @@ def test_files_stay_small() -> None:
 def test_the_reference_shares_no_code_with_the_library() -> None:
     for path in (ROOT / "tests" / "reference").glob("*.py"):
         assert not imported(path), path.name
+
+
+def test_the_parts_are_there_without_an_import_of_their_own() -> None:
+    code = """
+import sys, gossamer
+loaded = {name.split(".")[1] for name in sys.modules if name.startswith("gossamer.")}
+assert not loaded & {"training", "recipes", "cli", "speed"}, loaded
+assert gossamer.models.create("lenet300") and gossamer.exports.to_onnx and gossamer.recipes.find("digits")
+assert not hasattr(gossamer, "model")
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
 
 
 def test_readme_fits_a_screen() -> None:

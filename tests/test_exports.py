@@ -85,6 +85,19 @@ def test_an_exporter_that_loses_zeros_is_found_out(tmp_path: Path, monkeypatch: 
         exports.to_torch(model, example, tmp_path / "model.pt2", batch_axis=axis)
 
 
+def test_a_folder_that_is_not_there_is_told_before_the_work(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    for write in (exports.to_onnx, exports.to_torch):
+        with pytest.raises(
+            FileNotFoundError, match=r"expected a folder to write model to, got .*nowhere: make it first"
+        ):
+            write(model, torch.zeros(2, 2), tmp_path / "nowhere" / "model")
+    with pytest.raises(FileNotFoundError, match="make it first"):
+        exports.to_dense(model, tmp_path / "nowhere" / "model")
+    with pytest.raises(IsADirectoryError, match="which is a folder"):
+        exports.to_dense(model, tmp_path)
+
+
 def test_outputs_that_differ_are_found_out() -> None:
     with pytest.raises(RuntimeError, match=r"within 0.0001 of the model's, got 5.0e-01"):
         exports._difference(Path("x"), [torch.ones(2)], torch.full((2,), 2.0))

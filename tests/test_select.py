@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.nn.utils import prune
 
+from gossamer import Sparsifier
 from gossamer.select import SelectionError, Weight, select
 
 
@@ -310,3 +311,9 @@ def test_selection_leaves_the_model_alone() -> None:
     select(model)
     assert before == {name: (id(parameter), parameter._version) for name, parameter in model.named_parameters()}
     assert model.training
+
+
+def test_what_is_no_model_is_refused() -> None:
+    model = nn.Linear(2, 2)
+    with pytest.raises(TypeError, match=r"expected a torch\.nn\.Module as the model, got SGD"):
+        Sparsifier(torch.optim.SGD(model.parameters()), model, sparsity=0.5, total_steps=9)  # type: ignore[arg-type]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -88,12 +89,52 @@ def test_a_network_of_ones_own(tmp_path: Path) -> None:
         open_network(path, f"{__name__}:make_nothing", shape=(4,))
 
 
+def test_a_network_in_the_working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "networks_of_mine.py").write_text("from torch import nn\n\n\ndef make():\n    return nn.Linear(4, 3)\n")
+    gossamer.save(make_net(), tmp_path / "own.safetensors")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
+    assert open_network("own.safetensors", "networks_of_mine:make", shape=(4,)).name == "networks_of_mine:make"
+
+
 def test_a_file_of_another_network_is_refused(tmp_path: Path) -> None:
     gossamer.save(make_net(), tmp_path / "own.safetensors")
     with pytest.raises(ValueError, match=r"expected the tensors of lenet300 .*missing: .*; unknown: weight, bias"):
         open_network(tmp_path / "own.safetensors", "lenet300")
     with pytest.raises(FileNotFoundError, match="does not exist"):
         open_network(tmp_path / "nowhere.safetensors", "lenet300")
+    with pytest.raises(FileNotFoundError, match=r"is a folder: name a file, such as .*model\.safetensors"):
+        open_network(tmp_path, "lenet300")
+
+
+@pytest.mark.parametrize("name", ["os:abort", f"{__name__}:make_net", "no.such:thing"])
+def test_a_file_cannot_name_code_to_run(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "model.safetensors"
+    gossamer.save(make_net(), path, network=name)
+    with pytest.raises(ValueError, match="asks to run code"):
+        open_network(path, shape=(4,))
+    gossamer.save(make_net(), path)
+    (tmp_path / "run.json").write_text(json.dumps({"model": name}))
+    with pytest.raises(ValueError, match="asks to run code"):
+        open_network(path, shape=(4,))
+
+
+def test_sizes_in_a_file_are_checked_before_memory_is_asked_for(tmp_path: Path) -> None:
+    path, state = tmp_path / "model.safetensors", models.create("lenet300").state_dict()
+    last = next(name for name, tensor in state.items() if tensor.shape == (10, 100))
+    save_file({**state, last: torch.empty(1 << 50, 0)}, path)  # no bytes, yet as many rows as no machine has room for
+    with pytest.raises(ValueError, match="of another shape"):
+        open_network(path, "lenet300")
+    save_file({"features.0.weight": torch.empty(1 << 20, 0)}, path)
+    with pytest.raises(ValueError, match=r"missing: features\.1\.weight"):
+        open_network(path, "digits_cnn")
+
+
+def test_options_that_the_network_does_not_have_are_named(tmp_path: Path) -> None:
+    gossamer.save(models.create("lenet300"), tmp_path / "model.safetensors")
+    (tmp_path / "run.json").write_text(json.dumps({"model": "lenet300", "model_options": {"depth": 3}}))
+    with pytest.raises(ValueError, match=r"options of lenet300 in .*run.json, got .*depth"):
+        open_network(tmp_path / "model.safetensors")
 
 
 def run(*arguments: str) -> int:

@@ -48,6 +48,20 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
                     buffer.copy_(saved)
 
 
+def check_example(model: nn.Module, example_input: object) -> None:
+    """Runs the example once, so that one which does not fit is told by the model, not by a tracer's long complaint."""
+    positional, named = arguments(example_input)
+    try:
+        with undisturbed(model):
+            model(*positional, **named)
+    except Exception as error:
+        told = " ".join(str(error).split())[:200]
+        raise ValueError(
+            f"expected an example input that {type(model).__name__} takes, got one for which it raises "
+            f"{type(error).__name__}: {told}"
+        ) from error
+
+
 def _to_evaluation(model: nn.Module) -> None:
     try:
         model.eval()

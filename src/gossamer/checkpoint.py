@@ -27,6 +27,7 @@ from gossamer.sparsefile.container import (
     parse_json,
     read_header,
     read_section,
+    writable,
     write_file,
 )
 from gossamer.sparsefile.dtypes import TABLE
@@ -101,7 +102,7 @@ def save(
     state = dict(model.state_dict() if isinstance(model, nn.Module) else model)
     check_tensors(state)
     job = make_job(state, values, negative_zeros)
-    target = Path(path)
+    target = writable(path)
     size = write_file(target, make_entries(job, codec), partial(describe, codec=codec, network=network))
     kinds = [record.kind for record in job.records]
     return Saved(

@@ -21,6 +21,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from gossamer.sparsefile.container import writable
+
 TOLERANCE = 1e-4  # of the largest output: other engines sum in another order
 
 
@@ -49,7 +51,7 @@ def to_onnx(
     should have two samples or more: a size of one is easily taken for a constant.
     """
     require("onnx", "onnxscript")
-    inputs, target = _inputs(example_input), Path(path)
+    inputs, target = _inputs(example_input), writable(path)
     frozen = copy.deepcopy(model).eval()
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")  # of the exporter's own making
@@ -79,7 +81,7 @@ def to_torch(
     model: nn.Module, example_input: Tensor | Sequence[Any], path: str | Path, *, batch_axis: int | None = 0
 ) -> Exported:
     """Writes a file of ``torch.export`` (usually ``.pt2``), reads it back and runs it on random inputs."""
-    inputs, target = _inputs(example_input), Path(path)
+    inputs, target = _inputs(example_input), writable(path)
     frozen = copy.deepcopy(model).eval()
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")
@@ -102,7 +104,7 @@ def to_torch(
 def to_dense(model: nn.Module | Mapping[str, Tensor], path: str | Path) -> Exported:
     """Writes plain safetensors with every name of the state dict; weights that are tied are written twice."""
     state = dict(model.state_dict() if isinstance(model, nn.Module) else model)
-    target = Path(path)
+    target = writable(path)
     save_file({name: tensor.detach().cpu().contiguous().clone() for name, tensor in state.items()}, target)
     again = load_file(target)
     for name, tensor in state.items():

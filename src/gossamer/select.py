@@ -13,6 +13,7 @@ position.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
@@ -96,6 +97,8 @@ def select(
     ``for_training=False`` is for those who only read: frozen parameters are listed too, and what stands in
     the way of training alone (an embedding with sparse gradients, say) is no error.
     """
+    if not isinstance(cast(object, model), nn.Module):
+        raise TypeError(f"expected a torch.nn.Module as the model, got {type(model).__name__}")
     included, excluded = as_tuple(include, "include"), as_tuple(exclude, "exclude")
     candidates, uninitialised = _candidates(model)
     chosen = [

@@ -16,7 +16,6 @@ from dataclasses import asdict, replace
 from typing import Any, NoReturn
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -24,17 +23,16 @@ from torch.optim import Optimizer
 from gossamer import method
 from gossamer._claims import claim, owned_by, release
 from gossamer._hooks import capturing, uncompiled, unscaling
+from gossamer._preconditions import check_weights
 from gossamer._resume import FORMAT, check_state
 from gossamer._selectors import Selectors, clean_name
 from gossamer.connectivity import Connectivity, floors
 from gossamer.flops import positions
 from gossamer.health import Health
-from gossamer.sample_scales import check_layers
 from gossamer.schedule import Phase, Plan, make_plan
 from gossamer.select import Weight, select
 from gossamer.settings import choose
-from gossamer.sharding import local, shard_axis, shard_group
-from gossamer.store import common_device
+from gossamer.sharding import local, shard_group
 from gossamer.target import make_target
 
 _FLOOR_EVERY = 100  # mask steps between two choices of the connections that the floor keeps
@@ -83,7 +81,9 @@ class Sparsifier:
         self._owned = owned_by(optimizers, self.weights)
         self._group = shard_group([weight.parameter for weight in self.weights])
         self._replicas = model.process_group if isinstance(model, DistributedDataParallel) else None
-        self._check_weights()
+        check_weights(
+            self.weights, self.settings, sharded=self._group is not None, replicated=self._replicas is not None
+        )
         self.plan = make_plan(
             total_steps,
             warmup=self.settings.warmup,
@@ -234,23 +234,6 @@ class Sparsifier:
                 replicas=self._replicas,
             )
         return self._connectivity
-
-    def _check_weights(self) -> None:
-        """What would else come to light only when masks begin to learn, long into the run."""
-        common_device([weight.parameter for weight in self.weights])
-        sharded = self._group is not None
-        if sharded and self.settings.scale == "per_sample":
-            raise ValueError('scale="per_sample" needs whole weights in every process: use DDP, or scale="global"')
-        if self.settings.scale == "per_sample":
-            check_layers(self.weights)
-            if self._replicas is None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-                raise ValueError(
-                    'scale="per_sample" sums over the samples of all processes: give the Sparsifier the model that is '
-                    'wrapped in DistributedDataParallel, or use scale="batch"'
-                )
-        pieces = [w.name for w in self.weights if w.groups > 1 and shard_axis(w.parameter) != w.feature_axis]
-        if sharded and self.settings.scale == "batch" and pieces:
-            raise ValueError(f'scale="batch" cannot see the features of {pieces[0]} in shards: use scale="global"')
 
     def _anneal(self, settling: float, phase: Phase) -> float:
         if self.settings.anneal == "cosine":

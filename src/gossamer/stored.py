@@ -2,7 +2,7 @@
 
 A file holds tensors, not code. Which network they belong to is said on the command line, or by the file itself
 (``network`` in its metadata, see ``gossamer.save``), or by the run.json that `gossamer train` leaves beside
-it.
+it. Only the command line can name a function to call: a file that could would be a program.
 """
 
 from __future__ import annotations
@@ -10,8 +10,10 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -65,19 +67,26 @@ def open_network(
     """
     source = Path(path)
     if not source.is_file():
-        raise FileNotFoundError(f"expected a safetensors file, got {source}, which does not exist")
+        problem = f"is a folder: name a file, such as {source / MODEL}" if source.is_dir() else "does not exist"
+        raise FileNotFoundError(f"expected a safetensors file, got {source}, which {problem}")
     state = load(source)
     name, options = _named(source, net, otherwise)
-    if ":" in name:
+    if net is not None and ":" in net:
         if shape is None:
             raise ValueError(
                 f"expected the shape of one sample for {name}, got none: add --shape, e.g. --shape 3 32 32"
             )
         model, tokens = _own(name), 0
+        _check(model, state, source, name)
+    elif ":" in name:
+        raise ValueError(
+            f"expected a name out of gossamer list in {source} or the {RUN} beside it, got {name!r}, which asks to run "
+            f"code: if you trust that, say so by --net {name}"
+        )
     else:
-        model, known, tokens = _registered(name, options, state)
+        model, known, tokens = _registered(name, options, state, source)
         shape = shape or known
-    _fill(model, state, source, name)
+    model.load_state_dict(state, strict=False)  # strict would miss the second names of tied weights
     return Stored(name, model.eval(), source, shape, tokens)
 
 
@@ -113,30 +122,37 @@ def _read(path: Path) -> Any:
 
 
 def _registered(
-    name: str, options: Mapping[str, Any], state: Mapping[str, Tensor]
+    name: str, options: Mapping[str, Any], state: Mapping[str, Tensor], path: Path
 ) -> tuple[nn.Module, tuple[int, ...], int]:
     """A network of the list with as many classes as the file has."""
+    try:
+        with torch.device("meta"):  # sizes out of a file are held against its tensors before memory is asked for
+            build, shape, tokens = _builder(name, options, state)
+            _check(build(), state, path, name)
+    except TypeError as error:
+        raise ValueError(f"expected options of {name} in {path.with_name(RUN)}, got others ({error})") from error
+    return build(), shape, tokens
+
+
+def _builder(
+    name: str, options: Mapping[str, Any], state: Mapping[str, Tensor]
+) -> tuple[Callable[[], nn.Module], tuple[int, ...], int]:
+    """How to make the network, the shape of one sample, and the size of its vocabulary."""
     if name == QUICK_START:
-        width = state["features.0.weight"].shape[0] if "features.0.weight" in state else 32
-        answers = state["classifier.weight"].shape[0] if "classifier.weight" in state else 10
-        return DigitsNet(answers, width), (1, 8, 8), 0
+        first, last = (state.get(f"{layer}.weight") for layer in ("features.0", "classifier"))
+        width, answers = (each.shape[0] if each is not None and each.ndim else 0 for each in (first, last))
+        return partial(DigitsNet, answers or 10, width or 32), (1, 8, 8), 0
     entry = models.entry(name)
-
-    def build(classes: int | None) -> nn.Module:
-        return models.create(name, num_classes=classes, **options)
-
-    classes = _classes(build, state)
-    vocabulary = (classes or entry.num_classes) if entry.tokens else 0
-    return build(classes), entry.input_shape, vocabulary
+    build = partial(models.create, name, **options)
+    classes = _classes(build(), state)
+    return partial(build, num_classes=classes), entry.input_shape, (classes or entry.num_classes) if entry.tokens else 0
 
 
-def _classes(build: Callable[[int | None], nn.Module], state: Mapping[str, Tensor]) -> int | None:
+def _classes(default: nn.Module, state: Mapping[str, Tensor]) -> int | None:
     """The number of classes, from the tensors that do not fit the default; None for the default."""
-    with torch.device("meta"):
-        wanted = build(None).state_dict()
     found = {
         state[name].shape[0]
-        for name, tensor in wanted.items()
+        for name, tensor in default.state_dict().items()
         if name in state and state[name].shape != tensor.shape and state[name].ndim
     }
     return found.pop() if len(found) == 1 else None
@@ -144,6 +160,9 @@ def _classes(build: Callable[[int | None], nn.Module], state: Mapping[str, Tenso
 
 def _own(name: str) -> nn.Module:
     module, _, function = name.partition(":")
+    here = os.getcwd()
+    if here not in sys.path:
+        sys.path.insert(0, here)  # a module in the folder one works in; the installed command does not look there
     try:
         made = getattr(importlib.import_module(module), function)()
     except (ImportError, AttributeError) as error:
@@ -153,19 +172,14 @@ def _own(name: str) -> nn.Module:
     return made
 
 
-def _fill(model: nn.Module, state: dict[str, Tensor], path: Path, name: str) -> None:
-    """Puts the tensors in; a weight that the file has under its other name (tied) is not missing."""
-    wanted = model.state_dict()
-    stored = {_place(tensor) for key, tensor in wanted.items() if key in state}
-    missing = [key for key, tensor in wanted.items() if key not in state and _place(tensor) not in stored]
+def _check(model: nn.Module, state: Mapping[str, Tensor], path: Path, name: str) -> None:
+    """The file has the tensors of the model; one that it has under its other name (tied) is not missing."""
+    wanted = model.state_dict(keep_vars=True)
+    stored = {id(tensor) for key, tensor in wanted.items() if key in state}
+    missing = [key for key, tensor in wanted.items() if key not in state and id(tensor) not in stored]
     foreign = [key for key in state if key not in wanted]
     shapes = [key for key in state if key in wanted and state[key].shape != wanted[key].shape]
     problems = {"missing": missing, "unknown": foreign, "of another shape": shapes}
     if any(problems.values()):
         listed = "; ".join(f"{what}: {', '.join(keys[:4])}" for what, keys in problems.items() if keys)
         raise ValueError(f"expected the tensors of {name} in {path}, got others ({listed}): is it another network?")
-    model.load_state_dict(state, strict=False)
-
-
-def _place(tensor: Tensor) -> tuple[int, int]:
-    return tensor.untyped_storage().data_ptr(), int(tensor.storage_offset())

@@ -13,6 +13,8 @@ from gossamer.recipes import RECIPES, Published, Recipe
 from gossamer.report import Report
 from gossamer.training import networks
 
+_NUMBERS = 70  # characters for the numbers of a row, on a terminal of 80
+
 
 def of_results(results: Sequence[tuple[str, Mapping[str, Any]]]) -> Table:
     """One row a result."""
@@ -28,7 +30,7 @@ def of_results(results: Sequence[tuple[str, Mapping[str, Any]]]) -> Table:
             _short(result.get("flops")),
             _time(result["seconds"]),
         )
-    return table
+    return _with_whole_numbers(table)
 
 
 def of_map_fitting(rows: Sequence[Sequence[str]]) -> Table:
@@ -45,7 +47,7 @@ def of_rows(head: Sequence[str], rows: Sequence[Sequence[str]], title: str | Non
     table = _table(*head, left=1, title=title)
     for row in rows:
         table.add_row(*row)
-    return table
+    return _with_whole_numbers(table)
 
 
 def of_layers(report: Report, title: str) -> Table:
@@ -105,6 +107,18 @@ def _table(*titles: str, left: int, title: str | None = None) -> Table:
     for index, each in enumerate(titles):
         words = index < left or each == ""
         table.add_column(each, justify="left" if words else "right", no_wrap=index == 0, overflow="fold")
+    return table
+
+
+def _with_whole_numbers(table: Table) -> Table:
+    """Where room is scarce a long name takes two lines, rather than a number; with very many numbers nothing helps."""
+    first, *others = table.columns
+    words = [[*str(column.header).split(), *map(str, column.cells)] for column in others]
+    widths = [max(map(len, each), default=0) for each in words]
+    if sum(widths) + 3 * len(widths) <= _NUMBERS:
+        first.no_wrap = False
+        for column, width in zip(others, widths, strict=True):
+            column.min_width = width
     return table
 
 

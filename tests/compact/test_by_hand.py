@@ -584,3 +584,8 @@ def test_a_random_forward_pass_is_noticed() -> None:
 
     with pytest.raises(CompactionError, match="same outputs"):
         compact(Noisy(), torch.zeros(2, 4))
+
+
+def test_an_example_that_does_not_fit_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"expected an example input that Linear takes, got .* RuntimeError: mat1"):
+        compact(nn.Linear(3, 2), torch.zeros(1, 4))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import sys
 import tarfile
 from pathlib import Path
@@ -17,6 +18,7 @@ from gossamer.data.folder import load_folder
 from gossamer.data.pixels import centre_crop, crop_box, decode, random_crop_flip
 
 Image = pytest.importorskip("PIL.Image")
+EpsImagePlugin = pytest.importorskip("PIL.EpsImagePlugin")
 
 
 def png(value: int, width: int = 20, height: int = 16) -> bytes:
@@ -94,6 +96,18 @@ def test_what_is_no_image_folder_is_an_error(tmp_path: Path) -> None:
         load_folder(tmp_path / "imagenette-mini.tar")
 
 
+def test_what_is_no_file_is_no_image(tmp_path: Path) -> None:
+    """A pipe or a device would be read without end; a link to an image is one."""
+    root = write_folder(tmp_path / "images", files())
+    os.mkfifo(root / "train" / "bee" / "pipe.png")
+    (root / "train" / "bee" / "zeros.png").symlink_to("/dev/zero")
+    (root / "train" / "bee" / "folder.png").mkdir()
+    (root / "train" / "bee" / "nowhere.png").symlink_to("nowhere")
+    (root / "train" / "bee" / "linked.png").symlink_to("1.png")
+    before = {f"{label}/{number}.png" for label in ("bee", "ant") for number in range(5)}
+    assert set(load_folder(root).train.names) == before | {"bee/linked.png"}
+
+
 def test_a_truncated_archive_is_refused(tmp_path: Path) -> None:
     path = write_archive(tmp_path / "images.tar", files() | {"train/bee/zz.png": png(1, 100, 100)})
     content = path.read_bytes()
@@ -144,6 +158,20 @@ def test_a_bad_image_is_named(tmp_path: Path, workers: int) -> None:
     dataset = load_folder(write_folder(tmp_path / "images", content))
     with pytest.raises(CorruptData, match=r"^\S+train/bee/3\.png is not a readable image \(.*\); replace it"):
         list(FolderBatches(dataset, dataset.train, 10, training=True, size=8, resize=8, workers=workers))
+
+
+def test_no_other_program_is_started_for_an_image(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[object] = []
+    monkeypatch.setattr(
+        EpsImagePlugin, "Ghostscript", lambda *given: started.append(given) or Image.new("RGB", (9, 9)).im
+    )
+    script = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\nshowpage\n%%EOF\n"
+    with Image.open(io.BytesIO(script)) as image:
+        image.load()
+    assert len(started) == 1  # what Pillow does with it
+    with pytest.raises(CorruptData, match=r"bee/1\.jpg is not a readable image"):
+        decode(script, "bee/1.jpg")
+    assert len(started) == 1
 
 
 @pytest.mark.parametrize(

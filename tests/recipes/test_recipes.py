@@ -74,6 +74,8 @@ def test_a_recipe_can_be_a_file(tmp_path: Path) -> None:
     path = tmp_path / "mine.json"
     path.write_text(json.dumps(find("digits").run.to_dict()))
     assert find(str(path)).run == find("digits").run
+    path.write_text(json.dumps({"run_id": "0123456789", "accuracy": 0.9, "config": find("digits").run.to_dict()}))
+    assert find(str(path)).run == find("digits").run
 
 
 def test_what_is_no_recipe_is_an_error_with_the_nearest_name(tmp_path: Path) -> None:

@@ -37,3 +37,8 @@ def test_records_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert all(f"{estimator}, {kind}" in drawn for estimator in ESTIMATORS for kind in ("raw", "normalised"))
     monkeypatch.setattr(map_fitting, "fit_masks", lambda *a, **k: pytest.fail("trained again"))
     assert reproduce(tmp_path, seeds=1, steps=10) == first
+    for asked in ({"seeds": 2, "steps": 10}, {"seeds": 1, "steps": 20}):
+        with pytest.raises(ValueError, match=r"identity\.json has 10 steps and 1 seeds, not .*: ask for the same"):
+            reproduce(tmp_path, **asked)
+    with pytest.raises(ValueError, match="at least 1 seed and 1 step, got 0 and 10"):
+        reproduce(tmp_path, seeds=0, steps=10)

@@ -147,3 +147,9 @@ def test_memory_stays_small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     for key in ("a", "b", "c"):
         memory.remember(key, decision)
     assert list(json.loads((tmp_path / "cache" / memory.FILE).read_text())) == ["b", "c"]
+
+
+@pytest.mark.parametrize(("example", "message"), [(torch.zeros(4, 9), "RuntimeError: mat1"), (None, "got NoneType")])
+def test_an_example_that_does_not_fit_is_refused(example: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        gossamer.deploy(network(), example)

@@ -22,6 +22,7 @@ from gossamer.side_by_side import Member, Outcome, run_race
 from gossamer.side_by_side.averaging import averaging_rates
 from gossamer.side_by_side.compare import Comparison, _name
 from gossamer.side_by_side.entries import lanes_of
+from gossamer.side_by_side.learner import StackedLearner
 from gossamer.side_by_side.race import Running
 from gossamer.side_by_side.teaching import distillation
 from gossamer.side_by_side.training import NAMES, Training
@@ -217,10 +218,8 @@ def test_weight_decay_of_the_last_phase() -> None:
         assert_same_network(networks[member], alone.net)
 
 
-def test_weight_decay_only_of_what_is_kept() -> None:
-    """Runs that start from the same weights differ after one step by the decay that the removed ones were spared."""
-    trainings = [Training(removed_weight_decay=factor) for factor in (0.0, 0.25, 1.0)]
-    members = [Member(1, "dpf", 0.7, 0.3, training=each) for each in trainings]
+def first_mask_step(members: list[Member]) -> tuple[StackedLearner, Tensor, Tensor]:
+    """After one step from the same weights: the learner, the weights before it, and which of them were removed."""
     running = Running(RACE.common, lanes_of(RACE, members, STEPS), data(), network, device=CPU, dtype=torch.float64)
     running.turn(STEPS)
     learner = running.learner
@@ -230,6 +229,14 @@ def test_weight_decay_only_of_what_is_kept() -> None:
     running._step()()
     removed = F.pad(~learner.mask[0], (0, start.shape[1] - learner.stack.connections))
     assert int(removed.sum()) > 20
+    return learner, start, removed
+
+
+def test_weight_decay_only_of_what_is_kept() -> None:
+    """Runs that start from the same weights differ after one step by the decay that the removed ones were spared."""
+    trainings = [Training(removed_weight_decay=factor) for factor in (0.0, 0.25, 1.0)]
+    members = [Member(1, "dpf", 0.7, 0.3, training=each) for each in trainings]
+    learner, start, removed = first_mask_step(members)
     for row, spared in ((0, 0.3), (1, 0.75 * 0.3)):
         difference = learner.velocity[2] - learner.velocity[row]
         torch.testing.assert_close(difference, torch.where(removed, spared * start[0], 0.0))
@@ -238,15 +245,7 @@ def test_weight_decay_only_of_what_is_kept() -> None:
 def test_a_damped_step_only_of_what_is_removed() -> None:
     """Runs that start from the same weights: removed ones move by a quarter of the step, kept ones by all of it."""
     members = [Member(1, "dpf", 0.7, 0.3, training=Training(removed_update=factor)) for factor in (1.0, 0.25)]
-    running = Running(RACE.common, lanes_of(RACE, members, STEPS), data(), network, device=CPU, dtype=torch.float64)
-    running.turn(STEPS)
-    learner = running.learner
-    learner.step += STEPS
-    running.feed.begin_epoch(1)
-    start = learner.stack.variables.clone()
-    running._step()()
-    removed = F.pad(~learner.mask[0], (0, start.shape[1] - learner.stack.connections))
-    assert int(removed.sum()) > 20
+    learner, start, removed = first_mask_step(members)
     whole, damped = learner.stack.variables - start
     torch.testing.assert_close(damped, torch.where(removed, 0.25 * whole, whole))
 

@@ -5,15 +5,18 @@ Errors are one message on stderr and exit code 2; `--debug` shows the traceback.
 and goes on when the same command is given again.
 """
 
+import platform
 import sys
 import traceback
 import warnings
 from collections.abc import Sequence
 from typing import Annotated, Protocol, TextIO
 
+import torch
 import tyro
 from rich.console import Console
 
+import gossamer
 from gossamer.cli.deploy import Export, Speed
 from gossamer.cli.many import Compare, Sweep
 from gossamer.cli.paper import Reproduce
@@ -49,11 +52,15 @@ class Executable(Protocol):
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run one command and exit with its code."""
+    given = sys.argv[1:] if arguments is None else list(arguments)
+    if given == ["--version"]:
+        print(f"gossamer {gossamer.__version__}, torch {torch.__version__}, Python {platform.python_version()}")
+        sys.exit(0)
     command: Executable = tyro.cli(
         Command,
-        args=arguments,
+        args=given,
         prog="gossamer",
-        description="Neural networks that become sparse while they train.",
+        description="Neural networks that become sparse while they train. `gossamer --version` says which one this is.",
         config=(tyro.conf.FlagCreatePairsOff,),
     )
     sys.exit(run(command))

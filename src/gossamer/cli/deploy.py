@@ -1,15 +1,15 @@
 """A trained network put to use: `gossamer speed` and `gossamer export`."""
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
-import tyro
 from rich.console import Console
 from rich.progress import Progress as Bar
 
 from gossamer.checkpoint import load
+from gossamer.cli.arguments import NetworkFile, OptionalFile, OptionalName
 from gossamer.exports import Exported, to_dense, to_onnx, to_torch
+from gossamer.sparsefile.container import writable
 from gossamer.speed import ENGINES, measure
 from gossamer.speed.report import plot
 from gossamer.stored import open_network
@@ -19,25 +19,31 @@ from gossamer.stored import open_network
 class Speed:
     """Time a network with every engine there is, dense and sparse, and say what its zeros gain on this machine."""
 
-    file: tyro.conf.Positional[Path]
+    file: NetworkFile
     """A safetensors file, sparse or plain."""
-    net: str | None = None
+    net: OptionalName = None
     """Its network: a name out of `gossamer list`, or module:function. By default as the file or its run.json says."""
     shape: tuple[int, ...] = ()
     """Shape of one sample, for a network of your own."""
     batch: tuple[int, ...] = (1, 64)
+    """Samples a call."""
     threads: tuple[int, ...] = (1,)
+    """Threads that an engine may use."""
     engines: tuple[str, ...] = tuple(ENGINES)
+    """Those to time; one that is not installed says so in its row."""
     seconds: float = 5.0
     """Time for each batch size and number of threads, besides getting ready."""
-    out: Path | None = None
+    out: OptionalFile = None
     """Write the measurement to this JSON file."""
-    plot: Path | None = None
+    plot: OptionalFile = None
     """Draw it to this file (png, svg, pdf)."""
     debug: bool = False
     """Show the traceback of an error."""
 
     def carry_out(self, console: Console) -> None:
+        for path in (self.out, self.plot):
+            if path is not None:
+                writable(path)
         stored = open_network(self.file, self.net, shape=self.shape or None)
         with Bar(console=Console(stderr=True), transient=True) as bar:
             task = bar.add_task(stored.name, total=1.0)
@@ -62,11 +68,13 @@ class Speed:
 class Export:
     """Write a network for other programs: ONNX, torch.export or plain dense safetensors. All are checked."""
 
-    file: tyro.conf.Positional[Path]
+    file: NetworkFile
     """A safetensors file, sparse or plain."""
-    out: tyro.conf.Positional[Path]
+    out: NetworkFile
+    """What to write."""
     to: Literal["onnx", "pt2", "dense"]
-    net: str | None = None
+    """pt2 is torch.export's format; dense is plain safetensors."""
+    net: OptionalName = None
     """Its network: a name out of `gossamer list`, or module:function. By default as the file or its run.json says."""
     shape: tuple[int, ...] = ()
     """Shape of one sample, for a network of your own."""

@@ -4,10 +4,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import tyro
 from rich.console import Console
 
 from gossamer import tables
+from gossamer.cli.arguments import (
+    Assignments,
+    Folder,
+    OptionalFile,
+    OptionalFolder,
+    OptionalNumber,
+    RecipeName,
+    joined,
+)
 from gossamer.methods import METHODS
 from gossamer.recipes import find
 from gossamer.results import about, race_blocks, sweep_table
@@ -21,13 +29,13 @@ from gossamer.training.result import commit
 class Sweep:
     """Train every combination of some settings of a recipe, all runs side by side as one stacked network."""
 
-    recipe: tyro.conf.Positional[str]
+    recipe: RecipeName
     """Name of a recipe (see `gossamer list`), or a JSON file such as a run.json."""
-    out: Path
+    out: Folder
     """Folder for one record a run; runs that have one are not trained again."""
-    grid: tyro.conf.UseAppendAction[tuple[tuple[str, ...], ...]]
+    grid: Assignments
     """What the runs differ in, as key=value,value: seed=0,1,2 method=scl,dpf settings.mask_lr=0.01,0.03."""
-    set: tyro.conf.UseAppendAction[tuple[tuple[str, ...], ...]] = ()
+    set: Assignments = ()
     """Changes to the recipe, as key=value, for all runs."""
     together: int = 32
     """Runs trained at the same time."""
@@ -39,10 +47,13 @@ class Sweep:
     """Show the traceback of an error."""
 
     def carry_out(self, console: Console) -> None:
-        grid, changes = ([each for several in given for each in several] for given in (self.grid, self.set))
-        base = find(self.recipe).run.with_settings(changes)
+        if not self.grid:
+            raise ValueError(
+                "expected what the runs differ in, got nothing: add --grid seed=0,1,2, or train one run alone"
+            )
+        base = find(self.recipe).run.with_settings(joined(self.set))
         records = sweep(
-            runs_of(base, grid),
+            runs_of(base, joined(self.grid)),
             self.out,
             device=base.device if self.device == "auto" else self.device,
             together=self.together,
@@ -56,23 +67,26 @@ class Sweep:
 class Compare:
     """Train methods against each other, all runs side by side as one stacked network, and show the table."""
 
-    out: Path | None = None
+    out: OptionalFolder = None
     """Folder for records, table and plot (results/race-NET); runs that have a record are not trained again."""
     net: str = "resnet20"
-    """Network out of `gossamer list`, for `data`: a set of images."""
+    """Network out of `gossamer list`, for images like those of the data set."""
     data: str = "cifar10"
+    """Set of images out of `gossamer list`."""
     methods: tuple[str, ...] = ("scl", "dpf")
     """Names out of `gossamer list`, or all, or with settings: autoprune:two_pass=True. dense always runs with them."""
     sparsity: tuple[float, ...] = (0.9, 0.95, 0.98)
+    """Shares of zeros: 0.95 is 95 %."""
     seeds: int = 3
+    """Runs of each kind, with seeds from 0 on."""
     tier: Literal["screening", "final"] = "screening"
     """screening: 50 epochs, 5,000 training images held out. final: 350 epochs, on all of them."""
-    epochs: int | None = None
+    epochs: OptionalNumber = None
     """Other than the tier's."""
-    validation: int | None = None
+    validation: OptionalNumber = None
     """Training images held out, other than the tier's; 0 trains on all of them."""
-    plot: Path | None = None
-    """Draw accuracy against sparsity into this file, not accuracy.svg in OUT; needs matplotlib."""
+    plot: OptionalFile = None
+    """Draw accuracy against sparsity into this file, not TIER.svg in OUT; needs matplotlib."""
     together: int = 32
     """Runs trained at the same time."""
     save_models: bool = False

@@ -8,6 +8,7 @@ import tyro
 from rich.console import Console
 
 from gossamer import tables
+from gossamer.cli.arguments import OptionalFolder
 from gossamer.reproduce import map_fitting, mnist
 from gossamer.results import map_fitting_rows, mnist_decay_table, mnist_estimator_table
 from gossamer.training.place import join
@@ -18,10 +19,11 @@ class Reproduce:
     """Repeat an exhibit of the paper and show its table."""
 
     exhibit: tyro.conf.Positional[Literal["map-fitting", "mnist"]]
-    out: Path | None = None
+    out: OptionalFolder = None
     """Folder for the records (results/EXHIBIT); what is there already is not computed again."""
     seeds: int = 3
-    steps: int = 2000
+    """Runs of each kind, with seeds from 0 on."""
+    steps: int = map_fitting.STEPS
     """Of map-fitting."""
     epochs: int = mnist.EPOCHS
     """Of mnist."""

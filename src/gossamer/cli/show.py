@@ -2,12 +2,14 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import tyro
 from rich.console import Console
+from tyro.conf import arg
 
 from gossamer import tables
-from gossamer.training.result import read_layers, read_result_file
+from gossamer.training.result import RESULT, RUN, read_layers, read_result_file
 
 
 @dataclass(frozen=True)
@@ -26,15 +28,25 @@ class List:
 class Report:
     """Show finished runs in one table, and with --layers the connections of every layer."""
 
-    files: tyro.conf.Positional[tuple[Path, ...]]
-    """Folders of runs, or their result.json files."""
+    files: Annotated[tyro.conf.Positional[tuple[Path, ...]], arg(metavar="DIR [DIR ...]")]
+    """Folders of runs, folders that hold such, as a sweep's, or result.json files."""
     layers: bool = False
     """Also one table a run with every layer."""
     debug: bool = False
     """Show the traceback of an error."""
 
     def carry_out(self, console: Console) -> None:
-        found = [(str(file), read_result_file(file)) for file in self.files]
-        console.print(tables.of_results(found))
-        for file in self.files if self.layers else ():
+        if not self.files:
+            raise ValueError("expected folders of finished runs, got none: gossamer report DIR")
+        files = [run for file in self.files for run in _runs_in(file)]
+        console.print(tables.of_results([(str(file), read_result_file(file)) for file in files]))
+        for file in files if self.layers else ():
             console.print(tables.of_layers(read_layers(file), str(file)))
+
+
+def _runs_in(path: Path) -> list[Path]:
+    """The path itself where it is a run, or may have become one; else the runs that the folder holds."""
+    if not path.is_dir() or (path / RESULT).exists() or (path / RUN).exists():
+        return [path]
+    folders = sorted(child for child in path.iterdir() if (child / RESULT).is_file())
+    return folders or sorted(path.glob("*.json")) or [path]

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import tyro
 from rich.console import Console
 
 from gossamer import tables
+from gossamer.cli.arguments import Assignments, Folder, RecipeName, joined
 from gossamer.recipes import Recipe, find
 from gossamer.training import train
 from gossamer.training.progress import JsonLines, LiveLine, Observer, TensorBoard
@@ -21,19 +21,18 @@ from gossamer.training.result import MODEL, SPARSE_MODEL, read_layers
 class Train:
     """Train a recipe, or go on with it where it was stopped or killed."""
 
-    recipe: tyro.conf.Positional[str]
+    recipe: RecipeName
     """Name of a recipe (see `gossamer list`), or a JSON file such as a run.json."""
-    out: Path
+    out: Folder
     """Folder for checkpoints, log, model and result."""
-    set: tyro.conf.UseAppendAction[tuple[tuple[str, ...], ...]] = ()
+    set: Assignments = ()
     """Changes to the recipe, as key=value: lr=0.05, sparsity=0.9, settings.mask_lr=0.1, device=cuda."""
     debug: bool = False
     """Show the traceback of an error."""
 
     def carry_out(self, console: Console) -> None:
         recipe = find(self.recipe)
-        changes = [assignment for several in self.set for assignment in several]
-        result = _train(recipe, self.out, changes)
+        result = _train(recipe, self.out, joined(self.set))
         if leads():
             console.print(tables.of_results([(recipe.name, result)]))
             console.print(tables.against_paper(recipe, result))
@@ -44,7 +43,7 @@ class Train:
 class Quickstart:
     """Train a small network on digits, dense and 95 % sparse, and compare. Needs no data and no GPU."""
 
-    out: Path = Path("gossamer-quickstart")
+    out: Folder = Path("gossamer-quickstart")
     """Folder for both runs."""
     debug: bool = False
     """Show the traceback of an error."""

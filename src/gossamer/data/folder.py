@@ -140,7 +140,9 @@ def _files_of_folder(folder: Path) -> dict[str, tuple[int, int]]:
         if entry.is_dir():
             with os.scandir(entry) as images:
                 found.update(
-                    (f"{entry.name}/{image.name}", (0, 0)) for image in images if image.name.lower().endswith(_SUFFIXES)
+                    (f"{entry.name}/{image.name}", (0, 0))
+                    for image in images
+                    if image.name.lower().endswith(_SUFFIXES) and image.is_file()  # a pipe would be waited for
                 )
     return found
 

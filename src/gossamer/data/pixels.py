@@ -18,6 +18,8 @@ __all__ = ["centre_crop", "crop_box", "decode", "random_crop_flip"]
 
 _Pixels = npt.NDArray[np.uint8]
 _ATTEMPTS = 10
+# Whatever a file is called, nothing but these decoders reads it: Pillow has some that start other programs (EPS).
+_FORMATS = ("JPEG", "PNG", "BMP", "WEBP")
 
 
 def decode(content: bytes, name: str) -> Image:
@@ -27,7 +29,7 @@ def decode(content: bytes, name: str) -> Image:
     except ImportError as error:
         raise ImportError("reading image files needs Pillow: run pip install 'gossamer[data]'") from error
     try:
-        with Image.open(io.BytesIO(content)) as image:
+        with Image.open(io.BytesIO(content), formats=_FORMATS) as image:
             return image.convert("RGB")
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         raise CorruptData(

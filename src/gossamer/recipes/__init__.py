@@ -24,7 +24,7 @@ def names() -> tuple[str, ...]:
 
 
 def find(name: str) -> Recipe:
-    """The recipe of a name, or of a JSON file such as the run.json that every run leaves behind."""
+    """The recipe of a name, or of a JSON file such as the run.json or result.json that every run leaves behind."""
     for recipe in RECIPES:
         if recipe.name == name:
             return recipe
@@ -35,6 +35,8 @@ def find(name: str) -> Recipe:
         values = read_json(path)
         if not isinstance(values, dict):
             raise ValueError(f"expected an object with the keys of a run in {name}, got {type(values).__name__}")
+        if isinstance(values.get("config"), dict):  # the result of a run, which has the run in it
+            values = values["config"]
         return Recipe(path.stem, f"from {name}", Run.from_dict(values))
     near = difflib.get_close_matches(name, names(), n=3)
     hint = f"did you mean {', '.join(near)}?" if near else f"the recipes are {', '.join(names())}"

@@ -6,7 +6,6 @@ as one stacked network.
 """
 
 import dataclasses
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,9 +15,12 @@ from torch import Tensor
 from torch.func import functional_call, replace_all_batch_norm_modules_, vmap
 
 from gossamer import method, models
+from gossamer.reproduce.record import write_record
 from gossamer.results.plot import can_draw, map_fitting_curves
+from gossamer.results.records import read_record
 
 RATES = {"none": (0.1, 10.0, 100.0, 1000.0, 10_000.0), "batch": (0.01, 0.1, 1.0)}
+STEPS = 2000
 POINTS = 40  # of each learning curve
 
 
@@ -98,10 +100,12 @@ def fit_masks(fits: Sequence[Fit], *, steps: int, batch_size: int = 256, samples
 
 
 def reproduce(
-    out: Path, *, seeds: int = 3, steps: int = 4000, progress: Callable[[str], None] = lambda line: None
+    out: Path, *, seeds: int = 3, steps: int = STEPS, progress: Callable[[str], None] = lambda line: None
 ) -> list[dict[str, Any]]:
     """All estimators, with and without normalisation; one record an estimator under `out`, and where matplotlib is
     installed the curves."""
+    if seeds < 1 or steps < 1:
+        raise ValueError(f"expected at least 1 seed and 1 step, got {seeds} and {steps}")
     out.mkdir(parents=True, exist_ok=True)
     records = []
     for estimator in method.ESTIMATORS:
@@ -111,8 +115,15 @@ def reproduce(
             fitted = fit_masks([fit for fit in all_fits(seeds) if fit.estimator == estimator], steps=steps)
             versions = {"torch": torch.__version__}
             content = {"steps": steps, "versions": versions, "fits": [dataclasses.asdict(each) for each in fitted]}
-            path.write_text(json.dumps(content))
-        records.append(json.loads(path.read_text()))
+            write_record(path, content)
+        record = read_record(path)
+        kept = len({each["fit"]["seed"] for each in record["fits"]})
+        if (record["steps"], kept) != (steps, seeds):
+            raise ValueError(
+                f"{path} has {record['steps']} steps and {kept} seeds, not {steps} and {seeds}: ask for the same, "
+                "choose another folder (--out), or delete it"
+            )
+        records.append(record)
     if can_draw():
         map_fitting_curves(records, out / "curves.svg")
     return records

@@ -7,7 +7,6 @@ of the same length. The estimators are compared at exactly 95 %: the budget is s
 paper's. Beside both stand our defaults at the paper's sparsities.
 """
 
-import json
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -23,9 +22,10 @@ from gossamer.models.fc_densenet import FullyConnectedDenseNet
 from gossamer.recipes import find
 from gossamer.recipes.mnist import DECAY_TABLE
 from gossamer.reproduce.picture import draw_input_connections
+from gossamer.reproduce.record import write_record
+from gossamer.results.records import read_record
 from gossamer.side_by_side.lanes import Outcome
 from gossamer.side_by_side.sweeps import checkpoint_path, train_together
-from gossamer.training.checkpoint import write_atomically
 from gossamer.training.place import Place
 from gossamer.training.result import commit, hardware, versions
 from gossamer.training.run import Run
@@ -101,6 +101,8 @@ def reproduce(
     progress: Callable[[str], None] = lambda line: None,
 ) -> list[dict[str, Any]]:
     """Train what has no record under `out` yet, draw the picture, and return all the records."""
+    if seeds < 1:
+        raise ValueError(f"expected at least 1 seed, got {seeds}")
     wanted = entries(seeds=seeds, epochs=epochs)
     missing = [entry for entry in wanted if not _path(out, entry).exists()]
     images = _images() if missing else None
@@ -118,9 +120,9 @@ def reproduce(
         out.mkdir(parents=True, exist_ok=True)
         for entry, (outcome, network) in zip(portion, trained, strict=True):
             assert isinstance(network, FullyConnectedDenseNet)
-            _write(_path(out, entry), record(entry, outcome, network, device, seconds, len(portion)))
+            write_record(_path(out, entry), record(entry, outcome, network, device, seconds, len(portion)))
         checkpoint.unlink(missing_ok=True)
-    records = [json.loads(_path(out, entry).read_text()) for entry in wanted]
+    records = [read_record(_path(out, entry)) for entry in wanted]
     try:
         draw_input_connections(records, out / PICTURE)
     except ImportError as error:
@@ -203,9 +205,3 @@ def _portions(missing: Sequence[Entry], *, by_seed: bool) -> list[list[Entry]]:
 
 def _path(out: Path, entry: Entry) -> Path:
     return out / f"{entry.part}-{entry.run.run_id}.json"
-
-
-def _write(path: Path, content: dict[str, Any]) -> None:
-    """On one line: the counts of 784 pixels would be as many lines."""
-    text = json.dumps(content, allow_nan=False) + "\n"
-    write_atomically(path, lambda file: file.write(text.encode()))

@@ -10,7 +10,17 @@ Record = dict[str, Any]
 
 
 def read(folder: Path) -> list[Record]:
-    return [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
+    return [read_record(path) for path in sorted(folder.glob("*.json"))]
+
+
+def read_record(path: Path) -> Record:
+    try:
+        record = json.loads(path.read_text())
+    except (RecursionError, ValueError) as error:
+        raise ValueError(f"expected the record of a run in {path}, got something else ({error}): delete it") from error
+    if not isinstance(record, dict):
+        raise ValueError(f"expected the record of a run in {path}, got a {type(record).__name__}: delete it")
+    return record
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

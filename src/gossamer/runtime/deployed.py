@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from gossamer._forward import check_example
 from gossamer.runtime import memory
 from gossamer.runtime.capture import capture
 from gossamer.runtime.compiling import NoCompilerError
@@ -104,6 +105,7 @@ def deploy(
     if threads < 1 or seconds < 0:
         raise ValueError(f"expected at least one thread and no negative time, got {threads} threads, {seconds} s")
     inputs = _inputs(example_input)
+    check_example(model, inputs)
     dense: Run = _Eager(model)
     try:
         native = compile_plan(model, inputs)
@@ -230,7 +232,7 @@ def _native_or_none() -> Native | None:
 
 
 def _inputs(example: Tensor | Sequence[Any]) -> tuple[Any, ...]:
-    inputs = (example,) if isinstance(example, Tensor) else tuple(example)
+    inputs = tuple(example) if isinstance(example, tuple | list) else (example,)
     if not inputs or not all(isinstance(x, Tensor) for x in tree_leaves(inputs)):
-        raise ValueError("expected a tensor or a sequence of tensors as example input, got something else")
+        raise ValueError(f"expected a tensor or a tuple of tensors as example input, got {type(example).__name__}")
     return inputs

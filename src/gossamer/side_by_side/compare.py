@@ -7,6 +7,7 @@ and a race that is cut short goes on from its last checkpoint when the same comp
 import dataclasses
 import hashlib
 import json
+import math
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -24,11 +25,14 @@ from gossamer.methods import METHODS, Layout, find
 from gossamer.methods.filters import check_reach
 from gossamer.results import race_page
 from gossamer.results.plot import accuracy_against_sparsity, can_draw, check
+from gossamer.results.records import read_record
 from gossamer.select import select
 from gossamer.side_by_side.entries import Member, Race, run_race
 from gossamer.side_by_side.lanes import Outcome
+from gossamer.side_by_side.stackable import check_floor
 from gossamer.side_by_side.training import Training
 from gossamer.training import networks
+from gossamer.training.result import write_json
 from gossamer.training.run import Run
 from gossamer.training.values import parse
 
@@ -62,6 +66,15 @@ class Comparison:
     validation: int = 5000  # training images held out, a tenth where there are not so many; 0 trains on all of them
     commit: str = "unknown"
     tier: str = "screening"
+
+    def __post_init__(self) -> None:
+        if wrong := [share for share in self.sparsity if not 0 <= share < 1]:
+            raise ValueError(f"expected shares from 0 to below 1 as sparsity, such as 0.95, got {wrong}")
+        if not self.sparsity or self.seeds < 1 or self.validation < 0:
+            raise ValueError(
+                f"expected a sparsity, at least 1 seed and no negative validation, got {len(self.sparsity)} values, "
+                f"{self.seeds} seeds and validation={self.validation}"
+            )
 
     def race(self) -> Race:
         """The phases in the shares that are the default of the Sparsifier."""
@@ -116,6 +129,8 @@ def compare(
     """
     if plot is not None:
         check()
+    if together < 1:
+        raise ValueError(f"expected at least 1 run at a time, got together={together}")
     race, run, paths = comparison.race(), Run(model=comparison.net, data=comparison.data), {}
     for member in _possible(comparison, progress):
         paths[member] = _path(out, comparison, race, member)
@@ -154,9 +169,7 @@ def compare(
         out.mkdir(parents=True, exist_ok=True)
         for member, outcome in zip(runs, outcomes, strict=True):
             content = {**record(member, outcome, race, seconds, len(runs)), **_shared(comparison, images)}
-            temporary = paths[member].with_suffix(".partial")
-            temporary.write_text(json.dumps(content, indent=1))
-            temporary.replace(paths[member])
+            write_json(paths[member], content)
         checkpoint.unlink(missing_ok=True)
         finished(_publish(paths.values(), out, plot))
     records = _publish(paths.values(), out, plot)
@@ -168,7 +181,7 @@ def compare(
 
 def _publish(paths: Iterable[Path], out: Path, plot: Path | None) -> list[dict[str, Any]]:
     """The records that there are, after their table and plot have been written."""
-    records = [json.loads(path.read_text()) for path in paths if path.exists()]
+    records = [read_record(path) for path in paths if path.exists()]
     if records:
         tier = records[0]["tier"]
         (out / f"{tier}.md").write_text(race_page(records))
@@ -191,7 +204,7 @@ def record(member: Member, outcome: Outcome, race: Race, seconds: float, togethe
         "accuracy": outcome.accuracy,
         "validation_accuracy": outcome.validation_accuracy,
         **({} if outcome.plain_accuracy is None else {"of_the_last_weights": plain}),
-        "train_loss": outcome.train_loss,
+        "train_loss": outcome.train_loss if math.isfinite(outcome.train_loss) else None,  # JSON has no NaN
         "settings": member.to_dict(),
         "race": dataclasses.asdict(race),
         "connections_by_tensor": outcome.connections_by_tensor,
@@ -203,13 +216,19 @@ def record(member: Member, outcome: Outcome, race: Race, seconds: float, togethe
 
 
 def _possible(comparison: Comparison, progress: Callable[[str], None]) -> list[Member]:
-    """The runs that are asked for, without those that whole filters are too coarse for; these are told."""
+    """The runs that are asked for, without those that whole filters are too coarse for; these are told.
+
+    A budget below the floor is an error, before anything is trained.
+    """
     weights = select(networks.create(Run(model=comparison.net), num_classes=10))
     layout = Layout(
         tuple(weight.name for weight in weights), tuple(tuple(weight.parameter.shape) for weight in weights)
     )
-    found = []
+    found, usual = [], comparison.race().floor
     for member in comparison.members():
+        if not member.rule.structured:
+            floor = member.to_dict().get("floor")
+            check_floor(layout, member.sparsity, usual if floor is None else floor)
         try:
             if member.rule.structured:
                 check_reach(layout, member.sparsity)

@@ -4,8 +4,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
-from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +15,7 @@ from gossamer.methods import Options, Request, Rule, find, make_options
 from gossamer.methods.lottery import rewound
 from gossamer.schedule import Plan
 from gossamer.side_by_side.lanes import Common, Lane, Outcome
-from gossamer.side_by_side.race import train_side_by_side
+from gossamer.side_by_side.race import How, train_side_by_side
 from gossamer.side_by_side.training import NAMES, Training
 
 
@@ -113,29 +112,15 @@ def run_race(
     data: ImageSet,
     make_network: Callable[[], nn.Module],
     *,
-    device: torch.device,
-    dtype: torch.dtype = torch.bfloat16,
-    progress: Callable[[str], None] = lambda line: None,
-    checkpoint: Path | None = None,
-    checkpoint_minutes: float = 5.0,
     keep: Callable[[int, nn.Module], None] | None = None,
+    **how: Unpack[How],
 ) -> list[Outcome]:
     """Train all members side by side: the warm-up once for each seed, then every member from its seed's trunk.
 
-    `checkpoint` and `keep` are as in `train_side_by_side`.
+    All else is as in `train_side_by_side`.
     """
-    return train_side_by_side(
-        race.common,
-        lanes_of(race, members, len(data.train) // race.batch_size),
-        data,
-        make_network,
-        device=device,
-        dtype=dtype,
-        progress=progress,
-        checkpoint=checkpoint,
-        checkpoint_minutes=checkpoint_minutes,
-        keep=keep,
-    )
+    lanes = lanes_of(race, members, len(data.train) // race.batch_size)
+    return train_side_by_side(race.common, lanes, data, make_network, keep=keep, **how)
 
 
 def lanes_of(race: Race, members: Sequence[Member], steps_per_epoch: int) -> list[Lane]:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Required, TypedDict
 
 import torch
 from torch import nn
@@ -23,7 +23,7 @@ from gossamer.methods.frozen import Frozen
 from gossamer.schedule import Plan
 from gossamer.side_by_side.averaging import averaging_rates, recalibrate_
 from gossamer.side_by_side.capture import Captured
-from gossamer.side_by_side.checkpoint import random_state, read, set_random_state, write
+from gossamer.side_by_side.checkpoint import fill_, random_state, read, set_random_state, write
 from gossamer.side_by_side.feed import Feed
 from gossamer.side_by_side.lanes import Common, Lane, Outcome, Seats, seats, turns
 from gossamer.side_by_side.learner import StackedLearner, Tables, Team
@@ -32,6 +32,16 @@ from gossamer.side_by_side.teaching import FrozenTrunks, Lessons, check_teachers
 from gossamer.side_by_side.training import Training
 
 _RECALIBRATION = 200  # training batches whose statistics batch norms get anew
+
+
+class How(TypedDict, total=False):
+    """What functions that end in `train_side_by_side` hand on to it."""
+
+    device: Required[torch.device]
+    dtype: torch.dtype
+    progress: Callable[[str], None]
+    checkpoint: Path | None
+    checkpoint_minutes: float
 
 
 def train_side_by_side(
@@ -153,12 +163,14 @@ class Running:
         tensors, about = found
         if {name: about.get(name) for name in self._identity()} != self._identity():
             raise ValueError(f"the checkpoint in {path} is of another race: delete it, or choose another file")
-        self.turn(about["epochs"] * self.feed.steps - 1)
-        for name, tensor in self._tensors().items():
-            tensor.copy_(tensors[name])
+        epochs = about.get("epochs")
+        if type(epochs) is not int or not 0 < epochs <= self.common.epochs:
+            raise ValueError(f"expected 1 to {self.common.epochs} epochs in the checkpoint {path}, got {epochs!r}")
+        self.turn(epochs * self.feed.steps - 1)
+        fill_(self._tensors(), tensors, path)
         self.learner.show()
         set_random_state(tensors, self.learner.stack.device)
-        return int(about["epochs"])
+        return epochs
 
     def _tensors(self) -> dict[str, torch.Tensor]:
         trunks = {} if self._frozen_trunks is None else self._frozen_trunks.tensors()

@@ -62,21 +62,28 @@ def check_reachable(runs: list[Run], layout: Layout) -> None:
     """Refuse, before anything is trained, what whole filters are too coarse for or the floor does not allow."""
     problems = []
     for run in runs:
-        least = sum(layout.floors(run.mask_settings.floor))
         if run.sparsity is None:
             continue
         try:
             if find(run.method).structured:
                 check_reach(layout, run.sparsity)
-            elif least > layout.keep(run.sparsity):
-                raise ValueError(
-                    f"sparsity={run.sparsity} leaves {layout.keep(run.sparsity)} connections, but the floor keeps "
-                    f"{least} of them: ask for less, or lower settings.floor"
-                )
+            else:
+                check_floor(layout, run.sparsity, run.mask_settings.floor)
         except ValueError as error:
             problems.append(f"run {run.run_id}, method={run.method}: {error}")
     if problems:
         raise ValueError("runs that cannot be trained:\n  " + "\n  ".join(problems))
+
+
+def check_floor(layout: Layout, sparsity: float, floor: float) -> None:
+    if not 0 <= sparsity < 1:
+        raise ValueError(f"expected sparsity to be a share from 0 to below 1, such as 0.95, got {sparsity}")
+    least, left = sum(layout.floors(floor)), layout.keep(sparsity)
+    if least > left:
+        raise ValueError(
+            f"sparsity={sparsity} leaves {left} connections, but the floor keeps {least} of them: ask for less, or "
+            "lower settings.floor"
+        )
 
 
 def shared(run: Run) -> Run:

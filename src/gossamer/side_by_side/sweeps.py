@@ -9,7 +9,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import nn
@@ -20,7 +20,7 @@ from gossamer.data.sets import ImageSet
 from gossamer.methods import Layout
 from gossamer.select import select
 from gossamer.side_by_side.lanes import Outcome
-from gossamer.side_by_side.race import train_side_by_side
+from gossamer.side_by_side.race import How, train_side_by_side
 from gossamer.side_by_side.stackable import check, check_reachable, common_of, images_of, lane_of, shared
 from gossamer.training import networks, result
 from gossamer.training.place import Place, join
@@ -76,12 +76,7 @@ def train_together(
     runs: Sequence[Run],
     images: ImageSet,
     make_network: Callable[[], nn.Module],
-    *,
-    device: torch.device,
-    dtype: torch.dtype,
-    progress: Callable[[str], None] = lambda line: None,
-    checkpoint: Path | None = None,
-    checkpoint_minutes: float = 5.0,
+    **how: Unpack[How],
 ) -> list[tuple[Outcome, nn.Module]]:
     """Train runs as one stack, on these images, and return what has come of each, with its network, in their order."""
     check([*runs])
@@ -92,18 +87,8 @@ def train_together(
     if not steps:
         raise ValueError(f"expected at least one batch of {runs[0].batch_size} images, got {len(images.train)} images")
     trained: dict[int, nn.Module] = {}
-    outcomes = train_side_by_side(
-        common_of(runs[0]),
-        [lane_of(run, steps) for run in runs],
-        images,
-        make_network,
-        device=device,
-        dtype=dtype,
-        progress=progress,
-        checkpoint=checkpoint,
-        checkpoint_minutes=checkpoint_minutes,
-        keep=trained.__setitem__,
-    )
+    lanes = [lane_of(run, steps) for run in runs]
+    outcomes = train_side_by_side(common_of(runs[0]), lanes, images, make_network, keep=trained.__setitem__, **how)
     return [(outcome, trained[number]) for number, outcome in enumerate(outcomes)]
 
 

@@ -141,6 +141,16 @@ def read_section(path: Path, file: BinaryIO, section: Section, checksum: int | N
 # ---------------------------------------------------------------------------------------------------- writing
 
 
+def writable(path: str | os.PathLike[str]) -> Path:
+    """The path of a file that is to be written, once its folder is seen to be there: work before that is lost."""
+    target = Path(path)
+    if not target.parent.is_dir():
+        raise FileNotFoundError(f"expected a folder to write {target.name} to, got {target.parent}: make it first")
+    if target.is_dir():
+        raise IsADirectoryError(f"expected a file to write to, got {target}, which is a folder")
+    return target
+
+
 def write_file(path: Path, entries: Sequence[Entry], describe: Callable[[Mapping[str, int]], dict[str, str]]) -> int:
     """Writes entries in the given order, atomically; ``describe`` makes the metadata from the entries'
     CRC-32.

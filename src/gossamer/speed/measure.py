@@ -54,6 +54,8 @@ def measure(
         raise ValueError(f"expected engines out of {', '.join(ENGINES)}, got {', '.join(unknown) or 'none'}")
     if min((*batches, *threads), default=0) < 1:
         raise ValueError(f"expected batch sizes and threads of at least 1, got {list(batches)} and {list(threads)}")
+    if not seconds >= 0:
+        raise ValueError(f"expected seconds of at least 0, got {seconds}")
     model = copy.deepcopy(model).eval()
     counted = count(model, example(1)).total
     dense, sparse = counted.flops_dense or 0, counted.flops_sparse or 0
