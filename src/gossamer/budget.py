@@ -247,11 +247,12 @@ def _lower_rows_by_digits_(
 
 
 def _has_kernels(values: Tensor) -> bool:
-    return values.is_cuda and values.dtype == torch.float32 and values.is_contiguous() and _triton_is_there()
+    return values.is_cuda and values.dtype == torch.float32 and values.is_contiguous() and triton_is_there()
 
 
 @functools.cache
-def _triton_is_there() -> bool:
+def triton_is_there() -> bool:
+    """Whether there is what the kernels for CUDA GPUs are written in."""
     return torch.version.hip is None and importlib.util.find_spec("triton") is not None
 
 

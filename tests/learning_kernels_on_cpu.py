@@ -1,0 +1,20 @@
+"""The kernels of mask learning on a CPU, by Triton's interpreter.
+
+A program of its own, because the interpreter has to be switched on before Triton is imported.
+"""
+
+import os
+
+os.environ["TRITON_INTERPRET"] = "1"
+
+import torch
+
+from learning_cases import check_run, check_step
+
+if __name__ == "__main__":
+    cpu = torch.device("cpu")
+    for seed in range(60):
+        check_step(seed, cpu)
+    for dtype in (torch.float32, torch.bfloat16):
+        for settings in ({}, {"scale": "none", "mask_lr": 1.0}, {"removed_gradient": 0.25}):
+            check_run(cpu, dtype, **settings)
