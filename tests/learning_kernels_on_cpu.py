@@ -13,8 +13,8 @@ from learning_cases import check_run, check_step
 
 if __name__ == "__main__":
     cpu = torch.device("cpu")
-    for seed in range(60):
+    for seed in range(40):
         check_step(seed, cpu)
-    for dtype in (torch.float32, torch.bfloat16):
-        for settings in ({}, {"scale": "none", "mask_lr": 1.0}, {"removed_gradient": 0.25}):
-            check_run(cpu, dtype, **settings)
+    check_run(cpu, torch.float32)
+    check_run(cpu, torch.float32, scale="none", mask_lr=1.0)
+    check_run(cpu, torch.bfloat16, removed_gradient=0.25)

@@ -12,6 +12,7 @@ from gossamer import budget
 from gossamer.models.resnet import ResNet
 from gossamer.side_by_side.capture import Captured
 from gossamer.side_by_side.stack import NetworkStack
+from learning_cases import check_run, check_step
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
@@ -39,16 +40,30 @@ def test_fused_budget_equals_the_one_in_torch_operations(seed: int, monkeypatch:
     assert torch.equal(masks[0].sum(1), keep)
 
 
+@pytest.mark.parametrize("seed", range(100))
+def test_fused_mask_learning_equals_the_one_in_torch_operations(seed: int) -> None:
+    check_step(seed, torch.device("cuda"))
+
+
+@pytest.mark.parametrize("settings", [{}, {"scale": "none", "mask_lr": 1.0}, {"removed_gradient": 0.3}], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_run_with_fused_mask_learning_equals_one_in_torch_operations(
+    dtype: torch.dtype, settings: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
+    check_run(torch.device("cuda"), dtype, **settings)
+
+
 def network() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 4)).double()
 
 
-def train(device: str, *, captured: bool, **settings: object) -> list[Tensor]:
+def train(device: str, *, captured: bool, dtype: torch.dtype = torch.float64, **settings: object) -> list[Tensor]:
     generator = torch.Generator().manual_seed(1)
-    x = torch.randn(400, 20, generator=generator, dtype=torch.float64).to(device)
+    x = torch.randn(400, 20, generator=generator, dtype=torch.float64).to(device, dtype)
     y = x[:, :4].argmax(1)
-    model = network().to(device)
+    model = network().to(device, dtype)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     sparsifier = gossamer.Sparsifier(
         model, optimizer, total_steps=200, sparsity=0.9, warmup="40it", sparsify="80it", stabilise="40it", **settings
@@ -86,6 +101,14 @@ def test_a_captured_step_equals_an_eager_one_and_the_cpu(settings: dict[str, obj
     for ours, theirs in zip(train("cpu", captured=False, **settings), eager, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12)
         assert torch.equal(ours == 0, theirs == 0)
+
+
+@pytest.mark.parametrize("settings", [{}, {"removed_gradient": 0.25}, {"scale": "none", "mask_lr": 1.0}], ids=str)
+def test_captured_fused_kernels_give_the_bits_of_eager_ones_in_every_run(settings: dict[str, object]) -> None:
+    eager = train("cuda", captured=False, dtype=torch.float32, **settings)
+    for captured in (True, True, False):
+        again = train("cuda", captured=captured, dtype=torch.float32, **settings)
+        assert all(map(torch.equal, again, eager))
 
 
 def plain_network() -> nn.Module:

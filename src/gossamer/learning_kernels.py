@@ -71,12 +71,12 @@ def _square(gradients, dense, blocks, first, present, unscale, sums, multiple: t
 
 
 @triton.jit
-def _total(sums, firsts, totals, block: tl.constexpr):
+def _total(sums, firsts, totals, most: tl.constexpr, block: tl.constexpr):
     tensor = tl.program_id(0)
-    first, end = tl.load(firsts + tensor).to(tl.int32), tl.load(firsts + tensor + 1).to(tl.int32)
+    first, end = tl.load(firsts + tensor), tl.load(firsts + tensor + 1)
     total = tl.zeros((block,), tl.float64)
-    for start in range(first, end, block):
-        place = start + tl.arange(0, block)
+    for start in range(0, most, block):
+        place = first + start + tl.arange(0, block)
         total += tl.load(sums + place, mask=place < end, other=0.0).to(tl.float64)
     tl.store(totals + tensor, tl.sum(total, 0).to(tl.float32))
 
@@ -117,7 +117,7 @@ def _descend(
     if removed is not None:
         gone = tl.load(mask + in_store, mask=inside, other=1) == 0
         damped = (gradient.to(tl.float32) * removed).to(gradient.dtype)
-        tl.store(places, damped, mask=learns & gone)
+        tl.store(places, tl.where(gone, damped, gradient), mask=learns)
     parameter = _pick(parameters, which)
     tl.store(parameter + in_tensor, weight.to(parameter.dtype.element_ty), mask=inside)
 
@@ -127,10 +127,10 @@ def _show(parameters, dense, mask, blocks, first, multiple: tl.constexpr, block:
     in_store, in_tensor, inside, which = _block(blocks, first, multiple, block)
     places = _pick(parameters, which) + in_tensor
     gone = tl.load(mask + in_store, mask=inside, other=1) == 0
+    weight = tl.load(places, mask=inside, other=0.0)
     if dense is not None:
-        weight = tl.load(places, mask=inside, other=0.0)
         tl.store(dense + in_store, weight.to(tl.float32), mask=inside)
-    tl.store(places, tl.zeros((block,), places.dtype.element_ty), mask=inside & gone)
+    tl.store(places, tl.where(gone, 0.0, weight), mask=inside)
 
 
 def sums_of_squares_on_gpu(store: Store, gradients: Sequence[Tensor | None], unscale: Tensor | None) -> Tensor:
@@ -144,7 +144,8 @@ def sums_of_squares_on_gpu(store: Store, gradients: Sequence[Tensor | None], uns
                 some, store.dense, store.blocks.table, first, present, unscale, sums, store.blocks.multiple, BLOCK,
                 **_LAUNCH,
             )  # fmt: skip
-        _total[(len(totals),)](sums, store.blocks.firsts, totals, _SUMS, num_warps=4)
+        most = -(-max(store.sizes) // BLOCK)
+        _total[(len(totals),)](sums, store.blocks.firsts, totals, most, _SUMS, num_warps=4)
     return totals
 
 
