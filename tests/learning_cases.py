@@ -43,7 +43,7 @@ class PretendedAccelerator(str):
 
 @contextmanager
 def kernels(fused: bool) -> Iterator[None]:
-    with mock.patch.object(learning, "_on_gpu", lambda store: fused):
+    with mock.patch.object(learning, "_on_gpu", return_value=fused):
         yield
 
 

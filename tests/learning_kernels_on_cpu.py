@@ -8,7 +8,6 @@ import os
 os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
-
 from learning_cases import check_run, check_step
 
 if __name__ == "__main__":

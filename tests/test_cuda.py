@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from learning_cases import check_run, check_step
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -12,7 +13,6 @@ from gossamer import budget
 from gossamer.models.resnet import ResNet
 from gossamer.side_by_side.capture import Captured
 from gossamer.side_by_side.stack import NetworkStack
-from learning_cases import check_run, check_step
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
