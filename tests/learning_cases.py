@@ -196,13 +196,16 @@ def network(dtype: torch.dtype) -> nn.Module:
     ).to(dtype=dtype, memory_format=torch.channels_last)  # fmt: skip
 
 
-def train(device: torch.device, *, fused: bool, dtype: torch.dtype, **settings: object) -> list[dict[str, Tensor]]:
+def train(
+    device: torch.device, *, fused: bool, dtype: torch.dtype, optimizers: int, **settings: object
+) -> list[dict[str, Tensor]]:
     """Masks, variables and weights after each of some steps, with a gradient that is not finite and one that is missing
     on the way, into the phase where masks are frozen."""
     model = network(dtype).to(device)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, fused=True)
+    shares = [list(model.parameters())[number::optimizers] for number in range(optimizers)]
+    each = [torch.optim.SGD(share, lr=0.05, momentum=0.9, fused=True) for share in shares]
     sparsifier = gossamer.Sparsifier(
-        model, optimizer, total_steps=STEPS, sparsity=0.8, warmup="0it", sparsify="12it", stabilise="6it", **settings
+        model, each, total_steps=STEPS, sparsity=0.8, warmup="0it", sparsify="12it", stabilise="6it", **settings
     )
     assert sparsifier._connectivity is not None
     pretend(sparsifier._connectivity.store)
@@ -212,16 +215,17 @@ def train(device: torch.device, *, fused: bool, dtype: torch.dtype, **settings: 
         warnings.filterwarnings("ignore", "gradients that are not finite")
         for number in range(STEPS):
             images = torch.randn(16, 3, 8, 8, generator=generator).to(device, dtype)
-            optimizer.zero_grad()
+            model.zero_grad()
             F.cross_entropy(model(images).float(), images[:, 0, 0, :4].argmax(1)).backward()
-            # As a GradScaler does it: the optimizer itself leaves the weights alone in a bad step.
-            optimizer.grad_scale = None  # type: ignore[attr-defined]
-            optimizer.found_inf = torch.tensor(float(number == 5), device=device)  # type: ignore[attr-defined]
             if number == 5:
                 model[2].weight.grad[0] = torch.nan
             if number == 6:
                 model[2].weight.grad = None
-            optimizer.step()
+            for optimizer in each:
+                # As a GradScaler does it: the optimizer itself leaves the weights alone in a bad step.
+                optimizer.grad_scale = None  # type: ignore[attr-defined]
+                optimizer.found_inf = torch.tensor(float(number == 5), device=device)  # type: ignore[attr-defined]
+                optimizer.step()
             state = sparsifier.state_dict()
             values = {f"{part}.{name}": tensor for part in ("mask", "mask_variable", "dense") if part in state
                       for name, tensor in state[part].items()}  # fmt: skip
@@ -230,8 +234,8 @@ def train(device: torch.device, *, fused: bool, dtype: torch.dtype, **settings: 
     return seen
 
 
-def check_run(device: torch.device, dtype: torch.dtype, **settings: object) -> None:
-    ours, theirs = (train(device, fused=flag, dtype=dtype, **settings) for flag in (True, False))
+def check_run(device: torch.device, dtype: torch.dtype, *, optimizers: int = 1, **settings: object) -> None:
+    ours, theirs = (train(device, fused=flag, dtype=dtype, optimizers=optimizers, **settings) for flag in (True, False))
     assert len(ours) == STEPS
     for one, other in zip(ours, theirs, strict=True):
         assert one.keys() == other.keys()

@@ -16,4 +16,5 @@ if __name__ == "__main__":
         check_step(seed, cpu)
     check_run(cpu, torch.float32)
     check_run(cpu, torch.float32, scale="none", mask_lr=1.0)
+    check_run(cpu, torch.float32, optimizers=2)
     check_run(cpu, torch.bfloat16, removed_gradient=0.25)

@@ -1,6 +1,7 @@
 """What only a GPU can show: fused kernels, captured steps, no host synchronisation. Skipped where there is none."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -49,10 +50,12 @@ def test_fused_mask_learning_equals_the_one_in_torch_operations(seed: int) -> No
     check_step(seed, torch.device("cuda"))
 
 
-@pytest.mark.parametrize("settings", [{}, {"scale": "none", "mask_lr": 1.0}, {"removed_gradient": 0.3}], ids=str)
+@pytest.mark.parametrize(
+    "settings", [{}, {"scale": "none", "mask_lr": 1.0}, {"removed_gradient": 0.3}, {"optimizers": 2}], ids=str
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_run_with_fused_mask_learning_equals_one_in_torch_operations(
-    dtype: torch.dtype, settings: dict[str, object], monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
     check_run(torch.device("cuda"), dtype, **settings)

@@ -1,4 +1,4 @@
-# mypy: disable-error-code="no-untyped-def, untyped-decorator, override"
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, override"
 """The exact budget on CUDA GPUs in a dozen kernels: what budget.py does digit by digit, fused.
 
 The same answer to the last bit: float32 values, a row for each network, no costs, one process. Four rounds look at some

@@ -1,4 +1,4 @@
-# mypy: disable-error-code="no-untyped-def, untyped-decorator, override"
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, override"
 """One step of mask learning on CUDA GPUs in four kernels: what learning.py and connectivity.py do, fused.
 
 For float32 stores, the identity estimator, one scale for the whole network or none. Passes over memory of the size of
