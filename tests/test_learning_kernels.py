@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from gossamer.store import BLOCK, Blocks, Store
+from gossamer.store import BLOCK, TOGETHER, Blocks, Store
 
 
 def test_kernels_do_what_torch_operations_do() -> None:
@@ -32,11 +32,13 @@ def test_blocks_cover_every_connection_once() -> None:
     seen = torch.zeros(sum(sizes), dtype=torch.int64)
     for number, (place, start, size, slot) in enumerate(blocks.table.tolist()):
         tensor = max(index for index, first in enumerate(blocks.first[:-1]) if first <= number and sizes[index])
-        assert (slot, place) == (tensor % 16, offsets[tensor] + start)
+        assert (slot, place) == (tensor, offsets[tensor] + start)
         assert 0 < size <= BLOCK
         seen[place : place + size] += 1
     assert torch.equal(seen, torch.ones_like(seen))
     assert blocks.multiple == 1
+    many = Blocks.of([1] * (TOGETHER + 2), range(TOGETHER + 2), torch.device("cpu"))
+    assert many.table[:, 3].tolist() == [*range(TOGETHER), 0, 1]
     assert Blocks.of([32, 48], [0, 32], torch.device("cpu")).multiple == 16
 
 

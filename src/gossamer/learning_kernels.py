@@ -12,7 +12,7 @@ The operations on each connection are those of method.py, one rounding after the
 w̃ and gradients have the bits they have without kernels, and m̃ too where nothing is scaled. Only the sums of squares are
 added up in another order, always the same one, which the scale feels in its last digits, and with it m̃.
 
-A launch covers up to sixteen tensors, whose addresses are arguments: nothing is copied to the GPU in a step, and the
+A launch covers up to 32 tensors, whose addresses are arguments: nothing is copied to the GPU in a step, and the
 step can be captured. `Store.blocks` says which block is which part of which tensor.
 """
 
@@ -24,10 +24,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gossamer.store import BLOCK, Store
+from gossamer.store import BLOCK, TOGETHER, Store
 
-_TOGETHER = 16  # tensors in one launch
-_TENSORS = tl.constexpr(_TOGETHER)
 _SUMS = 1024  # sums of squares added up together
 # Rounding after every operation, as torch does.
 _LAUNCH: dict[str, Any] = {"num_warps": 8, "enable_fp_fusion": False}
@@ -36,7 +34,7 @@ _LAUNCH: dict[str, Any] = {"num_warps": 8, "enable_fp_fusion": False}
 @triton.jit
 def _pick(pointers, which):
     pointer = pointers[0]
-    for number in tl.static_range(1, _TENSORS):
+    for number in tl.static_range(1, len(pointers)):
         pointer = tl.where(which == number, pointers[number], pointer)
     return pointer
 
@@ -204,23 +202,26 @@ def show_on_gpu_(store: Store, parameters: Sequence[Tensor]) -> None:
 
 def _launches(store: Store) -> Iterator[tuple[tuple[int], int, range]]:
     """Grid, first block and tensors of each launch."""
-    for start in range(0, len(store.sizes), _TOGETHER):
-        these = range(start, min(start + _TOGETHER, len(store.sizes)))
+    for start in range(0, len(store.sizes), TOGETHER):
+        these = range(start, min(start + TOGETHER, len(store.sizes)))
         first, end = store.blocks.first[start], store.blocks.first[these.stop]
         if end > first:
             yield (end - first,), first, these
 
 
 def _filled(tensors: Sequence[Tensor], these: range) -> tuple[Tensor, ...]:
-    """Sixteen of them, the last ones for nothing, so that one kernel serves any number."""
-    some = [tensors[index] for index in these]
-    return tuple(some + some[:1] * (_TOGETHER - len(some)))
+    return _to_a_power_of_two([tensors[index] for index in these])
 
 
 def _gradients(gradients: Sequence[Tensor | None], these: range) -> tuple[tuple[Tensor, ...], int]:
-    """Sixteen gradients, and a bit for each that is there."""
-    some = [(number, gradients[index]) for number, index in enumerate(these)]
-    present = sum(1 << number for number, gradient in some if gradient is not None)
+    """The gradients, with others in place of those that are not there, and a bit for each that is."""
+    some = [gradients[index] for index in these]
+    present = sum(1 << number for number, gradient in enumerate(some) if gradient is not None)
     any_one = next(gradient for gradient in gradients if gradient is not None)
-    filled = [any_one if gradient is None else gradient for _, gradient in some]
-    return tuple(filled + [any_one] * (_TOGETHER - len(filled))), present
+    return _to_a_power_of_two([any_one if gradient is None else gradient for gradient in some]), present
+
+
+def _to_a_power_of_two(tensors: list[Tensor]) -> tuple[Tensor, ...]:
+    """The last ones for nothing, so that few kernels serve any number of tensors."""
+    length = 1 << (len(tensors) - 1).bit_length()
+    return tuple(tensors + tensors[:1] * (length - len(tensors)))

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from gossamer.sharding import local, of_all_processes
 
 BLOCK = 4096  # connections that one program of a GPU kernel treats
+TOGETHER = 32  # tensors that one launch of it treats
 _LAYOUTS = {4: (torch.channels_last,), 5: (torch.channels_last_3d,)}
 
 
@@ -28,7 +29,9 @@ _LAYOUTS = {4: (torch.channels_last,), 5: (torch.channels_last_3d,)}
 class Blocks:
     """The tensors cut into blocks, none of which lies in two tensors: what the kernels of learning_kernels.py go by."""
 
-    table: Tensor  # one row a block: its place in the vectors, its place in its tensor, its size, its tensor modulo 16
+    table: (
+        Tensor  # one row a block: its place in the vectors, its place in its tensor, its size, its tensor in its launch
+    )
     first: Sequence[int]  # the first block of each tensor, and the number of all
     firsts: Tensor  # the same, on the device
     multiple: int  # 16 where all places and sizes are multiples of it, which is faster, else 1
@@ -36,7 +39,7 @@ class Blocks:
     @classmethod
     def of(cls, sizes: Sequence[int], offsets: Sequence[int], device: torch.device) -> "Blocks":
         rows = [
-            (offset + start, start, min(BLOCK, size - start), tensor % 16)
+            (offset + start, start, min(BLOCK, size - start), tensor % TOGETHER)
             for tensor, (size, offset) in enumerate(zip(sizes, offsets, strict=True))
             for start in range(0, size, BLOCK)
         ]
