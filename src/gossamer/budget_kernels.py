@@ -89,7 +89,7 @@ def _count_ties(values, state, ties, size, block: tl.constexpr):
 
 
 @triton.jit
-def _apply(values, mask, budgets, state, ties_before, thresholds, flips, size, block: tl.constexpr):
+def _apply(values, mask, budgets, state, ties, ties_so_far, thresholds, flips, size, block: tl.constexpr):
     row = tl.program_id(1)
     start = row.to(tl.int64) * size
     here = row * tl.num_programs(0) + tl.program_id(0)
@@ -102,7 +102,7 @@ def _apply(values, mask, budgets, state, ties_before, thresholds, flips, size, b
     left = tl.load(state + row * 2 + 1)
     fits = tl.load(budgets + row) >= size
     tied = inside & (keys == cut)
-    rank = tl.load(ties_before + here) + tl.cumsum(tied.to(tl.int32), 0)
+    rank = tl.load(ties_so_far + here) - tl.load(ties + here) + tl.cumsum(tied.to(tl.int32), 0)
     kept = (keys > cut) | (tied & (rank <= left)) | fits
     bits = tl.where(cut < 0, cut ^ 0x7FFFFFFF, cut)
     threshold = tl.where(fits, 0.0, bits.to(tl.float32, bitcast=True))
@@ -120,7 +120,6 @@ def meet_budgets_on_gpu_(values: Tensor, mask: Tensor, budgets: Tensor) -> tuple
     of its masks have changed."""
     rows, size = values.shape
     blocks = triton.cdiv(size, _BLOCK)
-    bytes_ = mask.view(torch.uint8)
     with torch.cuda.device_of(values):
         histograms = torch.zeros(len(_DIGITS), rows, _BINS.value, dtype=torch.int32, device=values.device)
         state = torch.empty(rows, 2, dtype=torch.int64, device=values.device)
@@ -130,10 +129,20 @@ def meet_budgets_on_gpu_(values: Tensor, mask: Tensor, budgets: Tensor) -> tuple
             _choose[(rows,)](histogram, budgets, state, width, first, num_warps=4)
         ties = torch.empty(rows, blocks, dtype=torch.int32, device=values.device)
         _count_ties[(blocks, rows)](values, state, ties, size, _BLOCK, num_warps=8)
-        before = ties.cumsum(1, dtype=torch.int32) - ties
+        so_far = ties.cumsum(1, dtype=torch.int32)
         thresholds = torch.empty(rows, device=values.device)
         flips = torch.empty_like(ties)
         _apply[(blocks, rows)](
-            values, bytes_, budgets, state, before, thresholds, flips, size, _BLOCK, num_warps=8
-        )  # fmt: skip
+            values,
+            mask.view(torch.uint8),
+            budgets,
+            state,
+            ties,
+            so_far,
+            thresholds,
+            flips,
+            size,
+            _BLOCK,
+            num_warps=8,
+        )
     return thresholds, flips.sum(1)

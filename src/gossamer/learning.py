@@ -2,7 +2,7 @@
 
 On an accelerator all tensors are treated as one vector; on a CPU each tensor by itself, with the parameter's own memory
 as scratch space, because there memory that was not touched lately is what costs time. The common case on a CUDA GPU has
-kernels of its own (learning_kernels.py), which pass over the memory a third as often.
+kernels of its own (learning_kernels.py), which pass 7 times over memory of the size of the weights instead of 18 times.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -198,7 +198,7 @@ def _healthy(
     squares: Tensor, found_inf: Tensor | None, moments: Moments | None, group: dist.ProcessGroup | None
 ) -> Tensor:
     """Whether this step can be learned from; the same answer in all the processes that share the tensors."""
-    healthy = torch.isfinite(squares.sum())
+    healthy = squares.sum() < torch.inf  # which what is not a number is not either
     if moments is not None:
         healthy = healthy & torch.isfinite(torch.stack([total.sum() for total in moments.totals.values()]).sum())
     if found_inf is None:
