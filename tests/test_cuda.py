@@ -11,9 +11,11 @@ from torch.nn import functional as F
 
 import gossamer
 from gossamer import budget
+from gossamer.learning import has_kernels
 from gossamer.models.resnet import ResNet
 from gossamer.side_by_side.capture import Captured
 from gossamer.side_by_side.stack import NetworkStack
+from gossamer.store import Store
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
@@ -43,6 +45,17 @@ def test_fused_budget_equals_the_one_in_torch_operations(seed: int, monkeypatch:
     assert torch.equal(masks[0], masks[1])
     assert torch.equal(fused, plain)
     assert torch.equal(masks[0].sum(1), keep)
+
+
+def test_float32_weights_on_a_gpu_get_fused_mask_learning_and_others_do_not() -> None:
+    for dtype, device, expected in (
+        (torch.float32, "cuda", True),
+        (torch.bfloat16, "cuda", True),
+        (torch.float64, "cuda", False),
+        (torch.float32, "cpu", False),
+    ):
+        parameters = [nn.Parameter(torch.randn(64, 33, dtype=dtype, device=device))]
+        assert has_kernels(Store(parameters, momentum=False), parameters) == expected
 
 
 @pytest.mark.parametrize("seed", range(100))
