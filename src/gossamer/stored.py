@@ -8,7 +8,6 @@ it. Only the command line can name a function to call: a file that could would b
 from __future__ import annotations
 
 import importlib
-import json
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -21,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from gossamer import models
+from gossamer._json import read_object
 from gossamer.checkpoint import load
 from gossamer.models.digits_cnn import QUICK_START, DigitsNet
 from gossamer.sparsefile.container import read_header
@@ -102,8 +102,8 @@ def _named(
         return metadata["network"], {}
     run = path.with_name(RUN)
     if run.is_file():
-        values = _read(run)
-        if isinstance(values, dict) and isinstance(values.get("model"), str):
+        values = read_object(run)
+        if isinstance(values.get("model"), str):
             options = values.get("model_options", {})
             return values["model"], options if isinstance(options, dict) else {}
     if otherwise is not None:
@@ -112,13 +112,6 @@ def _named(
         f"expected to know which network {path} belongs to, got a file without its name and no {RUN} beside it: "
         "add --net NAME (see gossamer list), or save the file with network=NAME"
     )
-
-
-def _read(path: Path) -> Any:
-    try:
-        return json.loads(path.read_text())
-    except ValueError as error:
-        raise ValueError(f"expected JSON in {path}, got something else ({error})") from error
 
 
 def _registered(

@@ -84,7 +84,7 @@ def test_what_is_no_recipe_is_an_error_with_the_nearest_name(tmp_path: Path) -> 
     with pytest.raises(FileNotFoundError, match="does not exist"):
         find(str(tmp_path / "none.json"))
     (tmp_path / "list.json").write_text("[]")
-    with pytest.raises(ValueError, match="expected an object with the keys of a run"):
+    with pytest.raises(ValueError, match="expected a JSON object in"):
         find(str(tmp_path / "list.json"))
     (tmp_path / "text.json").write_text("lr = 3")
     with pytest.raises(ValueError, match="expected JSON in"):

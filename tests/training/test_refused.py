@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from gossamer.data import ImageSet
-from gossamer.training import Run, place, train
+from gossamer.training import Run, place, result, train
 from gossamer.training.checkpoint import Checkpoints
 from gossamer.training.progress import Status
 
@@ -119,3 +119,25 @@ def test_an_error_that_cannot_be_sent_to_other_processes_goes_as_its_words() -> 
     assert str(place._as_sent(Local("of this process"))) == "Local: of this process"
     known = FileNotFoundError(2, "nothing there")
     assert place._as_sent(known) is known
+
+
+@pytest.mark.parametrize(
+    "content", ["[]", "null", "3", "{", "[" * 100_000], ids=["list", "null", "number", "cut", "deep"]
+)
+def test_files_of_a_run_that_are_not_its_own(tmp_path: Path, content: str) -> None:
+    for name, read in (
+        ("run.json", lambda: result.read_result(tmp_path, Run())),
+        ("result.json", lambda: result.read_result_file(tmp_path)),
+        ("layers.json", lambda: result.read_layers(tmp_path)),
+    ):
+        (tmp_path / name).write_text(content)
+        with pytest.raises(ValueError, match=f"expected (JSON|a JSON object) in .*{name}"):
+            read()
+        (tmp_path / name).unlink()
+
+
+@pytest.mark.parametrize("content", ["{}", '{"rows": 3}', '{"rows": [1]}', '{"rows": [{"shape": [2]}]}'])
+def test_layers_that_are_none(tmp_path: Path, content: str) -> None:
+    (tmp_path / "layers.json").write_text(content)
+    with pytest.raises(ValueError, match="expected the layers of a finished run in"):
+        result.read_layers(tmp_path)

@@ -3,9 +3,9 @@
 import difflib
 from pathlib import Path
 
+from gossamer._json import read_object
 from gossamer.recipes import cifar, digits, imagenet, mnist, wikitext
 from gossamer.recipes.recipe import Published, Recipe
-from gossamer.training.result import read_json
 from gossamer.training.run import Run
 
 __all__ = ["RECIPES", "Published", "Recipe", "find", "names"]
@@ -32,9 +32,7 @@ def find(name: str) -> Recipe:
     if path.suffix == ".json":
         if not path.is_file():
             raise FileNotFoundError(f"expected the path of a recipe file, got {name}, which does not exist")
-        values = read_json(path)
-        if not isinstance(values, dict):
-            raise ValueError(f"expected an object with the keys of a run in {name}, got {type(values).__name__}")
+        values = read_object(path)
         if isinstance(values.get("config"), dict):  # the result of a run, which has the run in it
             values = values["config"]
         return Recipe(path.stem, f"from {name}", Run.from_dict(values))

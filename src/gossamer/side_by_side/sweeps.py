@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from gossamer import data
+from gossamer._json import read_object
 from gossamer.checkpoint import save
 from gossamer.data.sets import ImageSet
 from gossamer.methods import Layout
@@ -59,7 +60,7 @@ def sweep(
             portion = in_order[first : first + together]
             progress(f"{len(portion)} runs of {portion[0].epochs} epochs side by side, {len(in_order) - first} to go")
             _train_portion(portion, images, out, device, save_models=save_models, progress=progress)
-    return [result.read_json(record_path(out, run)) for run in wanted.values()]
+    return [read_object(record_path(out, run)) for run in wanted.values()]
 
 
 def record_path(out: Path, run: Run) -> Path:

@@ -9,6 +9,7 @@ import hashlib
 import os
 import random
 import re
+import secrets
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -88,9 +89,9 @@ def write_atomically(
 
     `before` is called with the path and the digest just before the file takes its name.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}.part")
     try:
-        with open(temporary, "wb") as file:
+        with open(os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666), "wb") as file:
             hashing = _Hashing(file)
             try:
                 write(hashing)  # type: ignore[arg-type]

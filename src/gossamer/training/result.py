@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import gossamer
 from gossamer import stored
+from gossamer._json import read_object
 from gossamer.checkpoint import save
 from gossamer.report import Report, Row, report
 from gossamer.training.checkpoint import write_atomically
@@ -76,7 +77,7 @@ def read_result(folder: Path, run: Run) -> dict[str, Any] | None:
     """The result of this very run, where the folder has it. A folder of another run is an error."""
     path = folder / RUN
     if path.is_file():
-        other = Run.from_dict(read_json(path))
+        other = Run.from_dict(read_object(path))
         if other.run_id != run.run_id:
             raise ValueError(
                 f"{folder} belongs to run {other.run_id}, which differs from run {run.run_id} in "
@@ -85,7 +86,7 @@ def read_result(folder: Path, run: Run) -> dict[str, Any] | None:
     result = folder / RESULT
     if not result.is_file():
         return None
-    found: dict[str, Any] = read_json(result)
+    found = read_object(result)
     return found if found.get("complete") is True else None
 
 
@@ -94,8 +95,8 @@ def read_result_file(path: Path) -> dict[str, Any]:
     file = path / RESULT if path.is_dir() else path
     if not file.is_file():
         raise FileNotFoundError(f"expected a finished run with a {RESULT} in it, got {path}: train it to the end first")
-    values = read_json(file)
-    if not isinstance(values, dict) or not {"sparsity", "connections", "weights", "seconds"} <= values.keys():
+    values = read_object(file)
+    if not {"sparsity", "connections", "weights", "seconds"} <= values.keys():
         raise ValueError(f"expected the result of a run in {file}, got something else")
     return values
 
@@ -105,21 +106,16 @@ def read_layers(path: Path) -> Report:
     file = (path if path.is_dir() else path.parent) / LAYERS
     if not file.is_file():
         raise FileNotFoundError(f"expected the layers of a finished run in {file}, which does not exist")
-    rows = read_json(file)["rows"]
     names = {each.name for each in fields(Row)}
-    return Report(
-        tuple(
-            Row(**{key: value for key, value in row.items() if key in names} | {"shape": tuple(row["shape"])})
-            for row in rows
-        )
-    )
-
-
-def read_json(path: Path) -> Any:
     try:
-        return json.loads(path.read_text())
-    except ValueError as error:
-        raise ValueError(f"expected JSON in {path}, got something else ({error})") from error
+        return Report(
+            tuple(
+                Row(**{key: value for key, value in row.items() if key in names} | {"shape": tuple(row["shape"])})
+                for row in read_object(file)["rows"]
+            )
+        )
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"expected the layers of a finished run in {file}, got something else ({error!r})") from error
 
 
 def write_json(path: Path, values: Mapping[str, Any]) -> None:
