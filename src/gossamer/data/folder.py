@@ -264,6 +264,7 @@ class FolderBatches(BatchSource):
             num_workers=self.workers,
             collate_fn=_collate,
             pin_memory=self.device.type == "cuda",
+            multiprocessing_context=self._start_method(),
         )
         for loaded in loader:
             if isinstance(loaded, CorruptData):
@@ -275,3 +276,9 @@ class FolderBatches(BatchSource):
             position = position.next(len(self))
             self._position = position
             yield batch, labels.to(self.device, non_blocking=True)
+
+    def _start_method(self) -> str | None:
+        """Beside the threads that talk to other processes a plain fork can come to a standstill, as a lock that one of
+        them holds is copied without its holder."""
+        several = torch.distributed.is_available() and torch.distributed.is_initialized()
+        return "forkserver" if self.workers and several else None
