@@ -87,7 +87,7 @@ def test_what_is_no_recipe_is_an_error_with_the_nearest_name(tmp_path: Path) -> 
     with pytest.raises(ValueError, match="expected a JSON object in"):
         find(str(tmp_path / "list.json"))
     (tmp_path / "text.json").write_text("lr = 3")
-    with pytest.raises(ValueError, match="expected JSON in"):
+    with pytest.raises(ValueError, match="expected a JSON object in"):
         find(str(tmp_path / "text.json"))
     (tmp_path / "new.json").write_text('{"format": 99}')
     with pytest.raises(ValueError, match="newer version of gossamer"):

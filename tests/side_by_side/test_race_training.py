@@ -242,14 +242,6 @@ def test_weight_decay_only_of_what_is_kept() -> None:
         torch.testing.assert_close(difference, torch.where(removed, spared * start[0], 0.0))
 
 
-def test_a_damped_step_only_of_what_is_removed() -> None:
-    """Runs that start from the same weights: removed ones move by a quarter of the step, kept ones by all of it."""
-    members = [Member(1, "dpf", 0.7, 0.3, training=Training(removed_update=factor)) for factor in (1.0, 0.25)]
-    learner, start, removed = first_mask_step(members)
-    whole, damped = learner.stack.variables - start
-    torch.testing.assert_close(damped, torch.where(removed, 0.25 * whole, whole))
-
-
 def test_phases_and_a_rate_of_its_own_are_those_of_another_race() -> None:
     members = [
         Member.of(1, sparsity=0.7, phases=(0.4, 0.2, 0.4, 0.0)),

@@ -1,10 +1,11 @@
 """Run files and the tables made of them."""
 
-import json
 import statistics
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
+
+from gossamer._json import read_object
 
 Record = dict[str, Any]
 
@@ -14,13 +15,7 @@ def read(folder: Path) -> list[Record]:
 
 
 def read_record(path: Path) -> Record:
-    try:
-        record = json.loads(path.read_text())
-    except (RecursionError, ValueError) as error:
-        raise ValueError(f"expected the record of a run in {path}, got something else ({error}): delete it") from error
-    if not isinstance(record, dict):
-        raise ValueError(f"expected the record of a run in {path}, got a {type(record).__name__}: delete it")
-    return record
+    return read_object(path, expected="the record of a run", remedy=": delete it")
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

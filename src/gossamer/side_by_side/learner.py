@@ -33,7 +33,6 @@ class Tables:
     weight_decay: Tensor  # (rows, 1)
     momentum: Tensor  # (rows, 1)
     removed_decay: Tensor | None = None  # (rows, 1), the factor of weight decay behind the masks; None: 1
-    removed_update: Tensor | None = None  # (rows, 1), the factor of the whole step behind the masks; None: 1
     averaging: Tensor | None = None  # (steps, rows), see averaging.py; None: no average is kept
 
 
@@ -133,20 +132,14 @@ class StackedLearner:
         return [1.0 - left / self.stack.connections for left in self.mask.sum(1).tolist()]
 
     def _descend(self, gradient: Tensor, rate: Tensor, tables: Tables) -> None:
-        """SGD with momentum and L2, as torch has it, perhaps with less of both for what is removed."""
+        """SGD with momentum and L2, as torch has it, perhaps with another weight decay behind the masks."""
         variables, count, decay = self.stack.variables, self.stack.connections, tables.weight_decay
         self.velocity.mul_(tables.momentum).add_(gradient)
         if tables.removed_decay is None:
             self.velocity.addcmul_(variables, decay)
         else:
-            self.velocity[:, :count].addcmul_(variables[:, :count], decay * self._damping(tables.removed_decay))
+            kept = self.mask.to(decay.dtype)
+            factor = decay * kept.lerp(torch.ones_like(kept), tables.removed_decay)
+            self.velocity[:, :count].addcmul_(variables[:, :count], factor)
             self.velocity[:, count:].addcmul_(variables[:, count:], decay)
-        update = self.velocity * rate
-        if tables.removed_update is not None:
-            update[:, :count].mul_(self._damping(tables.removed_update))
-        variables.sub_(update)
-
-    def _damping(self, of_removed: Tensor) -> Tensor:
-        """1 for what is kept, and for what is removed what its row says."""
-        kept = self.mask.to(of_removed.dtype)
-        return kept.lerp(torch.ones_like(kept), of_removed)
+        variables.sub_(self.velocity * rate)

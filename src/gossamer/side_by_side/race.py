@@ -278,17 +278,12 @@ class Running:
         place: dict[str, Any] = {"dtype": stack.precise, "device": stack.device}
         starts = [lane.average_from for lane in first]
         averaging = averaging_rates(trainings, first=starts, total=self.steps)
-
-        def damping(name: str) -> torch.Tensor | None:
-            factors = [[getattr(training, name)] for training in trainings]
-            return None if all(each == [1.0] for each in factors) else torch.tensor(factors, **place)
-
+        removed = [[training.removed_weight_decay] for training in trainings]
         self._tables = Tables(
             torch.stack([lane.rates for lane in first], dim=1).to(**place),
             torch.tensor([[_weight_decay(*each, step)] for each in zip(first, trainings, strict=True)], **place),
             torch.tensor([[lane.momentum] for lane in first], **place),
-            removed_decay=damping("removed_weight_decay"),
-            removed_update=damping("removed_update"),
+            removed_decay=None if all(each == [1.0] for each in removed) else torch.tensor(removed, **place),
             averaging=None if averaging is None else averaging.to(**place),
         )
         taught = any(training.distil for training in trainings)

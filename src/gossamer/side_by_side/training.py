@@ -35,7 +35,6 @@ class Training:
     recalibrate: bool = False
     finetune_weight_decay: float | None = None  # once masks are frozen; None: as before
     removed_weight_decay: float = 1.0  # factor of weight decay behind the masks: 0 decays only what is kept
-    removed_update: float = 1.0  # factor of the whole step behind the masks, of gradient, momentum and weight decay
     phases: tuple[float, float, float, float] | None = None
     peak_rate: float | None = None  # the learning rate of the race, for this run
     hold: float | None = None  # share of the epochs before the learning rate begins to fall, in the place of the race's
@@ -47,7 +46,6 @@ class Training:
             ("average_decay", 0.0, 1.0),
             ("average_tail", 0.0, 1.0),
             ("removed_weight_decay", 0.0, 100.0),
-            ("removed_update", 0.0, 1.0),
         ):
             value = getattr(self, name)
             if not low <= value <= high:
