@@ -1,6 +1,7 @@
 """Tables of races from made-up records."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -139,3 +140,13 @@ def test_the_plot_has_a_line_a_method(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(plot.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ImportError, match="pip install 'gossamer\\[plot\\]'"):
         plot.accuracy_against_sparsity(records, tmp_path / "race.svg")
+
+
+def test_at_one_sparsity_the_plot_has_a_row_a_method_the_best_on_top(tmp_path: Path) -> None:
+    points = [("dense", 0.0, 92.0), ("dpf", 0.9, 90.0), ("scl", 0.9, 91.0), ("rigl", 0.9, 89.0)]
+    plot.accuracy_against_sparsity([record(*point) for point in points], tmp_path / "race.svg")
+    drawn = (tmp_path / "race.svg").read_text()
+    places = {name: re.search(rf' y="([\d.]+)"[^>]*>{re.escape(METHODS[name].title)}<', drawn) for name in METHODS}
+    height = {name: float(found[1]) for name, found in places.items() if found}  # from the top
+    assert height["scl"] < height["dpf"] < height["rigl"]
+    assert "90 % zeros" in drawn

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from observers import Dies
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -14,7 +15,6 @@ from gossamer.sparsifier import Sparsifier
 from gossamer.training import LossNotFinite, Run, networks, train
 from gossamer.training.optimise import make_optimizer
 from gossamer.training.place import Place
-from gossamer.training.progress import Status
 from gossamer.training.step import Meter, Step
 from gossamer.training.task import ImageTask
 
@@ -33,21 +33,6 @@ WORDS = Run(
     lr=1.0,
     device="cuda",
 )
-
-
-class Dies:
-    """Ends a run at a step, as good as a kill."""
-
-    def __init__(self, step: int) -> None:
-        self._step = step
-
-    def begin(self, status: Status) -> None: ...
-
-    def tell(self, status: Status) -> None:
-        if status.step == self._step:
-            raise MemoryError
-
-    def close(self) -> None: ...
 
 
 @pytest.fixture

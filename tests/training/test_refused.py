@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from observers import Dies
 
 from gossamer.data import ImageSet
 from gossamer.training import Run, place, result, train
 from gossamer.training.checkpoint import Checkpoints
-from gossamer.training.progress import Status
 
 RUN = Run(
     model="digits_cnn",
@@ -25,21 +25,11 @@ RUN = Run(
 )
 
 
-class Dies:
-    def begin(self, status: Status) -> None: ...
-
-    def tell(self, status: Status) -> None:
-        if status.step == 5:
-            raise MemoryError
-
-    def close(self) -> None: ...
-
-
 @pytest.fixture
 def torn(images: ImageSet, tmp_path: Path) -> Path:
     """A run that has died, with a checkpoint."""
     with pytest.raises(MemoryError):
-        train(RUN, tmp_path, observers=[Dies()])
+        train(RUN, tmp_path, observers=[Dies(5)])
     return tmp_path
 
 

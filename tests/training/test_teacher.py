@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from observers import Dies
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional
@@ -22,7 +23,6 @@ from gossamer.data import Batches, ImageSet, TextBatches, TextSet
 from gossamer.data.batches import seed_for
 from gossamer.models import create
 from gossamer.training import Run, networks, train
-from gossamer.training.progress import Status
 
 IMAGES = Run(
     model="digits_cnn",
@@ -54,21 +54,6 @@ WORDS = Run(
     distil=0.3,
 )
 BY_FILE = ["method=dense", "sparsity=none"]
-
-
-class Dies:
-    """Ends a run at a step, as good as a kill."""
-
-    def __init__(self, step: int) -> None:
-        self._step = step
-
-    def begin(self, status: Status) -> None: ...
-
-    def tell(self, status: Status) -> None:
-        if status.step == self._step:
-            raise MemoryError
-
-    def close(self) -> None: ...
 
 
 def weights(folder: Path) -> dict[str, Tensor]:

@@ -65,7 +65,12 @@ def accuracy_against_sparsity(records: Sequence[Record], path: Path) -> None:
     ] or [("", [])]
     figure = Figure(figsize=(8 * len(panels), 7), layout="constrained")
     for axes, (title, own) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
-        _draw(axes, dense, own)
+        at = sorted({each for line in own for each in line.sparsity})
+        if len(at) == 1:
+            _draw_rows(axes, dense, own)
+            title = f"{title}, {at[0]:g} % zeros"
+        else:
+            _draw(axes, dense, own)
         axes.set_title(title)
     first = records[0]
     run = f"{first['tier']}: {first['net']} on {first['data']}, {first['epochs']} epochs"
@@ -108,6 +113,22 @@ def _write(figure: Any, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with rc_context({"svg.hashsalt": "gossamer", "svg.fonttype": "none"}):
         figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+
+
+def _draw_rows(axes: Any, dense: Sequence[Line], own: Sequence[Line]) -> None:
+    """At a single sparsity there are no lines to draw: a row a method, the best on top."""
+    for line in dense:
+        axes.axvline(line.accuracy[0], color="black", linewidth=1, linestyle=":", label=line.label)
+    ranked = sorted(own, key=lambda line: line.accuracy[0])
+    for place, line in enumerate(ranked):
+        ours = line.method == "scl"
+        style = {"color": "C0" if ours else "C7", "linewidth": 2.5 if ours else 1}
+        axes.errorbar(line.accuracy, [place], xerr=line.spread, marker="o", markersize=5, capsize=3, **style)
+    axes.set_yticks(range(len(ranked)), [line.label for line in ranked])
+    axes.set_xlabel("test accuracy, %")
+    axes.grid(alpha=0.3)
+    if dense:
+        axes.legend(fontsize="small", loc="upper left", frameon=False)
 
 
 def _draw(axes: Any, dense: Sequence[Line], own: Sequence[Line]) -> None:

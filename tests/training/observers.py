@@ -1,0 +1,18 @@
+"""Observers of a run that the tests put beside it."""
+
+from gossamer.training.progress import Status
+
+
+class Dies:
+    """Ends a run at a step, as good as a kill."""
+
+    def __init__(self, step: int) -> None:
+        self._step = step
+
+    def begin(self, status: Status) -> None: ...
+
+    def tell(self, status: Status) -> None:
+        if status.step == self._step:
+            raise MemoryError
+
+    def close(self) -> None: ...
