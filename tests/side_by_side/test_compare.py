@@ -87,6 +87,9 @@ def test_a_record_from_before_a_default_changed_is_of_another_run(tmp_path: Path
     assert scl["accuracy"] == 12.5  # the same run as now
     assert len(list(tmp_path.glob("*.json"))) == 3
     assert compare(asked, tmp_path, device=CPU) == [l0, scl]
+    paths[0].write_text('{"settings": ')
+    with pytest.raises(ValueError, match=f"expected the record of a run in .*{paths[0].name}.*: delete it"):
+        compare(asked, tmp_path, device=CPU)
 
 
 @pytest.mark.usefixtures("tiny")

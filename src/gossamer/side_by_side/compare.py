@@ -254,7 +254,7 @@ def _path(out: Path, comparison: Comparison, race: Race, member: Member) -> Path
     usual = out / f"{comparison.net}-{member.method}-{_name(comparison, race, [member])}.json"
     if not usual.exists():
         return usual
-    there, asked = json.loads(usual.read_text())["settings"], json.loads(json.dumps(member.to_dict()))
+    there, asked = read_record(usual)["settings"], json.loads(json.dumps(member.to_dict()))
     if all(there.get(name, _BEFORE.get(name, value)) == value for name, value in asked.items()):
         return usual
     digest = hashlib.sha256(json.dumps([usual.name, asked], sort_keys=True).encode()).hexdigest()[:12]
