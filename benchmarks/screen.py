@@ -27,8 +27,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from gossamer import data, models
+from gossamer.checkpoint import save
 from gossamer.data.sets import ImageSet, Labelled
 from gossamer.side_by_side import Member, Race, run_race
 from gossamer.side_by_side.compare import Comparison, record
@@ -196,8 +198,12 @@ def plan_screening(hypotheses: Sequence[Hypothesis], base: Race, out: Path, *spa
 
 
 def plan_final(chosen: dict[str, dict[str, Any]], peers: Sequence[str], race: Race, out: Path) -> list[Run]:
-    wanted: list[tuple[str, list[Member]]] = [("dense", Hypothesis("dense", {"method": "dense"}).members(0.0))]
-    wanted += [(name, Hypothesis(name, own).members(at)) for name, own in chosen.items() for at in SPARSITIES]
+    chosen = {"dense": {"method": "dense"}, **chosen}
+    wanted: list[tuple[str, list[Member]]] = [
+        (name, Hypothesis(name, own).members(at))
+        for name, own in chosen.items()
+        for at in ((0.0,) if own.get("method") == "dense" else SPARSITIES)
+    ]
     wanted += [(peer, Hypothesis(peer, {"method": peer}).members(at)) for peer in peers for at in PEER_SPARSITIES]
     return [make_run(name, member, race, "final", out) for name, members in wanted for member in members]
 
@@ -256,7 +262,13 @@ class Budget:
 
 
 def train(
-    runs: list[Run], images: ImageSet, tier: str, commit: str, device: torch.device, net: str = "resnet20"
+    runs: list[Run],
+    images: ImageSet,
+    tier: str,
+    commit: str,
+    device: torch.device,
+    net: str = "resnet20",
+    save_models: bool = False,
 ) -> float:
     """Train runs of one race and write their records; returns the seconds it took."""
     race, members = runs[0].race, [run.member for run in runs] + teachers(runs)
@@ -264,6 +276,11 @@ def train(
     identity = hashlib.sha256("".join(run.path.name for run in runs).encode()).hexdigest()[:12]
     checkpoint = runs[0].path.parent / f"{tier}-{identity}.race.safetensors"
     say(f"{len(members)} runs of {race.epochs} epochs: {', '.join(dict.fromkeys(run.name for run in runs))}")
+
+    def keep(number: int, network: nn.Module) -> None:
+        if number < len(runs):  # teachers come last
+            save(network, runs[number].path.with_suffix(".safetensors"))
+
     outcomes = run_race(
         race,
         members,
@@ -273,6 +290,7 @@ def train(
         dtype=dtype,
         progress=say,
         checkpoint=checkpoint,
+        keep=keep if save_models else None,
     )
     seconds = time.perf_counter() - start
     held_out = 0 if images.validation is None else len(images.validation)
@@ -293,6 +311,7 @@ def race_all(
     together: int,
     seconds: float,
     net: str = "resnet20",
+    save_models: bool = False,
 ) -> None:
     budget = Budget(seconds)
     for chunk in chunks([run for run in runs if not run.path.exists()], together):
@@ -302,7 +321,7 @@ def race_all(
             say(f"no time for {', '.join(left_out)}: run the same command again")
         if fits:
             say(f"about {budget.estimate(fits):.0f} s")
-            budget.spend(train(fits, images, tier, commit, device, net), fits)
+            budget.spend(train(fits, images, tier, commit, device, net, save_models), fits)
 
 
 def table(runs: Sequence[Run], key: str) -> list[str]:
@@ -365,6 +384,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--peers", nargs="*", default=["dpf", "gradual"], help="of the final")
     parser.add_argument("--together", type=int, default=48, help="runs side by side")
     parser.add_argument("--budget-seconds", type=float, default=math.inf, help="train what fits, first things first")
+    parser.add_argument("--save-models", action="store_true", help="leave each network beside its record")
     parser.add_argument("--commit", default="unknown")
     parser.add_argument("--tiny", action="store_true", help="a few steps on random images")
     told = parser.parse_args(arguments)
@@ -391,7 +411,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         assert isinstance(images, ImageSet)
         images = images.split(32 if told.tiny else VALIDATION) if screening else images
         tier = "hypotheses" if screening else "final"
-        race_all(runs, images, tier, told.commit, device, told.together, told.budget_seconds, told.net)
+        race_all(
+            runs, images, tier, told.commit, device, told.together, told.budget_seconds, told.net, told.save_models
+        )
     for line in table(runs, "validation_accuracy" if screening else "accuracy"):
         print(line)
     if screening and told.chosen is not None:
