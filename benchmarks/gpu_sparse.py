@@ -8,9 +8,10 @@ A layer is a matrix of outputs × inputs, a convolution its weight as a matrix, 
 dense float32 (TF32 off), dense bfloat16; CSR (cuSPARSE) in float32; BSR in blocks of 16 and 32, the blocks that
 have a non-zero weight; 2:4, which keeps the two largest of every four weights and so is a different matrix unless
 the mask happens to be 2:4: its row says how many connections it drops. Each product is captured as a CUDA graph
-where a replay gives the right result, and timed by events, formats taking turns; BSR is launched as it is, as its
-replays read memory that is gone. What a format cannot do is in its row; `--formats` leaves out what brings the device
-down. The file is written after every layer.
+where a replay gives the right result, and timed by events, formats taking turns. Where that is not possible it is
+launched call by call, which costs more than many of the kernels: its row has the time of the kernels alone as well.
+What a format cannot do is in its row; `--formats` leaves out what brings the device down. The file is written after
+every layer.
 """
 
 import argparse
@@ -102,7 +103,12 @@ def captured(product: Product, expected: Tensor, device: torch.device) -> tuple[
     except RuntimeError:
         torch.cuda.synchronize()
         return product, "eager"
-    return (graph.replay, "graph") if same else (product, "eager")
+
+    def replay(read: Product = product, written: Tensor = out) -> None:
+        """With what the graph reads and writes: it does not itself keep memory from being given back."""
+        graph.replay()
+
+    return (replay, "graph") if same else (product, "eager")
 
 
 def error_of(out: Tensor, expected: Tensor) -> float:
@@ -126,6 +132,17 @@ def timed(run: Callable[[], object], device: torch.device, repeats: int) -> floa
     return begin.elapsed_time(end) * 1e-3 / repeats
 
 
+def time_of_kernels(product: Product, repeats: int = 20) -> float:
+    """Seconds a call that the device works, without the gaps between kernels."""
+    product()
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
+        for _ in range(repeats):
+            product()
+        torch.cuda.synchronize()
+    return 1e-6 * sum(each.self_device_time_total for each in seen.key_averages()) / repeats
+
+
 def measure(
     name: str, weight: Tensor, batch: int, rounds: int, formats: Collection[str] | None = None
 ) -> dict[str, object]:
@@ -140,9 +157,10 @@ def measure(
         try:
             product, remark = make()
             error = error_of(product(), expected)
-            replayable = not label.startswith("BSR")
-            runs[label], how = captured(product, expected, device) if replayable else (product, "eager")
+            runs[label], how = captured(product, expected, device)
             rows[label] = {"remark": remark, "run": how, "error": error}
+            if how == "eager" and device.type == "cuda":
+                rows[label]["microseconds_of_kernels"] = 1e6 * time_of_kernels(product)
         except (RuntimeError, NotImplementedError, ImportError, ValueError, TypeError) as problem:
             rows[label] = {"remark": f"not possible: {str(problem).splitlines()[0][:160]}"}
     repeats = 50 if device.type == "cuda" else 2
@@ -161,7 +179,9 @@ def measure(
     print(f"{name}, {weight.shape[0]}x{weight.shape[1]}, {1 - density:.1%} zeros, batch {batch}")
     for label, row in rows.items():
         spent = f"{row['microseconds']:9.1f} µs  {row['speedup']:6.2f} ×" if label in runs else " " * 21
-        print(f"  {label:16s} {spent}  {row['remark']}")
+        alone = row.get("microseconds_of_kernels")
+        kernels = "" if alone is None else f"(kernels alone {alone:.1f} µs) "
+        print(f"  {label:16s} {spent}  {kernels}{row['remark']}")
     return {"layer": name, "shape": list(weight.shape), "sparsity": 1 - density, "batch": batch, "formats": rows}
 
 

@@ -2,9 +2,10 @@
 
     python benchmarks/peers_small.py --out results/peers-small [--methods str str:rate=4000 gradual] [--sparsity 0.95]
 
-A ResNet-14 of half the usual width on 3,200 images of CIFAR-10's training set, averaged to 16 × 16 pixels, for 16
-epochs of 50 steps; accuracies are on 2,000 other images of the training set: the test set is not looked at. Methods may
-have settings, as in `gossamer compare`. One JSON record a run; runs that have one are not trained again.
+A ResNet-14 of half the usual width, or with `--net plain` seven convolutions without shortcuts, on 3,200 images of
+CIFAR-10's training set, averaged to 16 × 16 pixels, for 16 epochs of 50 steps; accuracies are on 2,000 other images of
+the training set: the test set is not looked at. Methods may have settings, as in `gossamer compare`. One JSON record a
+run; runs that have one are not trained again.
 """
 
 import argparse
@@ -48,6 +49,27 @@ class NarrowResNet(nn.Module):
         return logits
 
 
+class PlainNetwork(nn.Module):
+    """Seven convolutions in a row with 16, 32 and 64 channels, no shortcuts; 109,360 connections."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers: list[nn.Module] = []
+        for before, width in ((3, 16), (16, 16), (16, 32), (32, 32), (32, 64), (64, 64), (64, 64)):
+            layers += [nn.MaxPool2d(2)] if before not in (3, width) else []
+            layers += [nn.Conv2d(before, width, 3, padding=1, bias=False), nn.BatchNorm2d(width), nn.ReLU()]
+        self.features = nn.Sequential(*layers)
+        self.classifier = nn.Linear(64, 10)
+        he_initialise_(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.classifier(self.features(x).mean((2, 3)))
+        return logits
+
+
+NETWORKS = {"residual": ("narrow ResNet-14", NarrowResNet), "plain": ("seven plain convolutions", PlainNetwork)}
+
+
 def small_images(whole: ImageSet, count: int, held_out: int = HELD_OUT) -> ImageSet:
     """So many training images at half the resolution, and others in the place of the test images."""
     order = torch.randperm(len(whole.train), generator=torch.Generator().manual_seed(0))[: count + held_out]
@@ -66,13 +88,17 @@ def small_images(whole: ImageSet, count: int, held_out: int = HELD_OUT) -> Image
 
 
 def path_of(out: Path, text: str, member: Member, epochs: int) -> Path:
+    """The file of a run; a folder has runs of one network and one number of images."""
     slug = "".join(letter if letter.isalnum() or letter in ".-" else "-" for letter in text)
     return out / f"{slug}-{100 * member.sparsity:g}-{epochs}ep-s{member.seed}.json"
 
 
-def race(out: Path, methods: Sequence[str], sparsity: float, seeds: int, epochs: int, images: ImageSet) -> list[Path]:
+def race(
+    out: Path, net: str, methods: Sequence[str], sparsity: float, seeds: int, epochs: int, images: ImageSet
+) -> list[Path]:
     """Train what has no record yet, each seed of all methods side by side; returns the files of all."""
-    phases = Comparison("narrow", images.name, epochs=epochs).race()
+    name_of_net, make_network = NETWORKS[net]
+    phases = Comparison(net, images.name, epochs=epochs).race()
     found = []
     for seed in range(seeds):
         told = [(text, *entrant(text)) for text in methods]
@@ -81,11 +107,11 @@ def race(out: Path, methods: Sequence[str], sparsity: float, seeds: int, epochs:
         missing = [text for text in members if not paths[text].exists()]
         runs, start = [members[text] for text in missing], time.perf_counter()
         outcomes = run_race(
-            phases, runs, images, NarrowResNet, device=torch.device("cpu"), dtype=torch.float32, progress=print
+            phases, runs, images, make_network, device=torch.device("cpu"), dtype=torch.float32, progress=print
         ) if runs else []  # fmt: skip
         seconds = time.perf_counter() - start
         for text, member, outcome in zip(missing, runs, outcomes, strict=True):
-            about = {"tier": "small", "net": "narrow ResNet-14", "data": images.name, "images": len(images.train)}
+            about = {"tier": "small", "net": name_of_net, "data": images.name, "images": len(images.train)}
             about["accuracy_on"] = f"{len(images.test)} images held out of the training set"
             content = {**about, **record(member, outcome, phases, seconds, len(runs))}
             write_json(paths[text], content)
@@ -96,6 +122,7 @@ def race(out: Path, methods: Sequence[str], sparsity: float, seeds: int, epochs:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("results/peers-small"))
+    parser.add_argument("--net", choices=NETWORKS, default="residual")
     parser.add_argument("--methods", nargs="+", default=["gradual", "dpf", "scl", "str", "hyperflux"])
     parser.add_argument("--sparsity", type=float, nargs="+", default=[0.95])
     parser.add_argument("--seeds", type=int, default=2)
@@ -110,7 +137,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     files = [
         file
         for sparsity in told.sparsity
-        for file in race(told.out, told.methods, sparsity, told.seeds, told.epochs, images)
+        for file in race(told.out, told.net, told.methods, sparsity, told.seeds, told.epochs, images)
     ]
     for _, head, rows in race_blocks([json.loads(file.read_text()) for file in files]):
         print(table(head, rows))

@@ -96,13 +96,14 @@ def plain_network() -> nn.Module:
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("make", [plain_network, lambda: ResNet(8)], ids=["plain", "residual"])
-def test_stacked_networks_compute_what_they_compute_on_a_cpu(make: Callable[[], nn.Module]) -> None:
+def test_stacked_networks_compute_what_they_compute_on_a_cpu(make: Callable[[], nn.Module], count: int) -> None:
     """In half precision on the GPU, with the kernels for it: no further from double precision than half precision is
     on a CPU, where gradients of the first layers are off by a tenth."""
     torch.manual_seed(0)
-    networks = [make() for _ in range(3)]
-    images, labels = torch.randn(3, 32, 3, 16, 16), torch.randint(0, 10, (3, 32))
+    networks = [make() for _ in range(count)]
+    images, labels = torch.randn(count, 32, 3, 16, 16), torch.randint(0, 10, (count, 32))
 
     def compute(device: torch.device, dtype: torch.dtype) -> list[Tensor]:
         stack = NetworkStack(networks, device=device, dtype=dtype)

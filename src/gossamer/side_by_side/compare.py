@@ -94,18 +94,23 @@ class Comparison:
 
 
 def entrant(text: str) -> tuple[str, dict[str, Any]]:
-    """A method and settings, its own or of its training, out of METHOD or METHOD:NAME=VALUE,NAME=VALUE."""
+    """A method and settings, its own or of its training, out of METHOD or METHOD:NAME=VALUE,NAME=VALUE.
+
+    Values of a list are parted by slashes, as a comma begins the next setting: scl:phases=0.1/0.25/0.4/0.25.
+    """
     name, _, told = text.partition(":")
     rule = find(name)
-    declared = {"weight_decay": float, **get_type_hints(rule.options), **get_type_hints(Training)}
-    # Without lists, which could not be told from the next setting.
-    kinds = {key: kind for key, kind in declared.items() if not any(map(get_origin, get_args(kind)))}
+    kinds = {"weight_decay": float, **get_type_hints(rule.options), **get_type_hints(Training)}
     settings = {}
     for assignment in filter(None, told.split(",")):
         key, equals, value = assignment.partition("=")
         if not equals or key not in kinds:
             raise ValueError(f"expected {name}:SETTING=VALUE with one of {', '.join(kinds)}, got {text!r}")
-        settings[key] = parse(kinds[key], key, value)
+        if lists := [each for each in get_args(kinds[key]) if get_origin(each) is tuple]:
+            kind = get_args(lists[0])[0]
+            settings[key] = tuple(parse(kind, key, part) for part in value.split("/"))
+        else:
+            settings[key] = parse(kinds[key], key, value)
     return rule.name, settings
 
 
