@@ -14,7 +14,7 @@ from gossamer import cli, models
 from gossamer.methods import METHODS
 from gossamer.side_by_side import Member, Race
 from gossamer.side_by_side import compare as module
-from gossamer.side_by_side.compare import Comparison, compare
+from gossamer.side_by_side.compare import Comparison, compare, entrant
 from gossamer.side_by_side.entries import lanes_of
 from gossamer.side_by_side.race import Running
 
@@ -106,6 +106,17 @@ def test_variants_of_a_method_race_each_other(tmp_path: Path) -> None:
     for wrong in ("scl:mask_lr", "scl:rewind=rate"):
         with pytest.raises(ValueError, match="expected scl:SETTING=VALUE with one of weight_decay, mask_lr"):
             compare(replace(SMALL, methods=(wrong,)), tmp_path, device=CPU)
+
+
+def test_a_setting_with_several_values() -> None:
+    assert entrant("scl:phases=0.1/0.4/0.25/0.25,mask_lr=0.03") == (
+        "scl",
+        {"phases": (0.1, 0.4, 0.25, 0.25), "mask_lr": 0.03},
+    )
+    with pytest.raises(ValueError, match="phases"):
+        entrant("scl:phases=0.1/much")
+    with pytest.raises(ValueError, match="four shares"):
+        replace(SMALL, methods=("scl:phases=0.5/0.5",)).members()
 
 
 @pytest.mark.usefixtures("tiny")

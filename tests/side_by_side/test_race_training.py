@@ -218,6 +218,16 @@ def test_weight_decay_of_the_last_phase() -> None:
         assert_same_network(networks[member], alone.net)
 
 
+def test_weight_decay_that_follows_the_connections() -> None:
+    member = Member.of(1, sparsity=0.7, weight_decay=0.02, weight_decay_power=2.0)
+    _, networks = race(member)
+    alone = Alone(1, 0.7)
+    for step in range(TOTAL):
+        alone.optimizer.param_groups[0]["weight_decay"] = 0.02 if step < STEPS else 0.02 * 0.3**2
+        alone.descend(F.cross_entropy(alone.logits(step).float(), batch(1, step)[1]), step)
+    assert_same_network(networks[member], alone.net)
+
+
 def first_mask_step(members: list[Member]) -> tuple[StackedLearner, Tensor, Tensor]:
     """After one step from the same weights: the learner, the weights before it, and which of them were removed."""
     running = Running(RACE.common, lanes_of(RACE, members, STEPS), data(), network, device=CPU, dtype=torch.float64)

@@ -33,6 +33,7 @@ class Training:
     average_decay: float = 0.0
     average_tail: float = 0.0
     recalibrate: bool = False
+    weight_decay_power: float = 0.0  # once masks learn, weight decay is multiplied by (1 - sparsity) to this power
     finetune_weight_decay: float | None = None  # once masks are frozen; None: as before
     removed_weight_decay: float = 1.0  # factor of weight decay behind the masks: 0 decays only what is kept
     phases: tuple[float, float, float, float] | None = None
@@ -46,6 +47,7 @@ class Training:
             ("average_decay", 0.0, 1.0),
             ("average_tail", 0.0, 1.0),
             ("removed_weight_decay", 0.0, 100.0),
+            ("weight_decay_power", 0.0, 10.0),
         ):
             value = getattr(self, name)
             if not low <= value <= high:
