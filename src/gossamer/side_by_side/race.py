@@ -338,7 +338,8 @@ def _weight_decay(lane: Lane, training: Training, step: int) -> float:
     later = training.finetune_weight_decay
     if later is not None and lane.is_frozen(step):
         return later
-    return lane.weight_decay * (1.0 - lane.request.sparsity) ** training.weight_decay_power  # a trunk has power 0
+    left = 1.0 - lane.request.sparsity
+    return lane.weight_decay * math.pow(left, training.weight_decay_power)  # a trunk has power 0
 
 
 def _plain(lane: Lane, test: list[float], held_out: list[float] | None, row: int) -> dict[str, float | None]:
