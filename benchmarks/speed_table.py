@@ -4,9 +4,10 @@
     python benchmarks/speed_table.py --models DIR --out results/speed             # trained networks, as sparse files
 
 DIR has sparse files that know their network (by `network=` of gossamer.save, or by a name such as
-resnet20-95.safetensors), or folders of runs. One thread, engines taking turns in one process, medians. Random masks
-are uniform: every layer has the same share of zeros, so FLOPs fall with the weights. Trained masks keep the layers
-that cost most denser, and speed follows FLOPs: their record has both.
+resnet20-95.safetensors), or folders of runs. Of a language model the second LSTM layer is measured alone as well. One
+thread, engines taking turns in one process, medians. Random masks are uniform: every layer has the same share of zeros,
+so FLOPs fall with the weights. Trained masks keep the layers that cost most denser, and speed follows FLOPs: their
+record has both.
 """
 
 import argparse
@@ -22,6 +23,7 @@ from gossamer.speed import ENGINES, SpeedReport, measure
 from gossamer.stored import open_network
 
 Example = Callable[[int], Tensor]
+PARTS = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")  # of a layer of nn.LSTM
 
 
 class OneLstm(nn.Module):
@@ -34,6 +36,14 @@ class OneLstm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.lstm(x)[0]
         return out
+
+
+def layer_of(network: nn.LSTM, layer: int) -> OneLstm:
+    """One layer of a trained LSTM."""
+    alone = OneLstm()
+    ours = {f"lstm.{name}_l0": network.get_parameter(f"{name}_l{layer}") for name in PARTS}
+    alone.load_state_dict({name: parameter.detach() for name, parameter in ours.items()})
+    return alone
 
 
 def pictures(name: str) -> tuple[nn.Module, Example]:
@@ -102,6 +112,11 @@ def main() -> None:
         report = measure(stored.model, stored.example, name=stored.name, batches=batches, **settings)
         command = "python benchmarks/speed_table.py --models DIR --out results/speed"
         write(report, "trained", title, arguments.out / f"{name}.json", command)
+        lstm = getattr(stored.model, "lstm", None)
+        if isinstance(lstm, nn.LSTM) and lstm.hidden_size == 1500:
+            title, build, batches = NETWORKS["lstm"]
+            report = measure(layer_of(lstm, 1), build()[1], name="lstm", batches=batches, **settings)
+            write(report, "trained", title, arguments.out / f"{name.replace(stored.name, 'lstm')}.json", command)
 
 
 if __name__ == "__main__":
