@@ -61,7 +61,7 @@ def _mask_gradient(gradient, weight, unscale):
 @triton.jit(do_not_specialize=["first", "present"])
 def _square(gradients, dense, blocks, first, present, unscale, sums, multiple: tl.constexpr, block: tl.constexpr):
     in_store, in_tensor, inside, which = _block(blocks, first, multiple, block)
-    learns = inside & (((present >> which) & 1) != 0)
+    learns = tl.where(((present >> which) & 1) != 0, inside, False)
     gradient = tl.load(_pick(gradients, which) + in_tensor, mask=learns, other=0.0).to(tl.float32)
     weight = tl.load(dense + in_store, mask=inside, other=0.0)
     work = _mask_gradient(gradient, weight, unscale)
@@ -99,7 +99,7 @@ def _descend(
     block: tl.constexpr,
 ):
     in_store, in_tensor, inside, which = _block(blocks, first, multiple, block)
-    learns = inside & (((present >> which) & 1) != 0)
+    learns = tl.where(((present >> which) & 1) != 0, inside, False)
     places = _pick(gradients, which) + in_tensor
     gradient = tl.load(places, mask=learns, other=0.0)
     weight = tl.load(dense + in_store, mask=inside, other=0.0)
