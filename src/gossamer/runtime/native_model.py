@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_unflatten
 
-from gossamer.runtime.graph import Graph, Recurrent, Source, UnsupportedError
+from gossamer.runtime.graph import Graph, Recurrent, Source, UnsupportedError, batch_axis
 from gossamer.runtime.native import Native
 from gossamer.runtime.plan import choices, make_plan
 from gossamer.runtime.records import Plan
@@ -188,8 +188,7 @@ class NativeModel:
         return first.shape[self._axis(first)]
 
     def _axis(self, source: Source) -> int:
-        timed = self.graph.time_major and source.form in ("sequence", "tokens")
-        return 1 if timed or source.form == "state" else 0
+        return batch_axis(source.form, self.graph.time_major)
 
     def _with_batch(self, source: Source, batch: int) -> tuple[int, ...]:
         axis = self._axis(source)
