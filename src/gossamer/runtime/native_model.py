@@ -28,6 +28,7 @@ from gossamer.runtime.records import Plan
 from gossamer.runtime.weights import Kernel
 
 MAX_LANES = 64
+KEPT = 32  # batch sizes that are kept ready, each with its memory; the oldest go first
 _OUTSIDE = "expected tokens inside the table of the embedding, got one outside"
 # Fields of the argument block, in the order of `struct request` in kernels.c.
 _OPS, _N_OPS, _ARENA, _BATCH, _LANES, _FIRST, _LAST, _N_INPUTS, _TIMES, _POINTERS = range(10)
@@ -114,6 +115,9 @@ class NativeModel:
                     raise IndexError(_OUTSIDE)
                 return y
         inputs: tuple[Tensor, ...] = tuple(tree_leaves(arguments))
+        for given in inputs:
+            if not isinstance(given, Tensor):
+                raise TypeError(f"expected tensors, got a {type(given).__name__}; convert it first")
         prepared = self._ready.get(tuple([x.shape for x in inputs]))
         if prepared is None:
             prepared = self._prepare(inputs)
@@ -218,6 +222,10 @@ class NativeModel:
         shapes = self._output_shapes(batch)
         prepared = _Prepared(plan, plan.for_batch(batch), shapes, torch.empty(shapes[0]), batch, shares)
         with self._lock:
+            while len(self._ready) >= KEPT:
+                oldest = next(iter(self._ready))
+                del self._ready[oldest]
+                self._alone.pop(oldest[0], None)
             self._ready[tuple([x.shape for x in inputs])] = prepared
             if len(inputs) == len(prepared.outputs) == len(shares) == 1 and self.graph.structure is None:
                 self._alone[inputs[0].shape] = prepared
