@@ -119,7 +119,7 @@ def deploy(
         return _by_layers(model, inputs, dense, problem, threads, seconds)
     batch = native.example_batch
     key = memory.key_of(native.graph, native.native, batch, threads)
-    decision = memory.recall(key, native.graph) if remember else None
+    decision = memory.recall(key, native.graph, batch, threads) if remember else None
     source = "remembered"
     if decision is None:
         decision, source = _decide(native, inputs, dense, threads, seconds), "timed now"
