@@ -210,13 +210,14 @@ def plan_screening(hypotheses: Sequence[Hypothesis], base: Race, out: Path, *spa
 
 
 def plan_final(chosen: dict[str, dict[str, Any]], peers: Sequence[str], race: Race, out: Path) -> list[Run]:
-    chosen = {"dense": {"method": "dense"}, **chosen}
-    wanted: list[tuple[str, list[Member]]] = [
+    """`chosen` by name: learned masks at all sparsities, other methods with settings of their own as the peers."""
+    chosen = {"dense": {"method": "dense"}, **chosen, **{peer: {"method": peer} for peer in peers}}
+    sparsities = {"dense": (0.0,), "scl": SPARSITIES}
+    wanted = [
         (name, Hypothesis(name, own).members(at))
         for name, own in chosen.items()
-        for at in ((0.0,) if own.get("method") == "dense" else SPARSITIES)
+        for at in sparsities.get(own.get("method", "scl"), PEER_SPARSITIES)
     ]
-    wanted += [(peer, Hypothesis(peer, {"method": peer}).members(at)) for peer in peers for at in PEER_SPARSITIES]
     return [make_run(name, member, race, "final", out) for name, members in wanted for member in members]
 
 

@@ -37,6 +37,22 @@ def by_bracket(values: Tensor, keep: int) -> tuple[Tensor, Tensor]:
 WAYS = pytest.mark.parametrize("way", [by_digits, by_bracket])
 
 
+@given(st.lists(st.integers(-40, 40), min_size=1, max_size=300), st.floats(0, 1), st.floats(0, 30), st.integers(0, 3))
+def test_what_thresholds_were_before_does_not_matter(
+    integers: list[int], share: float, reach: float, repeats: int
+) -> None:
+    """Few or many values within reach, the threshold among them or not."""
+    values = torch.tensor(integers, dtype=torch.float32).repeat(8**repeats) / 8
+    keep = torch.tensor(round(share * len(values)))
+    outcomes = []
+    for told in (0.0, reach):
+        lowered, mask = values.clone(), torch.ones(len(values), dtype=torch.bool)
+        met = meet_budget_(lowered, mask, keep, reach=told)
+        outcomes.append((lowered, mask, *met))
+    for without, known in zip(*outcomes, strict=True):
+        assert torch.equal(without, known)
+
+
 @WAYS
 @given(values=st.lists(VALUES, min_size=1, max_size=60), data=st.data())
 @settings(max_examples=150, deadline=None)

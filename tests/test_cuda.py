@@ -160,3 +160,30 @@ def test_stacked_networks_compute_what_they_compute_on_a_cpu(make: Callable[[], 
     exact, rounded = compute(cpu, torch.float64), compute(cpu, torch.bfloat16)
     for ours, theirs, right in zip(compute(torch.device("cuda"), torch.bfloat16), rounded, exact, strict=True):
         assert (ours - right).norm() <= 1.5 * (theirs - right).norm() + 0.01 * right.norm()
+
+
+def test_a_first_replay_draws_its_own_random_numbers_however_late_the_capture_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As on a GPU that another process keeps busy: the stream of the capture falls behind the one of the replays."""
+    begin = torch.cuda.CUDAGraph.capture_begin
+
+    def late(graph: torch.cuda.CUDAGraph, *args: object, **options: object) -> None:
+        torch.cuda._sleep(500_000_000)  # on the stream of the capture
+        begin(graph, *args, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "capture_begin", late)
+    ones, dropped = torch.ones(1000, device="cuda"), torch.zeros(1000, device="cuda")
+    drawn: dict[bool, list[Tensor]] = {}
+
+    def draw() -> None:
+        dropped.copy_(F.dropout(ones))
+
+    for captured in (False, True):
+        torch.cuda.manual_seed(3)
+        step = Captured(draw, torch.device("cuda" if captured else "cpu"))  # on a CPU a step simply runs
+        drawn[captured] = []
+        for _ in range(6):
+            step()
+            drawn[captured].append(dropped.clone())
+    assert all(torch.equal(left, right) for left, right in zip(drawn[False], drawn[True], strict=True))

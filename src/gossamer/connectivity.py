@@ -58,6 +58,7 @@ class Connectivity:
         self.learning_rate = torch.zeros((), dtype=store.dtype, device=store.device)
         self.budget = torch.zeros((), dtype=torch.int64, device=store.device)
         self._met = torch.full_like(self.budget, target.total)  # the budget that the masks meet now
+        self._threshold_size = 0.0  # of the last steps: the next one is seldom much larger
 
     def take_up(self) -> None:
         """Begin from what the parameters hold now: w̃ is the weight, m̃ its start."""
@@ -174,7 +175,10 @@ class Connectivity:
                 protected=self._protected,
                 costs=self._costs,
                 group=self._group,
+                reach=2 * self._threshold_size,
             )
+            if store.device.type == "cpu":
+                self._threshold_size = max(abs(float(threshold)), 0.8 * self._threshold_size)
             return torch.where(self.learning_rate > 0, threshold / self.learning_rate, 0.0), flips
         if self._protected is not None:
             kept = store.mask_variable.index_select(0, self._protected).clamp_min_(torch.finfo(store.dtype).tiny)

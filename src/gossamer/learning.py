@@ -76,18 +76,19 @@ def learn_masks_(
         return _learn_in_two_passes_(
             store, gradients, scratch, settings, decay, learning_rate, connections, unscale, found_inf
         )
-    blocks, views = _lay_out(store, gradients, scratch)
-    for block in blocks:
-        _mask_gradient_(block, settings, unscale)
-        if store.device.type == "cpu" and block.gradient is not None:
-            _damp_(block.gradient, block.mask, settings.removed_gradient)  # while it is in the cache
-    if store.device.type != "cpu":
+    parts, views = _lay_out(store, gradients, scratch)
+    blocks = [block for part in parts for block in part]
+    if store.device.type == "cpu":
+        squares = torch.stack([_sum_of_squares(part, settings, unscale) for part in parts])
+    else:
+        for block in blocks:
+            _mask_gradient_(block, settings, unscale)
         damp_removed_(store, gradients, settings.removed_gradient)
-    if settings.l2:
-        for view, gradient in zip(views, gradients, strict=True):
-            if gradient is None:
-                view.zero_()  # no gradient, no step: as optimizers do with weight decay
-    squares = torch.stack(torch._foreach_norm(views)).square()
+        if settings.l2:
+            for view, gradient in zip(views, gradients, strict=True):
+                if gradient is None:
+                    view.zero_()  # no gradient, no step: as optimizers do with weight decay
+        squares = torch.stack(torch._foreach_norm(views)).square()
     if group is not None:
         dist.all_reduce(squares, group=group)
     divisor = _global_divisor(squares, connections, settings)
@@ -167,6 +168,18 @@ def _global_divisor(squares: Tensor, connections: int, settings: Settings) -> Te
     return method.divisor(method.global_scale(squares, connections), settings.power)
 
 
+def _sum_of_squares(blocks: Sequence[_Block], settings: Settings, unscale: Tensor | None) -> Tensor:
+    """The mask gradient of a tensor, left in its blocks, and the gradient of what is removed: all that the first pass
+    over memory can do while a block is in the cache of a CPU."""
+    norms = []
+    for block in blocks:
+        _mask_gradient_(block, settings, unscale)
+        if block.gradient is not None:
+            _damp_(block.gradient, block.mask, settings.removed_gradient)
+        norms.append(torch.linalg.vector_norm(block.work))
+    return torch.stack(norms).square().sum()
+
+
 def damp_removed_(store: Store, gradients: Sequence[Tensor | None], share: float) -> None:
     """Leave removed weights only that share of their gradient, by the masks of the forward pass."""
     pairs = [(each, mask) for each, mask in zip(gradients, store.mask_views, strict=True) if each is not None]
@@ -218,26 +231,21 @@ def _descend_(block: _Block, work: Tensor, settings: Settings, decay: float, lea
 
 def _lay_out(
     store: Store, gradients: Sequence[Tensor | None], scratch: Sequence[Tensor]
-) -> tuple[list[_Block], list[Tensor]]:
+) -> tuple[list[list[_Block]], list[Tensor]]:
+    """The blocks of each tensor (on an accelerator one for all), and where their work lies, a view a tensor."""
     if store.device.type != "cpu":
         work = store.vector()
         views = store.views(work)
         present = [(view, gradient) for view, gradient in zip(views, gradients, strict=True) if gradient is not None]
         torch._foreach_copy_([view for view, _ in present], [gradient for _, gradient in present])
-        return [_Block(work, store.dense, store.mask_variable, store.mask, store.velocity, work)], views
+        return [[_Block(work, store.dense, store.mask_variable, store.mask, store.velocity, work)]], views
     works = [
         tensor if tensor.dtype == store.dtype else torch.empty_like(view)
         for tensor, view in zip(scratch, store.dense_views, strict=True)
     ]
     velocities = [None] * len(works) if store.velocity is None else store.views(store.velocity)
-    blocks = [
-        block
-        for parts in zip(
-            gradients, store.dense_views, store.mask_variable_views, store.mask_views, velocities, works, strict=True
-        )
-        for block in _pieces(_Block(*parts))
-    ]
-    return blocks, works
+    kinds = (gradients, store.dense_views, store.mask_variable_views, store.mask_views, velocities, works)
+    return [list(_pieces(_Block(*parts))) for parts in zip(*kinds, strict=True)], works
 
 
 def _pieces(block: _Block) -> Iterator[_Block]:

@@ -26,7 +26,7 @@ class Settings:
     anneal: str = "cosine"  # of mask_lr: cosine to zero over the mask phases; step: a tenth once stabilising; constant
     start: str = "magnitude"  # of the mask variables: |w̃| of the warmed-up weights, or one constant
     start_value: float = 1.0  # that constant
-    removed_gradient: float = 1.0  # share of their gradient that removed weights follow; 1: all of it, as in the paper
+    removed_gradient: float = 0.0  # share of their gradient that removed weights follow: they rest; 1 is the paper's
     l2: float = 0.0  # λ2 in the mask gradient, for the reading where the L2 term acts on the masks
     floor: float = 0.001  # share of each tensor that is never removed, at least one connection; 0 switches it off
     warmup: str = "0.25run"
@@ -72,6 +72,7 @@ PRESETS: Mapping[str, Settings] = MappingProxyType(
         # What the paper states, and for what it does not state, what fits its tables (docs/method.md).
         "paper": Settings(
             scale="batch",
+            removed_gradient=1.0,
             mask_lr=0.1,
             anneal="step",
             start="constant",

@@ -14,6 +14,7 @@ from compact.networks import Concatenated, Residual, convolutions, mobile, prepa
 from compact.test_attention import HEADS, SIZE, WIDTH, head
 from compact.test_by_hand import assert_same, shapes, zero_
 from gossamer import compact
+from gossamer.compaction import exported
 from gossamer.compaction.exported import trace_by_export
 
 
@@ -248,3 +249,35 @@ def test_the_graph_computes_what_the_model_computes() -> None:
     x = torch.randn(3, 3, 8, 8)
     with torch.no_grad():
         torch.testing.assert_close(graph(x), model(x), rtol=0, atol=0)
+
+
+class AnyNumber(nn.Module):
+    """Takes any number of inputs, which ``torch.fx`` cannot follow."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.gru, self.last = nn.Linear(4, 6), nn.GRU(6, 5, batch_first=True), nn.Linear(5, 3)
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        (x,) = (torch.relu(self.first(each)) for each in inputs)
+        found: Tensor = self.last(self.gru(x)[0])
+        return found
+
+
+def test_any_number_of_inputs_leaves_the_batch_open() -> None:
+    model = AnyNumber().eval()
+    found = compact(model, torch.randn(2, 7, 4))
+    assert found.report.traced_by == "torch.export"
+    for batch in (1, 2, 5):
+        x = torch.randn(batch, 7, 4)
+        torch.testing.assert_close(found.model(x), model(x), rtol=1e-6, atol=1e-6)
+
+
+def test_a_size_that_could_not_be_left_open_is_insisted_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exported, "_attempts", lambda _, positional, named: iter([(positional, named, None)]))
+    model = AnyNumber().eval()
+    small = compact(model, torch.randn(2, 7, 4)).model
+    x = torch.randn(2, 7, 4)
+    torch.testing.assert_close(small(x), model(x), rtol=1e-6, atol=1e-6)
+    with pytest.raises(AssertionError, match="expected 2 at dimension 0 of inputs_0, the only size"):
+        small(torch.randn(3, 7, 4))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import multiprocessing
 import os
+import signal
 import sys
 import tarfile
 from pathlib import Path
@@ -151,6 +153,21 @@ def test_evaluation_is_the_centre_in_order(folder: FolderSet) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_signal_to_all_processes_of_a_run_leaves_the_workers_at_work(
+    folder: FolderSet, number: signal.Signals
+) -> None:
+    stream = iter(loader(folder, workers=1))
+    next(stream)
+    (worker,) = multiprocessing.active_children()
+    assert worker.pid is not None
+    os.kill(worker.pid, number)
+    worker.join(0.5)
+    assert worker.is_alive()
+    assert len(list(stream)) == len(loader(folder)) - 1
+
+
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_bad_image_is_named(tmp_path: Path, workers: int) -> None:
     content = files()

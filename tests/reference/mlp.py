@@ -1,8 +1,8 @@
 """A network with two hidden layers, differentiated by hand and trained whole with the method.
 
-One step: forward and backward with w = w̃ ⊙ H(m̃); w̃ and the biases follow SGD with momentum and weight
-decay on the dense gradient ∂C/∂w; m̃ follows its scaled gradient and the fixed decay λ1, or its scaled
-gradient alone and then the shift to an exact budget.
+One step: forward and backward with w = w̃ ⊙ H(m̃); w̃ and the biases follow SGD with momentum and weight decay on the
+gradient ∂C/∂w, of which removed weights get a share; m̃ follows its scaled gradient and the fixed decay λ1, or its
+scaled gradient alone and then the shift to an exact budget.
 Both updates start from the same old w̃ and m̃.
 """
 
@@ -45,6 +45,7 @@ class Settings:
     mask_rate: Callable[[int], float]
     momentum: float = 0.0
     weight_decay: float = 0.0
+    removed: float = 1.0  # share of their gradient that removed weights follow
     mask_momentum: float = 0.0
     estimator: str = "identity"
     alpha: float = 0.1
@@ -153,7 +154,7 @@ def train(problem: Problem, settings: Settings, steps: int) -> tuple[Snapshot, .
     trajectory: list[Snapshot] = []
     for step in range(steps):
         rows = problem.batches[step % len(problem.batches)]
-        used = tuple(map(scl.masked_weight, weights, masks))
+        used, kept = tuple(map(scl.masked_weight, weights, masks)), [scl.unit_step(mask) for mask in masks]
         gradients = backpropagate(used, tuple(biases), problem.inputs[rows], problem.labels[rows])
         mask_gradients = scaled_mask_gradients(gradients, tuple(weights), tuple(masks), settings)
         sgd = partial(sgd_step, rate=settings.rate, momentum=settings.momentum, weight_decay=settings.weight_decay)
@@ -165,7 +166,8 @@ def train(problem: Problem, settings: Settings, steps: int) -> tuple[Snapshot, .
         )
         for i in range(len(weights)):
             masks[i], mask_velocity[i] = decay(masks[i], mask_velocity[i], mask_gradients[i])
-            weights[i], weight_velocity[i] = sgd(weights[i], weight_velocity[i], gradients.weights[i])
+            share = np.where(kept[i] > 0, 1.0, settings.removed).astype(kept[i].dtype)
+            weights[i], weight_velocity[i] = sgd(weights[i], weight_velocity[i], share * gradients.weights[i])
             biases[i], bias_velocity[i] = sgd(biases[i], bias_velocity[i], gradients.biases[i])
         shift = 0.0
         if settings.budget is not None:

@@ -22,6 +22,7 @@ from gossamer.side_by_side.sweeps import train_together
 from gossamer.training.optimise import learning_rate
 from gossamer.training.run import Run
 
+REMOVED = "removed_gradient"
 CPU = torch.device("cpu")
 BASE = Run(model="fc_densenet_mnist", data="mnist", epochs=4, batch_size=16)
 PHASES = {"warmup": "1ep", "sparsify": "1ep", "stabilise": "1ep"}
@@ -204,6 +205,18 @@ def test_records_tables_and_picture(
     shown = capsys.readouterr().out
     assert "98.47" in shown
     assert "softplus" in shown
+
+    # A record from before removed weights rested is of other defaults: it is called so, and trained again.
+    assert "our defaults: zeros" in mnist_section(root)
+    for path in tmp_path.glob("*.json"):
+        path.write_text(json.dumps({name: value for name, value in stored[path.name].items() if name != REMOVED}))
+    assert "our defaults, removed_gradient=1: zeros" in mnist_section(root)
+    wanted: list[Run] = []
+    monkeypatch.setattr(mnist, "train_together", lambda runs, *a, **k: wanted.extend(runs) or [])
+    with pytest.raises(ValueError, match="zip"):
+        mnist.reproduce(tmp_path, seeds=1, epochs=3, device=CPU)
+    assert {run.preset for run in wanted} == {"default"}
+    assert len(wanted) == sum(record["part"] == "default" for record in records)
 
 
 def test_pixels_are_counted_by_hand() -> None:

@@ -14,6 +14,8 @@ from gossamer.results.races import race_table, races
 
 def record(method: str, sparsity: float, accuracy: float, seed: int = 0, **more: Any) -> dict[str, Any]:
     settings = {"seed": seed, "method": method, "sparsity": sparsity, "weight_decay": 1e-4, **more.pop("settings", {})}
+    if method == "scl":
+        settings.setdefault("removed_gradient", 0.0)
     about: dict[str, Any] = {"hardware": "NVIDIA H200", "net": "resnet20", "data": "cifar10", "tier": "screening", "epochs": 50, "validation_images": 5000}
     race = {
         "warmup": 12,
@@ -45,6 +47,12 @@ def test_a_row_a_method_and_a_column_a_sparsity() -> None:
     ]
     assert race_table(runs, "train_loss")[1][0][1] == "0.250 (1)"
     assert race_table([record("scl", 0.9, 90.0, validation_accuracy=None)], "validation_accuracy")[1][0][1] == "–"
+
+
+def test_a_record_from_before_a_setting_tells_what_it_was_then() -> None:
+    old = record("scl", 0.9, 90.0)
+    del old["settings"]["removed_gradient"]
+    assert labels([old]) == [f"{METHODS['scl'].title}, removed_gradient=1"]
 
 
 def test_a_row_says_what_differs_from_the_defaults() -> None:

@@ -136,6 +136,22 @@ def test_damaged_memory_is_ignored_with_a_warning(tmp_path: Path, damage: str) -
     assert json.loads(file.read_text()).keys() == {key}
 
 
+@pytest.mark.parametrize(
+    "damage",
+    [
+        *({"lanes": 3}, {"lanes": 10**9}, {"threads": 10**7}, {"threads": 1.5}),
+        *({"seconds": {}}, {"seconds": {"torch": 1.0, "native": 0.0}}),
+    ],
+)
+def test_an_entry_that_cannot_be_true_is_ignored_with_a_warning(tmp_path: Path, damage: dict[str, Any]) -> None:
+    model, x = network(), torch.randn(4, 40)
+    gossamer.deploy(model, x, seconds=0)
+    file = tmp_path / "cache" / memory.FILE
+    file.write_text(json.dumps({key: entry | damage for key, entry in json.loads(file.read_text()).items()}))
+    with pytest.warns(UserWarning, match="expected remembered timings in"):
+        assert "timed now" in gossamer.deploy(model, x, seconds=0).explain().reason
+
+
 def test_memory_that_cannot_be_written_is_no_obstacle(tmp_path: Path) -> None:
     (tmp_path / "cache").write_text("a file where the directory should be")
     assert "timed now" in gossamer.deploy(network(), torch.randn(1, 40), seconds=0).explain().reason

@@ -1,12 +1,15 @@
 """A captured step does what an eager one does: on a CPU with a stand-in for the graph that runs the step itself."""
 
+import gc
 import math
+import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from observers import Dies
 from recorded import Recorded
 from safetensors.torch import load_file
 from tiny_data import tiny_text
@@ -103,21 +106,34 @@ def test_a_captured_run_that_died_goes_on_to_the_same_bits(
     text: TextSet, tmp_path: Path, pretended: type[Pretended]
 ) -> None:
     run = WORDS.with_settings([*TAUGHT, "capture=true", "checkpoint_steps=4", "log_steps=1"])
-
-    class Dies:
-        def begin(self, status: object) -> None: ...
-
-        def tell(self, status: Any) -> None:
-            if status.step == 22:
-                raise MemoryError
-
-        def close(self) -> None: ...
-
     train(run, tmp_path / "whole")
     with pytest.raises(MemoryError):
-        train(run, tmp_path / "torn", observers=[Dies()])
+        train(run, tmp_path / "torn", observers=[Dies(22)])
     train(run, tmp_path / "torn")
     assert_same_model(tmp_path / "whole", tmp_path / "torn")
+
+
+@pytest.mark.parametrize("dies", [False, True])
+def test_a_run_that_has_ended_leaves_no_graph_behind(
+    images: ImageSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dies: bool
+) -> None:
+    """Its memory is wanted by the next run, and torch 2.13 takes the work space of other graphs away with a graph."""
+    left: list[weakref.ref[Pretended]] = []
+
+    class Watched(Pretended):
+        def __init__(self, function: Callable[[], None], device: torch.device) -> None:
+            super().__init__(function, device)
+            left.append(weakref.ref(self))
+
+    monkeypatch.setattr(step, "Captured", Watched)
+    gc.disable()
+    try:
+        with pytest.raises(MemoryError) if dies else nullcontext():
+            train(IMAGES.with_settings(["capture=true"]), tmp_path, observers=[Dies(9)] if dies else [])
+        assert len(left) == 1
+        assert left[0]() is None
+    finally:
+        gc.enable()
 
 
 @pytest.fixture

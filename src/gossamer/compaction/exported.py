@@ -12,7 +12,7 @@ import copy
 import inspect
 import operator
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -76,11 +76,13 @@ def trace_by_export(model: nn.Module, example_input: object) -> fx.GraphModule:
     exported = program.module(check_guards=False)
     assert isinstance(exported, fx.GraphModule)
     graph = exported.graph
+    _insist_on_fixed_sizes(graph)
     _write_plainly(graph, program)
     for node in list(graph.nodes):
         if node.op == "call_function":
             _translate(exported, node)
     graph.eliminate_dead_code()
+    _insist_on_fixed_sizes(graph)
     # A new one: the exporter's own has no modes (train, eval).
     result = fx.GraphModule(exported, graph, type(model).__name__)
     result.meta["folded"] = folded
@@ -106,15 +108,25 @@ def _attempts(
 ) -> Iterator[tuple[tuple[Any, ...], dict[str, Any], Any]]:
     twice, twice_named = tree_map(_doubled, (positional, named))
     bound = inspect.signature(model.forward).bind(*positional, **named).arguments
-    if all(isinstance(value, Tensor | int | float | bool | None) for value in bound.values()):
-        dims = {name: _open(value) for name, value in bound.items()}
+    if all(isinstance(value, Tensor | int | float | bool | None) for value in _leaves(bound.values())):
+        dims: dict[str, Any] = {name: _open_all(value) for name, value in bound.items()}
         yield twice, twice_named, dims
         yield positional, named, dims
     yield positional, named, None
 
 
+def _leaves(values: Iterable[Any]) -> Iterator[Any]:
+    """The values of arguments, one by one where a model takes any number of them (``*inputs``)."""
+    for value in values:
+        yield from value if isinstance(value, tuple) else (value,)
+
+
 def _doubled(value: Any) -> Any:
     return torch.cat((value, value)) if isinstance(value, Tensor) and value.ndim and value.shape[0] == 1 else value
+
+
+def _open_all(value: Any) -> Any:
+    return tuple(map(_open, value)) if isinstance(value, tuple) else _open(value)
 
 
 def _open(value: Any) -> dict[int, Any] | None:
@@ -122,6 +134,18 @@ def _open(value: Any) -> dict[int, Any] | None:
     if not isinstance(value, Tensor):
         return None
     return dict.fromkeys(range(min(value.ndim, 2 if value.ndim < 4 else 1)), Dim.AUTO)
+
+
+def _insist_on_fixed_sizes(graph: fx.Graph) -> None:
+    """Where batch or length could not be left open, another one is refused: outputs would be wrong, or memory torn."""
+    inputs = [node for node in graph.nodes if node.op == "placeholder" and isinstance(node.meta.get("val"), Tensor)]
+    fixed = [(node, axis, node.meta["val"].shape[axis]) for node in inputs for axis in _open(node.meta["val"]) or ()]
+    with graph.inserting_before(next(node for node in graph.nodes if node.op.startswith(("call", "output")))):
+        for node, axis, size in fixed:
+            if isinstance(size, int):
+                same = graph.call_function(operator.eq, (graph.call_method("size", (node, axis)), size))
+                told = f"expected {size} at dimension {axis} of {node.name}, the only size that could be traced"
+                graph.call_function(torch._assert, (same, f"{told}; compact with an example of the size you need"))
 
 
 def _write_plainly(graph: fx.Graph, program: ExportedProgram) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+import signal
 import tarfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -265,6 +266,7 @@ class FolderBatches(BatchSource):
             collate_fn=_collate,
             pin_memory=self.device.type == "cuda",
             multiprocessing_context=self._start_method(),
+            worker_init_fn=_leave_signals_to_the_trainer,
         )
         for loaded in loader:
             if isinstance(loaded, CorruptData):
@@ -282,3 +284,10 @@ class FolderBatches(BatchSource):
         them holds is copied without its holder."""
         several = torch.distributed.is_available() and torch.distributed.is_initialized()
         return "forkserver" if self.workers and several else None
+
+
+def _leave_signals_to_the_trainer(worker: int) -> None:
+    """A terminal or a scheduler sends a signal to all the processes of a run, but the one that trains still wants
+    images to finish its step. Workers end when it tells them so, or is gone."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)

@@ -1,7 +1,8 @@
 """Automatic Sparse Connectivity Learning (Tang et al.): the method of this library, on the rows of a race.
 
 Rule: every weight has a mask variable m̃; m = H(m̃); m̃ follows (∂L/∂w ⊙ w̃)·σ'(m̃), scaled, and λ1 pushes it down; w̃
-follows the dense gradient. Masks start at |w̃|, the learning rate of m̃ goes to zero.
+follows the dense gradient in the paper, and here while it is kept. Masks start at |w̃|, the learning rate of m̃ goes to
+zero.
 Ours: λ1 is solved for, so that the budget is met exactly, and the scale is one number for the network. With `decay` λ1
 is fixed as in the paper and the sparsity is what comes out; `feature_power=1, global_power=0` is the paper's scale.
 The same numbers as `gossamer.Sparsifier`, which is what `gossamer train` uses (tests/side_by_side/test_race.py).
@@ -13,7 +14,8 @@ To be tried out; each has a default that changes nothing. With d the mask gradie
     score       what the budget sees: m̃, or its running mean (`score_memory`), + u·`curvature`·√v̄ / mean √v̄ (√v̄ is |w̃|
                 times the root of the diagonal Fisher information: what the loss would rise by, which the mean of d does
                 not tell), + u·`hysteresis` for what is kept already
-    gradient    of what is removed, times `removed_gradient`, in rows that are sparser than `removed_gradient_above`
+    gradient    of what is removed, times `removed_gradient` (1 in the paper), in rows that are sparser than
+                `removed_gradient_above`
 """
 
 from collections.abc import Sequence
@@ -50,7 +52,7 @@ class SCLOptions(Options):
     curvature: float = 0.0
     score_memory: float = 0.0
     hysteresis: float = 0.0
-    removed_gradient: float = 1.0
+    removed_gradient: float = 0.0
     removed_gradient_above: float = 0.0
     start: str = "magnitude"  # layer_magnitude: over the root mean square of its tensor
     ramp: str = "cubic"  # shape of the budget on its way to the target
@@ -132,7 +134,7 @@ class SCL(DenseGradient[SCLOptions]):
         self._memory = RunningMean(start, each_row("score_memory"), timeline) if apart else None
         unit = start.mean(1, keepdim=True)
         self._curvature, self._hysteresis = each_row("curvature") * unit, each_row("hysteresis") * unit
-        damped = any_row("removed_gradient")
+        damped = any(each.removed_gradient != 1.0 for each in settings)
         self._damping = (each_row("removed_gradient"), each_row("removed_gradient_above")) if damped else None
 
     @property

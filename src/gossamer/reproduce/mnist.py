@@ -23,7 +23,7 @@ from gossamer.recipes import find
 from gossamer.recipes.mnist import DECAY_TABLE
 from gossamer.reproduce.picture import draw_input_connections
 from gossamer.reproduce.record import write_record
-from gossamer.results.records import read_record
+from gossamer.results.records import read_record, removed_gradient_of
 from gossamer.side_by_side.lanes import Outcome
 from gossamer.side_by_side.sweeps import checkpoint_path, train_together
 from gossamer.training.place import Place
@@ -104,7 +104,7 @@ def reproduce(
     if seeds < 1:
         raise ValueError(f"expected at least 1 seed, got {seeds}")
     wanted = entries(seeds=seeds, epochs=epochs)
-    missing = [entry for entry in wanted if not _path(out, entry).exists()]
+    missing = [entry for entry in wanted if not _is_there(_path(out, entry), entry)]
     images = _images() if missing else None
     # A GPU has room for all at once; a CPU gains nothing from it, and has a seed's records sooner.
     for portion in _portions(missing, by_seed=device.type == "cpu"):
@@ -130,6 +130,13 @@ def reproduce(
     return records
 
 
+def _is_there(path: Path, entry: Entry) -> bool:
+    """Whether a run has its record, and not one from before a default changed."""
+    if not path.exists() or entry.part == "dense":
+        return path.exists()
+    return removed_gradient_of(read_record(path)) == entry.run.mask_settings.removed_gradient
+
+
 def record(
     entry: Entry,
     outcome: Outcome,
@@ -150,6 +157,7 @@ def record(
         "run_id": run.run_id,
         "method": run.method,
         "preset": run.preset,
+        "removed_gradient": run.mask_settings.removed_gradient,
         "net": run.model,
         "data": run.data,
         "decay": run.decay,

@@ -130,3 +130,52 @@ def speed(root: Path) -> str:
             table([*head, "speed-up", "break-even"], speed_rows(records)),
         ]
     )
+
+
+def product_rows(records: Sequence[Record], formats: Sequence[str]) -> list[list[str]]:
+    """One row a layer and batch; microseconds of each format, with a star where launching is part of them."""
+
+    def cell(found: Record) -> str:
+        if "microseconds" not in found:
+            return "–"
+        return f"{found['microseconds']:.0f}" + ("" if found["run"] == "graph" else " *")
+
+    return [
+        [row["layer"], "×".join(map(str, row["shape"])), f"{100 * row['sparsity']:.1f} %", str(row["batch"])]
+        + [cell(row["formats"].get(name, {})) for name in formats]
+        for record in records
+        for row in record["rows"]
+    ]
+
+
+def wins(records: Sequence[Record]) -> str:
+    """In how many rows a captured sparse product beats the best dense one, and by how much at most."""
+    gains = []
+    for row in (row for record in records for row in record["rows"]):
+        times = {name: each["microseconds"] for name, each in row["formats"].items() if each.get("run") == "graph"}
+        dense = [time for name, time in times.items() if name.startswith("dense")]
+        sparse = [time for name, time in times.items() if not name.startswith("dense")]
+        if dense and sparse:
+            gains.append(min(dense) / min(sparse))
+    faster = [gain for gain in gains if gain > 1]
+    most = f", by at most {100 * (max(faster) - 1):.0f} %" if faster else ""
+    return f"the best is faster than the best dense one in {len(faster)} of {len(gains)} rows{most}"
+
+
+def products_on_a_gpu(root: Path) -> str:
+    """Sparse products that torch has for a GPU, where they have been measured."""
+    records = read(root / "speed-gpu")
+    if not records:
+        return ""
+    formats = list(dict.fromkeys(name for record in records for row in record["rows"] for name in row["formats"]))
+    machines = ", ".join(sorted({record["hardware"] for record in records}))
+    return "\n\n".join(
+        [
+            "## Sparse products on a GPU",
+            f"Microseconds of a product of a layer's weight and a batch of columns, one {machines}, by formats that "
+            "torch has: CSR (cuSPARSE), BSR in blocks, 2:4. As a CUDA graph, or launched call by call where that is "
+            "not possible (*: mostly the time of launching, so nothing is said about their kernels). Of the captured "
+            f"sparse products {wins(records)} (`python benchmarks/gpu_sparse.py`).",
+            table(["layer", "outputs × inputs", "zeros", "batch", *formats], product_rows(records, formats)),
+        ]
+    )

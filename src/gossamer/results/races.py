@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from gossamer.methods import find
-from gossamer.results.records import Record, mean_and_spread, read, table
+from gossamer.results.records import BEFORE, Record, mean_and_spread, read, table
 
 _NAMES = {"resnet20": "ResNet-20", "vgg16_cifar": "VGG-16", "cifar10": "CIFAR-10", "cifar100": "CIFAR-100"}
 _WEIGHT_DECAY = 1e-4  # of a run that is asked for nothing else
@@ -83,7 +83,8 @@ def _changes(record: Record, usual_race: dict[str, Any]) -> list[str]:
     options = find(record["method"]).options()
     usual = {field.name: getattr(options, field.name) for field in fields(options)} | {"weight_decay": _WEIGHT_DECAY}
     foreign = {field.name for field in fields(find("scl").options)} - set(usual)
-    told = {name: value for name, value in record["settings"].items() if name not in foreign | _ASKED}
+    then = {name: value for name, value in BEFORE.items() if name in usual}
+    told = {name: value for name, value in (then | record["settings"]).items() if name not in foreign | _ASKED}
     changed = {name: value for name, value in told.items() if name not in usual or value != usual[name]}
     changed |= {name: value for name, value in record.get("race", {}).items() if value != usual_race.get(name, value)}
     if changed.keys() & _PHASES:

@@ -1,13 +1,16 @@
 """Run files and the tables made of them."""
 
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from gossamer._json import read_object
 
 Record = dict[str, Any]
+# What settings that came later were in the records from before them, where their default changed since.
+BEFORE: Mapping[str, Any] = MappingProxyType({"removed_gradient": 1.0, "rate": None})
 
 
 def read(folder: Path) -> list[Record]:
@@ -26,3 +29,8 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 def mean_and_spread(values: Sequence[float]) -> str:
     spread = statistics.stdev(values) if len(values) > 1 else 0.0
     return f"{statistics.mean(values):.2f} ± {spread:.2f}"
+
+
+def removed_gradient_of(record: Record) -> float:
+    """The share of their gradient that removed weights followed in a run."""
+    return float(record.get("removed_gradient", BEFORE["removed_gradient"]))

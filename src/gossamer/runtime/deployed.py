@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
-from gossamer._forward import check_example
+from gossamer._forward import batch_size_of, check_example
 from gossamer.runtime import memory
 from gossamer.runtime.capture import capture
 from gossamer.runtime.compiling import NoCompilerError
@@ -27,6 +27,8 @@ from gossamer.runtime.tuning import Run, Tuned, race, tune
 
 #: How much faster something has to be before it is called faster.
 WORTH_IT = 1.03
+#: Far above rounding, which stays below 1e-5: a difference that means another function.
+AGREES = 1e-3
 
 
 @dataclass(frozen=True)
@@ -113,9 +115,11 @@ def deploy(
         return _by_layers(model, inputs, dense, f"no native form of the whole: {error}", threads, seconds)
     except NoCompilerError as error:
         return _by_layers(model, inputs, dense, str(error), threads, seconds)
+    if (problem := _disagreement(native, dense, inputs)) is not None:
+        return _by_layers(model, inputs, dense, problem, threads, seconds)
     batch = native.example_batch
     key = memory.key_of(native.graph, native.native, batch, threads)
-    decision = memory.recall(key, native.graph) if remember else None
+    decision = memory.recall(key, native.graph, batch, threads) if remember else None
     source = "remembered"
     if decision is None:
         decision, source = _decide(native, inputs, dense, threads, seconds), "timed now"
@@ -155,6 +159,24 @@ def _decide(native: NativeModel, inputs: tuple[Any, ...], dense: Run, threads: i
     best = min(settings, key=lambda name: times[name] * (1 if settings[name].threads == 1 else WORTH_IT))
     kernels = {number: dict(each) for number, each in tuned[settings[best].lanes].seconds.items()}
     return memory.Decision(settings[best], {"torch": times["torch"], "native": times[best]}, kernels)
+
+
+def _disagreement(native: Run, dense: Run, inputs: tuple[Any, ...]) -> str | None:
+    """What is wrong with the native outputs for the example, if anything: better slow than wrong.
+
+    Where torch's are not finite nothing is compared, since kernels that skip zeros may be so in fewer places.
+    """
+    expected, structure = tree_flatten(dense(*tree_map(torch.clone, inputs)))
+    got, found = tree_flatten(native(*inputs))
+    if structure != found or [y.shape for y in expected] != [y.shape for y in got]:
+        return "the native form gives outputs of other shapes than the model"
+    for want, have in zip(expected, got, strict=True):
+        finite = want.isfinite()
+        largest = float(want[finite].abs().max()) if finite.any() else 0.0
+        difference = float((have - want)[finite].abs().max()) if finite.any() else 0.0
+        if not difference <= AGREES * max(largest, AGREES):
+            return f"the native outputs differ from the model's by {difference:.1e} where the largest is {largest:.1e}"
+    return None
 
 
 def _with_reason(line: Line, decision: memory.Decision) -> Line:
@@ -202,7 +224,7 @@ def _by_layers(
     native = _native_or_none()
     name = "torch CSR" if native is None else "torch, sparse linear layers native"
     sparse = SparseLinears(model, by_csr if native is None else by_native(native))
-    batch = tree_leaves(inputs)[0].shape[0]
+    batch = batch_size_of(tree_leaves(inputs)[0])
     if not sparse.sparse:
         return Deployed(
             dense, Explanation("torch", f"no linear layer is sparse enough, and {problem}", 0, {}, ()), None

@@ -99,4 +99,5 @@ def _can_be_replaced(layer: nn.Module) -> bool:
     if type(layer) is not nn.Linear or layer._forward_hooks or layer._forward_pre_hooks:
         return False
     weight = layer.weight
-    return weight.dtype == torch.float32 and int(torch.count_nonzero(weight)) < SPARSE_BELOW * weight.numel()
+    plain = weight.dtype == torch.float32 and weight.is_cpu
+    return plain and int(torch.count_nonzero(weight)) < SPARSE_BELOW * weight.numel()

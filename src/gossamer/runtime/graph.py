@@ -214,6 +214,11 @@ class Source:
     shape: tuple[int, ...]
 
 
+def batch_axis(form: str, time_major: bool) -> int:
+    """The axis along which samples lie."""
+    return 1 if form == "state" or (time_major and form in ("sequence", "tokens")) else 0
+
+
 @dataclass(frozen=True, eq=False)
 class Graph:
     values: list[Value]
@@ -224,7 +229,7 @@ class Graph:
     shapes: tuple[tuple[int, ...], ...]
     inputs: tuple[Source, ...]
     time_major: bool
-    #: how the outputs are nested (a structure of torch.utils._pytree), None for one tensor
+    #: how the outputs are nested (a structure of torch.utils._pytree), None for a tensor alone
     structure: Any = None
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import platform
 import tempfile
@@ -22,7 +23,7 @@ import torch
 
 from gossamer.runtime.graph import Graph, Pointwise, Product, Recurrent
 from gossamer.runtime.native import Native, cache_directory
-from gossamer.runtime.native_model import Setting
+from gossamer.runtime.native_model import Setting, possible_lanes
 from gossamer.runtime.plan import choices
 from gossamer.runtime.weights import Kernel
 
@@ -69,7 +70,7 @@ def key_of(graph: Graph, native: Native, batch: int, threads: int) -> str:
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:24]
 
 
-def recall(key: str, graph: Graph) -> Decision | None:
+def recall(key: str, graph: Graph, batch: int, threads_allowed: int) -> Decision | None:
     """What was decided before, if that still fits the network."""
     entry = _read().get(key)
     if entry is None:
@@ -77,10 +78,14 @@ def recall(key: str, graph: Graph) -> Decision | None:
     try:
         lanes, threads = entry["lanes"], entry["threads"]
         kernels = {int(number): kernel for number, kernel in entry["chosen"].items()}
+        if lanes not in possible_lanes(graph, batch) or threads not in range(1, threads_allowed + 1):
+            raise ValueError(f"{lanes} lanes and {threads} threads")
         possible = choices(graph, lanes)
-        if not all(kernel in possible[number] for number, kernel in kernels.items()) or threads < 1:
+        if not all(kernel in possible[number] for number, kernel in kernels.items()):
             raise ValueError("a kernel that the layer cannot have")
-        seconds = {str(name): float(value) for name, value in entry["seconds"].items()}
+        seconds = {name: float(entry["seconds"][name]) for name in ("torch", "native")}
+        if not all(0 < each < math.inf for each in seconds.values()):
+            raise ValueError("times that no call takes")
         timed = {int(n): {k: float(v) for k, v in each.items()} for n, each in entry["kernels"].items()}
         return Decision(Setting(lanes, threads, tuple(kernels.items())), seconds, timed)
     except (AttributeError, KeyError, TypeError, ValueError) as error:

@@ -21,13 +21,14 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_unflatten
 
-from gossamer.runtime.graph import Graph, Recurrent, Source, UnsupportedError
+from gossamer.runtime.graph import Graph, Recurrent, Source, UnsupportedError, batch_axis
 from gossamer.runtime.native import Native
 from gossamer.runtime.plan import choices, make_plan
 from gossamer.runtime.records import Plan
 from gossamer.runtime.weights import Kernel
 
 MAX_LANES = 64
+KEPT = 32  # batch sizes that are kept ready, each with its memory; the oldest go first
 _OUTSIDE = "expected tokens inside the table of the embedding, got one outside"
 # Fields of the argument block, in the order of `struct request` in kernels.c.
 _OPS, _N_OPS, _ARENA, _BATCH, _LANES, _FIRST, _LAST, _N_INPUTS, _TIMES, _POINTERS = range(10)
@@ -114,6 +115,9 @@ class NativeModel:
                     raise IndexError(_OUTSIDE)
                 return y
         inputs: tuple[Tensor, ...] = tuple(tree_leaves(arguments))
+        for given in inputs:
+            if not isinstance(given, Tensor):
+                raise TypeError(f"expected tensors, got a {type(given).__name__}; convert it first")
         prepared = self._ready.get(tuple([x.shape for x in inputs]))
         if prepared is None:
             prepared = self._prepare(inputs)
@@ -188,8 +192,7 @@ class NativeModel:
         return first.shape[self._axis(first)]
 
     def _axis(self, source: Source) -> int:
-        timed = self.graph.time_major and source.form in ("sequence", "tokens")
-        return 1 if timed or source.form == "state" else 0
+        return batch_axis(source.form, self.graph.time_major)
 
     def _with_batch(self, source: Source, batch: int) -> tuple[int, ...]:
         axis = self._axis(source)
@@ -219,6 +222,10 @@ class NativeModel:
         shapes = self._output_shapes(batch)
         prepared = _Prepared(plan, plan.for_batch(batch), shapes, torch.empty(shapes[0]), batch, shares)
         with self._lock:
+            while len(self._ready) >= KEPT:
+                oldest = next(iter(self._ready))
+                del self._ready[oldest]
+                self._alone.pop(oldest[0], None)
             self._ready[tuple([x.shape for x in inputs])] = prepared
             if len(inputs) == len(prepared.outputs) == len(shares) == 1 and self.graph.structure is None:
                 self._alone[inputs[0].shape] = prepared

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from gossamer.runtime.graph import Floats, Function, Pointwise, Softmax, UnsupportedError
-from gossamer.runtime.translator import Handle, Translation, Translator, activation, append_affine, to_floats
+from gossamer.runtime.translator import Handle, Translation, Translator, activation, append_affine, shape_of, to_floats
 
 aten = torch.ops.aten
 
@@ -32,7 +32,7 @@ def _sum(t: Translator, node: fx.Node) -> Handle:
     if isinstance(second, int | float):
         return append_affine(t, a, name=node.name, shift=_everywhere(t, a, sign * second))
     b = activation(second, node)
-    if t.values[a.value] != t.values[b.value] or a.form != b.form:
+    if a.form != b.form or shape_of(node.args[0]) != shape_of(node.args[1]):
         raise UnsupportedError(f"a sum that broadcasts (node {node.name})")
     if sign == 1:
         return append_affine(t, a, name=node.name, add=b.value)
@@ -47,12 +47,16 @@ def _product(t: Translator, node: fx.Node) -> Handle:
     divides = "div" in str(node.target)
     if isinstance(second, int | float):
         a = activation(first, node)
-        return append_affine(t, a, name=node.name, scale=_everywhere(t, a, 1 / second if divides else second))
+        factor = second if not divides else 1 / second if second else math.inf
+        if not abs(factor) <= np.finfo(np.float32).max:
+            raise UnsupportedError(f"a product with a number that float32 does not have (node {node.name})")
+        return append_affine(t, a, name=node.name, scale=_everywhere(t, a, factor))
     a, b = activation(first, node), activation(second, node)
     if t.values[a.value].pixels == 1:
         a, b = b, a
     x, by = t.values[a.value], t.values[b.value]
-    if divides or a.form != b.form or x.channels != by.channels or (by != x and by.pixels != 1):
+    same_rank = len(shape_of(node.args[0])) == len(shape_of(node.args[1]))
+    if divides or not same_rank or a.form != b.form or x.channels != by.channels or (by != x and by.pixels != 1):
         raise UnsupportedError(f"a product that broadcasts, or a quotient (node {node.name})")
     return _append(t, a, node, "identity", by=b.value)
 

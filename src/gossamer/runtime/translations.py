@@ -20,6 +20,7 @@ from gossamer.runtime.graph import (
     Taps,
     UnsupportedError,
     Value,
+    batch_axis,
     dense_taps,
     diagonal_taps,
 )
@@ -35,10 +36,13 @@ from gossamer.runtime.translator import (
     activation,
     append_affine,
     bias_or_zeros,
+    shape_of,
     to_floats,
 )
 
 aten = torch.ops.aten
+#: The end of a slice that was left open, as the exporter writes it.
+EVERYTHING = 2**63 - 1
 
 
 def _as_vector(t: Translator, handle: Any) -> Any:
@@ -127,6 +131,13 @@ def _identity(t: Translator, node: fx.Node) -> Handle:
     return cast(Handle, t.arguments(node)[0])
 
 
+def _dropout(t: Translator, node: fx.Node) -> Handle:
+    x, share, active = t.arguments(node, None, None, None)
+    if active and share:
+        raise UnsupportedError(f"dropout that stays on in evaluation mode (node {node.name})")
+    return activation(x, node)
+
+
 def _pool(t: Translator, x: Handle, name: str, kind: Literal["max", "average"], kernel: Pair, **given: Any) -> Handle:
     before = t.values[x.value]
     stride, padding = given.get("stride", kernel), given.get("padding", (0, 0))
@@ -162,14 +173,23 @@ def _average_pool(t: Translator, node: fx.Node) -> Handle:
     return _pool(t, x, node.name, "average", kernel, count_padding=count, divisor=divisor or 0, **given)
 
 
-def _adaptive_pool(t: Translator, node: fx.Node) -> Handle:
-    x, size = t.arguments(node)[:2]
+def _adaptive_pool(t: Translator, node: fx.Node, kind: Literal["max", "average"]) -> Handle:
+    x, size = t.arguments(node, None, None)
     x = activation(x, node, "picture")
     before, after = t.values[x.value], _pair(size)
     if before.height % after[0] or before.width % after[1]:
         raise UnsupportedError(f"adaptive pooling of {before.height}x{before.width} to {after} (node {node.name})")
     kernel = (before.height // after[0], before.width // after[1])
-    return _pool(t, x, node.name, "max" if "max" in str(node.target) else "average", kernel)
+    return _pool(t, x, node.name, kind, kernel)
+
+
+def _adaptive_average(t: Translator, node: fx.Node) -> Handle:
+    return _adaptive_pool(t, node, "average")
+
+
+def _adaptive_max(t: Translator, node: fx.Node) -> tuple[Handle, None]:
+    """The maxima; their places, which torch returns too, are not known here."""
+    return _adaptive_pool(t, node, "max"), None
 
 
 def _mean(t: Translator, node: fx.Node) -> Handle:
@@ -187,11 +207,12 @@ def _mean(t: Translator, node: fx.Node) -> Handle:
 def _reshape(t: Translator, node: fx.Node) -> Handle:
     """Flattening, squeezing and views that keep the samples apart."""
     x = activation(t.arguments(node)[0], node)
-    value, shape = t.values[x.value], tuple(node.meta["val"].shape)
-    before = tuple(cast(fx.Node, node.args[0]).meta["val"].shape)
+    value, shape, before = t.values[x.value], shape_of(node), shape_of(node.args[0])
     if x.form == "sequence":
-        if shape[-1] == before[-1] == value.channels and len(shape) in (2, 3):
+        if shape[-1] == value.channels:
             return x
+    elif x.form == "state" and before[0] > 1 and shape != before:
+        pass  # layers come before samples: a view mixes them
     elif len(shape) == 2 and shape[1] == value.channels * value.pixels:
         return Handle(x.value, "vector" if value.pixels == 1 else "flat")
     elif len(shape) == 3 and value.pixels == 1 and shape[1] == value.channels:
@@ -267,14 +288,17 @@ def _select(t: Translator, node: fx.Node) -> Handle:
 
 
 def _slice(t: Translator, node: fx.Node) -> Handle:
-    x, dim, start, _, step = t.arguments(node, None, 0, None, None, 1)
+    x, dim, start, end, step = t.arguments(node, None, 0, None, None, 1)
     x = activation(x, node)
-    value, shape = t.values[x.value], tuple(node.meta["val"].shape)
-    if shape == tuple(cast(fx.Node, node.args[0]).meta["val"].shape):
+    value, shape, before = t.values[x.value], shape_of(node), shape_of(node.args[0])
+    dim %= len(shape)
+    if dim == batch_axis(x.form, t.time_major) and (start or (end is not None and end < EVERYTHING)):
+        raise UnsupportedError(f"some samples of the batch (node {node.name})")
+    if shape == before:
         return x
-    start = start or 0
+    start = slice(start, None).indices(before[dim])[0]
     if x.form in ("picture", "vector") and dim == 1:
-        return _channels(t, x, node, start % value.channels if start < 0 else start, shape[1], step)
+        return _channels(t, x, node, start, shape[1], step)
     if x.form == "picture" and start == 0 and dim in (2, 3):
         size = -(-value.height // step), -(-value.width // step)
         if shape[dim] == size[dim - 2]:
@@ -318,16 +342,16 @@ TRANSLATIONS: dict[Any, Translation] = {
     aten.conv2d.default: _conv,
     aten.conv2d.padding: _conv,
     aten.batch_norm.default: _batch_norm,
-    aten.dropout.default: _identity,
-    aten.dropout_.default: _identity,
-    aten.alpha_dropout.default: _identity,
-    aten.feature_dropout.default: _identity,
+    aten.dropout.default: _dropout,
+    aten.dropout_.default: _dropout,
+    aten.alpha_dropout.default: _dropout,
+    aten.feature_dropout.default: _dropout,
     aten.contiguous.default: _identity,
     aten.detach.default: _identity,
     aten.max_pool2d.default: _max_pool,
     aten.avg_pool2d.default: _average_pool,
-    aten.adaptive_avg_pool2d.default: _adaptive_pool,
-    aten.adaptive_max_pool2d.default: _adaptive_pool,
+    aten.adaptive_avg_pool2d.default: _adaptive_average,
+    aten.adaptive_max_pool2d.default: _adaptive_max,
     aten.mean.dim: _mean,
     aten.flatten.using_ints: _reshape,
     aten.view.default: _reshape,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, cast
@@ -19,6 +20,7 @@ from gossamer.runtime.graph import (
     Source,
     UnsupportedError,
     Value,
+    batch_axis,
 )
 
 Form = Literal["picture", "vector", "flat", "sequence", "state"]
@@ -58,6 +60,7 @@ class Translator:
         self.operations: list[Operation] = []
         self.env: dict[fx.Node, Any] = {}
         self.inputs: list[Source] = []
+        self.memory: dict[fx.Node, fx.Node] = {}  # whose memory a call's result lies in, where not its own
         recurrent = [n for n in program.graph.nodes if n.target in (aten.lstm.input, aten.gru.input)]
         majors = {not n.args[8] for n in recurrent}
         if len(majors) > 1:
@@ -81,15 +84,58 @@ class Translator:
             elif node.target not in self.translations:
                 raise UnsupportedError(f"no native kernel for {node.target} (node {node.name})")
             else:
-                self.env[node] = self.translations[node.target](self, node)
-                if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
-                    self.env[node.args[0]] = self.env[node]  # in place: who reads the old name sees the new
+                self._call(node)
         if not outputs or not all(isinstance(out, Handle) for out in outputs):
             raise UnsupportedError("outputs that are not activations of the network")
         places, forms = tuple(o.value for o in outputs), tuple(o.form for o in outputs)
-        structure = self.program.call_spec.out_spec if len(places) > 1 else None
+        spec = self.program.call_spec.out_spec
+        structure = None if spec is None or spec.is_leaf() else spec
         inputs = tuple(self.inputs)
         return Graph(self.values, self.operations, places, forms, shapes, inputs, self.time_major, structure)
+
+    def _call(self, node: fx.Node) -> None:
+        made = self.env[node] = self.translations[node.target](self, node)
+        source = node.args[0] if node.args else None
+        part = node.target is operator.getitem and source in self.memory  # of a split
+        if isinstance(source, fx.Node) and (part or _aliases(node)):
+            self.memory[node] = self.memory.get(source, source)
+            if _mutates(node):
+                self._written(node, source)
+        for handle, shape in _with_shapes(made, node):
+            if handle is not None and shape not in self._shapes(handle):
+                raise UnsupportedError(f"{node.target} that makes {shape} of a {handle.form} (node {node.name})")
+
+    def _written(self, node: fx.Node, source: fx.Node) -> None:
+        """After a call in place, who reads the old name sees the new; a part or view of it has no new value here."""
+        old, new, memory = self.env[source], self.env[node], self.memory[node]
+        order = {each: place for place, each in enumerate(self.program.graph.nodes)}
+        family = [each for each in self.env if self.memory.get(each, each) is memory and each is not node]
+        for each in family:
+            if self.env[each] == old:
+                self.env[each] = new
+            elif any(order[user] > order[node] for user in each.users):
+                raise UnsupportedError(f"a change in place of a part of {each.name} (node {node.name})")
+
+    def _shapes(self, handle: Handle) -> list[tuple[int, ...]]:
+        """The shapes that the network may see a value in; anything else would mix samples, pixels or steps."""
+        value, batch = self.values[handle.value], self._batch()
+        match handle.form:
+            case "picture":
+                vectors = [(batch, value.channels, 1)] if value.pixels == 1 else []
+                return [(batch, value.channels, value.height, value.width), *vectors]
+            case "sequence":
+                steps = (value.width, batch) if self.time_major else (batch, value.width)
+                return [(*steps, value.channels), (batch * value.width, value.channels)]
+            case "state":
+                layers = [n for n in range(1, value.channels + 1) if value.channels % n == 0]
+                return [(n, batch, value.channels // n) for n in layers]
+        return [(batch, value.channels * value.pixels)]
+
+    def _batch(self) -> int:
+        sizes = {each.shape[batch_axis(each.form, self.time_major)] for each in self.inputs}
+        if len(sizes) != 1:
+            raise UnsupportedError(f"inputs of batches of {sorted(sizes)}; the kernels know one batch size a call")
+        return sizes.pop()
 
     def _input(self, node: fx.Node) -> Handle | Tokens:
         slot = len(self.inputs)
@@ -135,7 +181,9 @@ class Translator:
                     given.append(node.kwargs[name])
                 elif len(given) < len(defaults):
                     given.append(defaults[len(given)])
-        given += list(defaults[len(given) :])
+        if defaults and any(extra is not None for extra in given[len(defaults) :]):
+            raise UnsupportedError(f"{node.target} with {given[len(defaults) :]} (node {node.name})")
+        given = [*given, *defaults[len(given) :]][: len(defaults) or None]
         return [self._resolve(argument) for argument in given]
 
     def _resolve(self, argument: Any) -> Any:
@@ -149,6 +197,32 @@ class Translator:
 
 
 Translation = Callable[[Translator, fx.Node], Any]
+
+
+def shape_of(node: Any) -> tuple[int, ...]:
+    """The shape that a value had when the example was traced."""
+    return tuple(cast(fx.Node, node).meta["val"].shape)
+
+
+def _mutates(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+
+
+def _aliases(node: fx.Node) -> bool:
+    """Whether the result may lie in the memory of the first argument: in place, views, dropout in evaluation."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    schema = node.target._schema
+    return "dropout" in schema.name or any(each.alias_info is not None for each in schema.returns)
+
+
+def _with_shapes(made: Any, node: fx.Node) -> list[tuple[Handle | None, tuple[int, ...]]]:
+    """The activations among the results of a call, each with its shape."""
+    if isinstance(made, Handle):
+        return [(made, shape_of(node))]
+    if isinstance(made, tuple) and all(isinstance(each, Handle | None) for each in made):
+        return [(each, tuple(val.shape)) for each, val in zip(made, node.meta["val"], strict=False)]
+    return []
 
 
 def _states(node: fx.Node) -> list[Any]:

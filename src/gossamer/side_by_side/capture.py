@@ -38,4 +38,7 @@ class Captured:
             self._graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(self._graph):
                 self._step()
+            # Where the graph finds its random numbers torch 2.11 resets on the stream of the capture, and nothing else
+            # lets a replay on this stream wait for that: on a busy GPU it may come late, and dropout draws others.
+            torch.cuda.synchronize()
             self._graph.replay()

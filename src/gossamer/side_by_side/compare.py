@@ -25,7 +25,7 @@ from gossamer.methods import METHODS, Layout, find
 from gossamer.methods.filters import check_reach
 from gossamer.results import race_page
 from gossamer.results.plot import accuracy_against_sparsity, can_draw, check
-from gossamer.results.records import read_record
+from gossamer.results.records import BEFORE, read_record
 from gossamer.select import select
 from gossamer.side_by_side.entries import Member, Race, run_race
 from gossamer.side_by_side.lanes import Outcome
@@ -48,8 +48,6 @@ class Tier:
 # Of a race, part of every name.
 _NAMED = frozenset({"warmup", "sparsify", "stabilise", "finetune", "batch_size", "learning_rate", "schedule"})
 _NAMED |= {"momentum", "floor", "label_smoothing"}
-# What settings that came later were in the records from before them, where their default changed since.
-_BEFORE: Mapping[str, Any] = MappingProxyType({"removed_gradient": 1.0, "rate": None})
 TIERS: Mapping[str, Tier] = MappingProxyType({"screening": Tier(50, 5000), "final": Tier(350, 0)})
 
 
@@ -260,7 +258,7 @@ def _path(out: Path, comparison: Comparison, race: Race, member: Member) -> Path
     if not usual.exists():
         return usual
     there, asked = read_record(usual)["settings"], json.loads(json.dumps(member.to_dict()))
-    if all(there.get(name, _BEFORE.get(name, value)) == value for name, value in asked.items()):
+    if all(there.get(name, BEFORE.get(name, value)) == value for name, value in asked.items()):
         return usual
     digest = hashlib.sha256(json.dumps([usual.name, asked], sort_keys=True).encode()).hexdigest()[:12]
     return out / f"{comparison.net}-{member.method}-{digest}.json"

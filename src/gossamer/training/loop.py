@@ -104,6 +104,7 @@ def _train(run: Run, folder: Path, observers: Sequence[Observer], held: ExitStac
     step = task.source.state.epoch * per_epoch + task.source.state.step
     meter = Meter(place, step)
     take_step = Step(chosen, place, task, model, optimizer, sparsifier, forward, meter, teacher)
+    held.callback(take_step.close)
 
     def status(*, lr: float, validation: float | None = None) -> Status:
         return Status(

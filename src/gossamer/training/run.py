@@ -8,6 +8,7 @@ identities of old runs as they were. Where and how often things are written, and
 import difflib
 import hashlib
 import json
+import math
 import typing
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -223,7 +224,7 @@ def _wrong_numbers(run: Run) -> list[str]:
         ("epochs", "at least 1", run.epochs >= 1),
         ("batch_size", "at least 1", run.batch_size >= 1),
         ("bptt", "at least 1", run.bptt >= 1),
-        ("seed", "at least 0", run.seed >= 0),
+        ("seed", "a whole number from 0 to below 2^63", 0 <= run.seed < 2**63),
         ("image_size", "at least 1 pixel", run.image_size >= 1),
         ("workers", "at least 0", run.workers >= 0),
         ("validation", "at least 0 images", run.validation >= 0),
@@ -242,7 +243,11 @@ def _wrong_numbers(run: Run) -> list[str]:
         ("checkpoint_steps", "at least 0", run.checkpoint_steps >= 0),
         ("log_steps", "at least 1", run.log_steps >= 1),
     )
-    return [f"{name}: expected {what}, got {getattr(run, name)!r}" for name, what, good in table if not good]
+    wrong = [f"{name}: expected {what}, got {getattr(run, name)!r}" for name, what, good in table if not good]
+    numbers = {each.name: getattr(run, each.name) for each in fields(Run)}
+    numbers |= {f"{name}.{key}": value for name in _EXAMPLES for key, value in getattr(run, name).items()}
+    infinite = (name for name, value in numbers.items() if isinstance(value, float) and math.isinf(value))
+    return wrong + [f"{name}: expected a finite number, got {numbers[name]!r}" for name in infinite]
 
 
 def _wrong_request(run: Run) -> list[str]:

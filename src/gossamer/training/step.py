@@ -121,6 +121,11 @@ class Step:
             warnings.filterwarnings("ignore", "This instance was constructed with capturable=True")
             captured()
 
+    def close(self) -> None:
+        """Let go of the graph and its memory now: it knows this step and this step knows it, so that both would stay
+        until Python looks for such circles, perhaps in the middle of the next run."""
+        self._captured = None
+
     def _compute(self, batch: Batch) -> None:
         loss = self._task.loss(self._forward, batch, self._teacher)
         self._meter.add(loss)
