@@ -173,7 +173,7 @@ def _places(chosen: Array) -> Array:
     if 64 * np.count_nonzero(chosen) > len(chosen) or len(chosen) % 8:
         return np.flatnonzero(chosen)
     words = np.flatnonzero(chosen.view(np.uint64))
-    near = (8 * words[:, None] + np.arange(8)).ravel()
+    near: Array = (8 * words[:, None] + np.arange(8)).ravel()
     return near[chosen[near]]
 
 

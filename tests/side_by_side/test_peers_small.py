@@ -32,18 +32,20 @@ def images() -> ImageSet:
     return part
 
 
-def test_the_network_has_the_count_that_is_told() -> None:
-    weights = [each for each in small.NarrowResNet().parameters() if each.dim() > 1]
-    assert sum(each.numel() for each in weights) == 43_160
+def test_the_networks_have_the_counts_that_are_told() -> None:
+    for network, count in ((small.NarrowResNet, 43_160), (small.PlainNetwork, 109_360)):
+        weights = [each for each in network().parameters() if each.dim() > 1]
+        assert sum(each.numel() for each in weights) == count
+        assert f"{count:,} connections" in network.__doc__
 
 
 def test_a_record_a_run_and_none_twice(tmp_path: Path) -> None:
-    files = small.race(tmp_path, ["dpf", "str:rate=50"], 0.9, 1, 4, images())
+    files = small.race(tmp_path, "residual", ["dpf", "str:rate=50"], 0.9, 1, 4, images())
     assert [file.name for file in files] == ["dpf-90-4ep-s0.json", "str-rate-50-90-4ep-s0.json"]
     told = [json.loads(file.read_text()) for file in files]
     assert [each["method"] for each in told] == ["dpf", "str"]
     assert told[1]["settings"]["rate"] == 50
     assert all(abs(each["sparsity"] - 0.9) < 1e-4 for each in told)
     times = [file.stat().st_mtime_ns for file in files]
-    assert small.race(tmp_path, ["dpf", "str:rate=50"], 0.9, 1, 4, images()) == files
+    assert small.race(tmp_path, "residual", ["dpf", "str:rate=50"], 0.9, 1, 4, images()) == files
     assert [file.stat().st_mtime_ns for file in files] == times

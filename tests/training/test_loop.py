@@ -197,7 +197,10 @@ def test_a_signal_finishes_the_step_and_leaves_a_checkpoint(images: ImageSet, tm
     assert_same(weights(tmp_path), whole_weights(SPARSE, tmp_path / "whole"))
 
 
-def test_a_second_signal_counts_only_where_no_launcher_repeats_the_first() -> None:
+def test_a_second_signal_counts_only_where_no_launcher_repeats_the_first(request: pytest.FixtureRequest) -> None:
+    # A shell lets what it runs in the background ignore interrupts.
+    inherited = signal.signal(signal.SIGINT, signal.default_int_handler)
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, inherited))
     with loop._StopSignal(launched=False) as alone:
         os.kill(os.getpid(), signal.SIGINT)
         assert alone.asked

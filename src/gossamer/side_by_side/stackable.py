@@ -135,6 +135,7 @@ def _options(run: Run, settings: Settings) -> Options:
         start_value=settings.start_value if settings.start == "constant" else None,
         decay=run.decay,
         l2=settings.l2,
+        removed_gradient=settings.removed_gradient,
     )
 
 
