@@ -229,10 +229,15 @@ def make_run(name: str, member: Member, race: Race, tier: str, out: Path) -> Run
     default = Member(member.seed, member.method).to_dict()
     default |= {key: value for key, value in WHOLE_GRADIENT.items() if key in default}  # so names stay as they were
     changed = {key: value for key, value in member.to_dict().items() if value != default.get(key) or key == "sparsity"}
-    content = json.dumps([dataclasses.asdict(race), member.method, changed], sort_keys=True)
-    digest = hashlib.sha256(content.encode()).hexdigest()[:8]
     slug = "-".join("".join(letter if letter.isalnum() else " " for letter in name).split())
-    return Run(name, member, race, out / f"{tier}-{slug}-{digest}-s{member.seed}.json")
+    shared = dataclasses.asdict(race)
+    before_restarts = {key: value for key, value in shared.items() if key != "restart"}
+    paths = []
+    for told in (shared, before_restarts) if race.restart is None else (shared,):
+        content = json.dumps([told, member.method, changed], sort_keys=True)
+        digest = hashlib.sha256(content.encode()).hexdigest()[:8]
+        paths.append(out / f"{tier}-{slug}-{digest}-s{member.seed}.json")
+    return Run(name, member, race, next((path for path in paths if path.exists()), paths[0]))
 
 
 def chunks(runs: Sequence[Run], together: int) -> list[list[Run]]:
