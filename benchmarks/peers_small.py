@@ -93,6 +93,16 @@ def path_of(out: Path, text: str, member: Member, epochs: int) -> Path:
     return out / f"{slug}-{100 * member.sparsity:g}-{epochs}ep-s{member.seed}.json"
 
 
+def check_settings(path: Path, text: str, member: Member) -> None:
+    """A file is named by what was asked for, and the defaults behind that may have changed since."""
+    there, asked = json.loads(path.read_text())["settings"], json.loads(json.dumps(member.to_dict()))
+    if wrong := [name for name in asked if there.get(name, asked[name]) != asked[name]]:
+        raise ValueError(
+            f"expected a run of {text} in {path}, got one with another {', '.join(wrong)}: its default has changed "
+            "since, so rename the file, or choose another --out"
+        )
+
+
 def race(
     out: Path, net: str, methods: Sequence[str], sparsity: float, seeds: int, epochs: int, images: ImageSet
 ) -> list[Path]:
@@ -105,6 +115,8 @@ def race(
         members = {text: Member.of(seed, name, sparsity, **settings) for text, name, settings in told}
         paths = {text: path_of(out, text, member, epochs) for text, member in members.items()}
         missing = [text for text in members if not paths[text].exists()]
+        for text in members.keys() - set(missing):
+            check_settings(paths[text], text, members[text])
         runs, start = [members[text] for text in missing], time.perf_counter()
         outcomes = run_race(
             phases, runs, images, make_network, device=torch.device("cpu"), dtype=torch.float32, progress=print

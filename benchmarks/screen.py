@@ -33,6 +33,7 @@ from torch import nn
 from gossamer import data, models
 from gossamer.checkpoint import save
 from gossamer.data.sets import ImageSet, Labelled
+from gossamer.results.records import BEFORE
 from gossamer.side_by_side import Member, Race, run_race
 from gossamer.side_by_side.compare import Comparison, record
 from gossamer.training.result import write_json
@@ -42,6 +43,7 @@ VALIDATION = 5000
 SECONDS = 0.17  # an epoch and run of ResNet-20 on an H200; the measured figure takes its place after the first race
 SPARSITIES = (0.5, 0.7, 0.9, 0.95, 0.98)
 PEER_SPARSITIES = (0.9, 0.95, 0.98)
+WHOLE_GRADIENT = {"removed_gradient": BEFORE["removed_gradient"]}
 
 
 @dataclass(frozen=True)
@@ -53,8 +55,10 @@ class Hypothesis:
     race: dict[str, Any] = field(default_factory=dict)  # what all runs of its race share
     seeds: tuple[int, ...] = SEEDS
 
-    def members(self, sparsity: float) -> list[Member]:
-        asked = {"sparsity": 0.0 if self.settings.get("method") == "dense" else sparsity, **self.settings}
+    def members(self, sparsity: float, **usual: Any) -> list[Member]:
+        """Learned masks have the `usual` settings where the hypothesis says nothing else."""
+        learned = usual if self.settings.get("method", "scl") == "scl" else {}
+        asked = {"sparsity": 0.0 if self.settings.get("method") == "dense" else sparsity, **learned, **self.settings}
         return [Member.of(seed, **asked) for seed in self.seeds]
 
 
@@ -199,12 +203,12 @@ class Run:
 
 
 def plan_screening(hypotheses: Sequence[Hypothesis], base: Race, out: Path, *sparsities: float) -> list[Run]:
-    """All runs, the ones to be tried first in front."""
+    """All runs, the ones to be tried first in front, as changes to the default from before removed weights rested."""
     found = [
         make_run(each.name, member, dataclasses.replace(base, **each.race), "hypotheses", out)
         for each in hypotheses
         for sparsity in sparsities
-        for member in each.members(sparsity)
+        for member in each.members(sparsity, **WHOLE_GRADIENT)
     ]
     return list({run.path: run for run in found}.values())  # dense ones are the same at all sparsities
 
@@ -223,11 +227,17 @@ def plan_final(chosen: dict[str, dict[str, Any]], peers: Sequence[str], race: Ra
 
 def make_run(name: str, member: Member, race: Race, tier: str, out: Path) -> Run:
     default = Member(member.seed, member.method).to_dict()
+    default |= {key: value for key, value in WHOLE_GRADIENT.items() if key in default}  # so names stay as they were
     changed = {key: value for key, value in member.to_dict().items() if value != default.get(key) or key == "sparsity"}
-    content = json.dumps([dataclasses.asdict(race), member.method, changed], sort_keys=True)
-    digest = hashlib.sha256(content.encode()).hexdigest()[:8]
     slug = "-".join("".join(letter if letter.isalnum() else " " for letter in name).split())
-    return Run(name, member, race, out / f"{tier}-{slug}-{digest}-s{member.seed}.json")
+    shared = dataclasses.asdict(race)
+    before_restarts = {key: value for key, value in shared.items() if key != "restart"}
+    paths = []
+    for told in (shared, before_restarts) if race.restart is None else (shared,):
+        content = json.dumps([told, member.method, changed], sort_keys=True)
+        digest = hashlib.sha256(content.encode()).hexdigest()[:8]
+        paths.append(out / f"{tier}-{slug}-{digest}-s{member.seed}.json")
+    return Run(name, member, race, next((path for path in paths if path.exists()), paths[0]))
 
 
 def chunks(runs: Sequence[Run], together: int) -> list[list[Run]]:

@@ -4,7 +4,7 @@ The model is left alone. Its parameters always hold w = w̃ ⊙ m, so they are e
 each step of the optimizer:
 
     before   the mask variables learn from the gradients; λ1 or the budget sets the masks; w̃ is put into the parameters
-    step     the user's optimizer, whichever it is, updates w̃ with the dense gradient
+    step     the user's optimizer, whichever it is, updates w̃; what is removed gets `removed_gradient` of its gradient
     after    w̃ is kept aside, and w = w̃ ⊙ m is left in the parameters
 
 Everything that has to be done to gradients first (accumulation, all-reduce, un-scaling, clipping) is done by then.

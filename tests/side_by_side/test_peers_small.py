@@ -4,6 +4,7 @@ import importlib.util
 import json
 from pathlib import Path
 
+import pytest
 import torch
 
 from gossamer.data.sets import ImageSet, Labelled
@@ -49,3 +50,6 @@ def test_a_record_a_run_and_none_twice(tmp_path: Path) -> None:
     times = [file.stat().st_mtime_ns for file in files]
     assert small.race(tmp_path, "residual", ["dpf", "str:rate=50"], 0.9, 1, 4, images()) == files
     assert [file.stat().st_mtime_ns for file in files] == times
+    files[1].write_text(json.dumps({**told[1], "settings": {**told[1]["settings"], "rate": 7.0}}))
+    with pytest.raises(ValueError, match=r"expected a run of str:rate=50 .* another rate: its default has changed"):
+        small.race(tmp_path, "residual", ["dpf", "str:rate=50"], 0.9, 1, 4, images())

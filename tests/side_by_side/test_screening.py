@@ -83,3 +83,19 @@ def test_the_final_has_dense_every_sparsity_and_peers(screen: ModuleType, tmp_pa
     assert len(runs) == 3 * (1 + 5 + 2 * 3)
     assert all(run.member.training.distil == 0.5 for run in runs if run.name == "ours")
     assert screen.teachers(runs) == []
+
+
+@pytest.mark.parametrize(("stage", "net", "epochs"), [("damping", "resnet20", 50), ("plain", "vgg16_cifar", 16)])
+def test_records_are_found_after_defaults_have_changed(screen: ModuleType, stage: str, net: str, epochs: int) -> None:
+    """And they are of the runs that are asked for: runs named alike would otherwise pass for one another."""
+    sparsities = (0.95, 0.98) if stage == "damping" else (0.95,)
+    race = screen.Comparison(net, "cifar10", epochs=epochs).race()
+    runs = screen.plan_screening(screen.STAGES[stage], race, PATH.parents[1] / "results" / f"race-{net}", *sparsities)
+    found = [run for run in runs if run.path.exists()]
+    assert len(found) >= 6
+    assert len(found) == len(runs) or stage == "plain"  # of which the first few were run
+    for run in found:
+        told = json.loads(run.path.read_text())["settings"]
+        asked = run.member.to_dict()
+        assert told.get("removed_gradient", 1.0) == asked.get("removed_gradient", 1.0)
+        assert (told["method"], told["sparsity"]) == (asked["method"], asked["sparsity"])
