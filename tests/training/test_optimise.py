@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from gossamer.schedule import Plan
-from gossamer.training.optimise import Plateau, learning_rate, make_optimizer
+from gossamer.training.optimise import Plateau, learning_rate, make_optimizer, plan_without_masks
 from gossamer.training.run import Run
 
 PLAN = Plan(warmup=10, sparsify=6, stabilise=4, finetune=20)
@@ -51,6 +51,21 @@ def test_restart_finishes_the_warm_up_and_begins_anew(again: float | None) -> No
 def test_the_learning_rate_rises_in_equal_steps() -> None:
     run = Run(schedule="constant", lr=1.0, lr_warmup="4it")
     assert rates(run)[:6] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0, 1.0])
+
+
+def test_a_dense_run_is_not_refused_for_phases_of_masks_that_it_has_not() -> None:
+    phases = {"warmup": "80ep", "sparsify": "90ep", "stabilise": "26ep"}
+    run = Run(schedule="phases_cosine", lr=1.0, settings=phases)
+    assert plan_without_masks(run, 2600, 10) == Plan(800, 900, 260, 640)
+    with pytest.warns(UserWarning, match=r"settings\.warmup=80ep.* take 1960 steps, and the run ends after 1000"):
+        plan = plan_without_masks(run, 1000, 10)
+    whole = plan_without_masks(run, 2600, 10)
+    assert [learning_rate(run, plan, step, total_steps=1000, steps_per_epoch=10) for step in range(1000)] == [
+        learning_rate(run, whole, step, total_steps=2600, steps_per_epoch=10) for step in range(1000)
+    ]
+    assert plan_without_masks(Run(schedule="phases", preset="paper"), 5, 5) == Plan(2, 1, 0, 2)
+    assert plan_without_masks(run, 10, 10, leads=False) is not None
+    assert plan_without_masks(Run(), 10, 10) is None
 
 
 def test_optimizers_have_the_settings_of_the_run() -> None:

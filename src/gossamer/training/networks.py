@@ -1,8 +1,6 @@
 """The network of a run by name, checked against its data before anything is trained."""
 
 import difflib
-import inspect
-from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -10,8 +8,9 @@ from torch.optim import Optimizer
 
 from gossamer import models
 from gossamer._forward import undisturbed
-from gossamer.models.digits_cnn import QUICK_START, DigitsNet
+from gossamer.models.digits_cnn import QUICK_START
 from gossamer.models.indrnn import IndRNN, limit_recurrence_
+from gossamer.training.keys import builder_of, options_of
 from gossamer.training.run import Run
 
 
@@ -21,17 +20,21 @@ def names() -> tuple[str, ...]:
 
 def create(run: Run, num_classes: int) -> nn.Module:
     """Build the run's network with fresh random weights."""
-    builder: Callable[..., nn.Module] = DigitsNet if run.model == QUICK_START else models.entry(run.model).builder
-    allowed = [name for name in inspect.signature(builder).parameters if name != "num_classes"]
+    check_options(run)
+    try:
+        return builder_of(run.model)(num_classes=num_classes, **run.model_options)
+    except TypeError as error:
+        raise ValueError(f"{run.model} does not take model_options={dict(run.model_options)}: {error}") from error
+
+
+def check_options(run: Run) -> None:
+    """Refuse a network that is not there, and arguments that it does not take."""
+    allowed = options_of(run.model)
     for name in run.model_options:
         if name not in allowed:
             near = difflib.get_close_matches(name, allowed, n=1)
             hint = f"did you mean {near[0]!r}?" if near else f"it takes {', '.join(allowed) or 'none'}"
             raise ValueError(f"{run.model} does not take model_options.{name}: {hint}")
-    try:
-        return builder(num_classes=num_classes, **run.model_options)
-    except TypeError as error:
-        raise ValueError(f"{run.model} does not take model_options={dict(run.model_options)}: {error}") from error
 
 
 def keep_stable(model: nn.Module, optimizer: Optimizer, example: Tensor) -> None:
