@@ -245,9 +245,8 @@ def test_what_cannot_be_trained_is_refused_before_training(
 ) -> None:
     if change == "device=cuda" and torch.cuda.is_available():
         pytest.skip("there is a GPU here")
-    run = DENSE.with_settings([change])
-    if change.startswith("model="):
-        run = Run.from_dict({**run.to_dict(), "model_options": {}})
+    plain = Run.from_dict({**DENSE.to_dict(), "model_options": {}}) if change.startswith("model=") else DENSE
+    run = plain.with_settings([change])
     with pytest.raises(ValueError, match=message):
         train(run, tmp_path / "out")
     assert not (tmp_path / "out").exists()

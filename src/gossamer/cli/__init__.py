@@ -23,6 +23,7 @@ from gossamer.cli.paper import Reproduce
 from gossamer.cli.show import List, Report
 from gossamer.cli.train import Quickstart, Train, leads
 from gossamer.training import Interrupted
+from gossamer.training.checkpoint import Checkpoints
 
 # What a user's input or machine can cause. Anything else is a fault of ours and keeps its traceback.
 _EXPECTED = (ValueError, OSError, ImportError, ArithmeticError, RuntimeError)
@@ -78,7 +79,7 @@ def run(command: Executable) -> int:
             print(stopped, file=sys.stderr)
         return 130
     except KeyboardInterrupt:
-        print("gossamer: stopped; what was finished is kept, and the same command goes on from there", file=sys.stderr)
+        print(f"gossamer: stopped{_afterwards(command)}", file=sys.stderr)
         return 130
     except _EXPECTED as error:
         if command.debug:
@@ -86,6 +87,15 @@ def run(command: Executable) -> int:
         else:
             print(f"gossamer: {error}", file=sys.stderr)
         return 2
+
+
+def _afterwards(command: Executable) -> str:
+    """What the same command would do after a stop at once, by a second Ctrl-C or before the first step."""
+    if isinstance(command, Train):
+        return f" at once; when the same command is given again {Checkpoints(command.out).next_time()}"
+    if isinstance(command, Quickstart | Sweep | Compare | Reproduce):
+        return "; what was finished is kept, and the same command goes on from there"
+    return ""
 
 
 def _show_warning(

@@ -37,6 +37,11 @@ class Checkpoints:
         found = [path for path in self.folder.glob("checkpoint-*.pt") if _NAME.fullmatch(path.name)]
         return sorted(found, reverse=True)
 
+    def next_time(self) -> str:
+        """What the same command would do now."""
+        kept = self.paths()
+        return f"it goes on from {kept[0].name}" if kept else "it begins again, as there is no checkpoint"
+
     def save(self, state: dict[str, Any], step: int) -> bool:
         """Write a checkpoint; False, with a warning, where the disk does not take it: training can go on."""
         path = self.folder / f"checkpoint-{step:09d}.pt"

@@ -16,13 +16,13 @@ from typing import Any
 import torch
 
 from gossamer.data.batches import seed_for
-from gossamer.schedule import Phase, Plan, make_plan
+from gossamer.schedule import Phase
 from gossamer.sparsifier import Sparsifier
 from gossamer.training import modes, networks, result, snapshot
 from gossamer.training.checkpoint import Checkpoints
 from gossamer.training.lock import only_one
 from gossamer.training.methods import SparseTraining, method_of
-from gossamer.training.optimise import PHASED, learning_rate, make_optimizer
+from gossamer.training.optimise import learning_rate, make_optimizer, plan_without_masks
 from gossamer.training.place import (
     fast_algorithms,
     forward_of,
@@ -55,6 +55,7 @@ def train(run: Run, out: Path | str, *, observers: Sequence[Observer] = ()) -> d
 
 def _train(run: Run, folder: Path, observers: Sequence[Observer], held: ExitStack) -> dict[str, Any]:
     build_method = method_of(run)
+    networks.check_options(run)
     place = join(run.device)
 
     def look() -> dict[str, Any] | None:
@@ -83,7 +84,7 @@ def _train(run: Run, folder: Path, observers: Sequence[Observer], held: ExitStac
     networks.keep_stable(model, optimizer, task.example())
     sparsifier = build_method(run, model, optimizer, total, per_epoch, task.example())
     forward = forward_of(model, chosen, place)
-    plan = _plan_without_masks(run, total, per_epoch) if sparsifier is None else sparsifier.plan
+    plan = plan_without_masks(run, total, per_epoch, leads=place.leads) if sparsifier is None else sparsifier.plan
     teacher = make_teacher(chosen, place, task.lesson(), plan)
 
     def begin() -> None:
@@ -169,11 +170,7 @@ def _train(run: Run, folder: Path, observers: Sequence[Observer], held: ExitStac
                     saved = snapshot.save(checkpoints, run, place, parts, step=step, seconds=clock.seconds())
                     clock.checkpoint_written()
                     if stopping:
-                        where = "a checkpoint is" if saved else "no checkpoint could be written, only older ones are"
-                        raise Interrupted(
-                            f"stopped after step {step} of {total}; {where} in {folder}: "
-                            "run the same command again to go on"
-                        )
+                        raise Interrupted(_farewell(f"stopped after step {step} of {total}", checkpoints, saved))
 
         meter.check()
         if sparsifier is not None:
@@ -203,18 +200,10 @@ def _train(run: Run, folder: Path, observers: Sequence[Observer], held: ExitStac
         return finished
 
 
-def _plan_without_masks(run: Run, total: int, per_epoch: int) -> Plan | None:
-    """The phases that a sparse run of this length would have, for a dense one that shares its learning rates."""
-    if run.schedule not in PHASED:
-        return None
-    settings = run.mask_settings
-    return make_plan(
-        total,
-        warmup=settings.warmup,
-        sparsify=settings.sparsify,
-        stabilise=settings.stabilise,
-        steps_per_epoch=per_epoch,
-    )
+def _farewell(stopped: str, checkpoints: Checkpoints, saved: bool) -> str:
+    if saved:
+        return f"{stopped}; a checkpoint is in {checkpoints.folder}: run the same command again to go on"
+    return f"{stopped}, but no checkpoint could be written: run the same command again; {checkpoints.next_time()}"
 
 
 def _decay(sparsifier: SparseTraining | None) -> float | None:

@@ -18,7 +18,7 @@ from gossamer import stored
 from gossamer._json import read_object
 from gossamer.checkpoint import save
 from gossamer.report import Report, Row, report
-from gossamer.training.checkpoint import write_atomically
+from gossamer.training.checkpoint import Checkpoints, write_atomically
 from gossamer.training.place import Place
 from gossamer.training.run import Run
 
@@ -132,7 +132,7 @@ def write_all(folder: Path, tensors: Mapping[str, Tensor], counted: Report, resu
     except OSError as error:
         raise OSError(
             f"the last step is done, but the result cannot be written to {folder} ({error}): free some space on the "
-            "disk and run the same command again; it goes on from the last checkpoint"
+            f"disk and run the same command again; {Checkpoints(folder).next_time()}"
         ) from error
 
 
