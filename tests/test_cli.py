@@ -1,3 +1,4 @@
+import errno
 import io
 import json
 import os
@@ -13,7 +14,8 @@ from safetensors.torch import load_file
 import gossamer
 from gossamer import cli, data, models, tables
 from gossamer.models.digits_cnn import QUICK_START_CONNECTIONS, DigitsNet
-from gossamer.recipes import RECIPES
+from gossamer.recipes import RECIPES, find
+from gossamer.side_by_side import runs_of
 from gossamer.training import networks
 from gossamer.training.progress import JsonLines, Status
 
@@ -113,7 +115,12 @@ def test_the_small_network_of_the_quick_start_has_the_count_that_is_listed() -> 
         (["sweep", "digits", "--out", "OUT"], "add --grid seed=0,1,2"),
         (["compare", "--out", "OUT", "--sparsity", "95"], "such as 0.95, got [95.0]"),
         (["speed", "NEW", "--out", "OUT/nowhere/speed.json"], "make it first"),
-        (["report", "OUT"], "expected a finished run with a result.json in it"),
+        (["report", "OUT"], "expected the folder of a finished run, got "),
+        (["report", "EMPTY"], "expected a finished run with a result.json in it"),
+        (["train", "digits", "--out", "NEW"], "is a file: choose another name"),
+        (["train", "digits", "--out", "NEW/deeper"], "is a file: choose another name"),
+        (["train", "digits", "--out", "OUT", "--set", ""], "expected key=value, such as lr=0.05, got ''"),
+        (["sweep", "digits", "--out", "NEW", "--grid", "seed=0"], "choose a folder, as a file is in the way"),
     ],
 )
 def test_an_error_is_one_message_without_a_traceback(
@@ -123,12 +130,61 @@ def test_an_error_is_one_message_without_a_traceback(
         pytest.skip("there is a GPU here")
     new = tmp_path / "new.json"
     new.write_text('{"format": 7}')
-    places = {"OUT": str(tmp_path / "out"), "NEW": str(new)}
-    assert run(*(places.get(each, each.replace("OUT", places["OUT"])) for each in arguments)) == 2
+    (tmp_path / "empty").mkdir()
+    for name, place in {"OUT": tmp_path / "out", "NEW": new, "EMPTY": tmp_path / "empty"}.items():
+        arguments = [each.replace(name, str(place)) for each in arguments]
+    assert run(*arguments) == 2
     said = capsys.readouterr().err
     assert message in said
     assert "gossamer: " in said
     assert "Traceback" not in said
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), "device: free some space on the disk, and give"),
+        (PermissionError(errno.EACCES, "Permission denied", "x"), "'x': choose another place, or change its perm"),
+        (OSError("expected a folder"), "gossamer: expected a folder\n"),
+        (FileNotFoundError(errno.ENOENT, "No such file or directory", "x"), "directory: 'x'\n"),
+    ],
+)
+def test_an_error_of_the_system_comes_with_advice(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, error: OSError, said: str
+) -> None:
+    def fail(self: object, console: object) -> None:
+        raise error
+
+    monkeypatch.setattr(cli.List, "carry_out", fail)
+    assert run("list") == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_run_that_has_finished_before_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["train", "digits", "--out", str(tmp_path), "--set", "epochs=1", "model_options.width=4"]
+    said = "nothing was trained"
+    assert run(*command) == 0
+    shown = capsys.readouterr().out
+    assert said not in shown
+    assert str(tmp_path / "model.safetensors") in shown  # in one piece
+    assert run(*command) == 0
+    assert said in capsys.readouterr().out
+    assert run(*command, "--set", "seed=1") == 2
+    assert f"gossamer train {tmp_path / 'run.json'} --out {tmp_path} goes on" in capsys.readouterr().err
+
+
+def test_a_sweep_tells_what_is_there_and_its_example_can_be_trained(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("sweep", "--help") == 0
+    grid = re.findall(r"[a-z_.]+=[a-z0-9.]+(?:,[a-z0-9.]+)+(?=[ .])", capsys.readouterr().out)
+    assert len(grid) == 3
+    assert len(runs_of(find("digits").run, [each.rstrip(".") for each in grid])) == 12
+    sweep = ["sweep", "digits", "--out", str(tmp_path), "--set", "epochs=1", "model_options.width=2", "--grid"]
+    assert run(*sweep, "seed=0") == 0
+    assert "not trained again" not in capsys.readouterr().out
+    assert run(*sweep, "seed=0,1") == 0
+    assert "1 of 2 runs have their record in" in capsys.readouterr().out
 
 
 def test_debug_shows_where_an_error_comes_from(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

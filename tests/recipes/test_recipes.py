@@ -116,6 +116,18 @@ def test_a_recipe_can_be_a_file(tmp_path: Path) -> None:
     assert find(str(path)).run == find("digits").run
 
 
+def test_a_recipe_can_be_the_folder_of_a_run_and_is_called_like_it(tmp_path: Path) -> None:
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    with pytest.raises(ValueError, match=r"expected the name of a recipe or a \.json file"):
+        find(str(folder))
+    (folder / "run.json").write_text(json.dumps(find("digits").run.to_dict()))
+    for given in (folder, folder / "run.json"):
+        assert (find(str(given)).name, find(str(given)).run) == ("mine", find("digits").run)
+    (tmp_path / "other.json").write_text("{}")
+    assert find(str(tmp_path / "other.json")).name == "other"
+
+
 def test_what_is_no_recipe_is_an_error_with_the_nearest_name(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="did you mean digits"):
         find("digit")

@@ -99,6 +99,12 @@ def test_several_settings_add_up() -> None:
         ("settings.stabilise=1.5it", "settings.stabilise: expected a whole number of steps, got '1.5it'"),
         ("settings.sparsify=4ep", "the phases take 5.2 epochs, but the run has epochs=3: shorten them"),
         ("lr_drops=5ep", "lr_drops go with schedule=steps"),
+        ("sparsity=95", "sparsity: expected a share from 0 to below 1, such as 0.95, got 95.0"),
+        ("sparsity=nan", "sparsity: expected a share from 0 to below 1"),
+        ("flops=0", "flops: expected the share that is left, above 0"),
+        ("decay=-1", "decay: expected a number of at least 0"),
+        ("leave_at=2", "leave_at: expected a sparsity between 0 and 1"),
+        ("leave_at=0.5", "leave_at goes with decay"),
         ("flops=0.1", "expected one of sparsity, flops and decay, got sparsity, flops"),
         ("method=dense", "method=dense: expected no sparsity"),
     ],
@@ -143,6 +149,12 @@ def test_arguments_of_a_network_go_with_it() -> None:
     with pytest.warns(UserWarning, match="digits_cnn does not take"):
         changed = pretrained.with_settings(["model_options.width=4", "model=digits_cnn"])
     assert changed.model_options == {"width": 4}
+
+
+def test_what_makes_two_runs_different_is_told_setting_by_setting() -> None:
+    other = SPARSE.with_settings(["settings.mask_lr=0.1", "settings.floor=0.5", "seed=1", "device=cpu"])
+    assert other.differences_from(SPARSE) == ["settings.mask_lr", "settings.floor", "seed"]
+    assert SPARSE.differences_from(other) == ["settings.mask_lr", "settings.floor", "seed"]
 
 
 def test_all_problems_are_told_at_once() -> None:

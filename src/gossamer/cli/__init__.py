@@ -5,6 +5,7 @@ Errors are one message on stderr and exit code 2; `--debug` shows the traceback.
 and goes on when the same command is given again.
 """
 
+import errno
 import platform
 import sys
 import traceback
@@ -85,8 +86,25 @@ def run(command: Executable) -> int:
         if command.debug:
             traceback.print_exc()
         else:
-            print(f"gossamer: {error}", file=sys.stderr)
+            print(f"gossamer: {error}{_remedy(error)}", file=sys.stderr)
         return 2
+
+
+_REMEDIES = {
+    errno.ENOSPC: "free some space on the disk",
+    errno.EDQUOT: "free some space on the disk",
+    errno.EACCES: "choose another place, or change its permissions",
+    errno.EPERM: "choose another place, or change its permissions",
+    errno.EROFS: "choose a place that can be written",
+    errno.ENOTDIR: "choose a folder, as a file is in the way",
+    errno.EEXIST: "choose a folder, as a file is in the way",
+}
+
+
+def _remedy(error: Exception) -> str:
+    """What to do about an error of the system, which has no advice in it."""
+    advice = _REMEDIES.get(error.errno or 0) if isinstance(error, OSError) else None
+    return f": {advice}, and give the command again" if advice else ""
 
 
 def _afterwards(command: Executable) -> str:

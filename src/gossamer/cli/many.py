@@ -21,6 +21,7 @@ from gossamer.recipes import find
 from gossamer.results import about, race_blocks, sweep_table
 from gossamer.side_by_side import runs_of, sweep
 from gossamer.side_by_side.compare import TIERS, Comparison, compare
+from gossamer.side_by_side.sweeps import record_path
 from gossamer.training.place import join
 from gossamer.training.result import commit
 
@@ -34,7 +35,7 @@ class Sweep:
     out: Folder
     """Folder for one record a run; runs that have one are not trained again."""
     grid: Assignments
-    """What the runs differ in, as key=value,value: seed=0,1,2 method=scl,dpf settings.mask_lr=0.01,0.03."""
+    """What the runs differ in, as key=value,value: seed=0,1,2 method=scl,dpf sparsity=0.9,0.95."""
     set: Assignments = ()
     """Changes to the recipe, as key=value, for all runs."""
     together: int = 32
@@ -52,8 +53,14 @@ class Sweep:
                 "expected what the runs differ in, got nothing: add --grid seed=0,1,2, or train one run alone"
             )
         base = find(self.recipe).run.with_settings(joined(self.set))
+        runs = runs_of(base, joined(self.grid))
+        there = sum(record_path(self.out, run).exists() for run in runs)
+        if there:
+            console.print(
+                f"{there} of {len(runs)} runs have their record in {self.out} and are not trained again", soft_wrap=True
+            )
         records = sweep(
-            runs_of(base, joined(self.grid)),
+            runs,
             self.out,
             device=base.device if self.device == "auto" else self.device,
             together=self.together,

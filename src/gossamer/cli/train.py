@@ -14,7 +14,7 @@ from gossamer.cli.arguments import Assignments, Folder, RecipeName, joined
 from gossamer.recipes import Recipe, find
 from gossamer.training import train
 from gossamer.training.progress import JsonLines, LiveLine, Observer, TensorBoard
-from gossamer.training.result import MODEL, SPARSE_MODEL, read_layers
+from gossamer.training.result import MODEL, RESULT, SPARSE_MODEL, read_layers
 
 
 @dataclass(frozen=True)
@@ -32,11 +32,14 @@ class Train:
 
     def carry_out(self, console: Console) -> None:
         recipe = find(self.recipe)
+        written_before = _written(self.out / RESULT)
         result = _train(recipe, self.out, joined(self.set))
         if leads():
+            if _written(self.out / RESULT) == written_before:
+                _say(console, f"This run has finished before, in {self.out}: nothing was trained.")
             console.print(tables.of_results([(recipe.name, result)]))
             console.print(tables.against_paper(recipe, result))
-            console.print(f"The model is in {self.out / MODEL}")
+            _say(console, f"The model is in {self.out / MODEL}")
 
 
 @dataclass(frozen=True)
@@ -56,9 +59,10 @@ class Quickstart:
         console.print(tables.of_layers(read_layers(folders["digits"]), "The connections that are left"))
         plain, small = (folders["digits"] / name for name in (MODEL, SPARSE_MODEL))
         smaller = plain.stat().st_size / small.stat().st_size
-        console.print(
+        _say(
+            console,
             f"The sparse network is in {plain}, for any PyTorch program, and {smaller:.0f} times smaller in {small}, "
-            "for gossamer.load. Next: gossamer list, then gossamer train RECIPE --out DIR"
+            "for gossamer.load. Next: gossamer list, then gossamer train RECIPE --out DIR",
         )
 
 
@@ -67,6 +71,16 @@ def _train(recipe: Recipe, out: Path, changes: Sequence[str] = ()) -> dict[str, 
     if TensorBoard.is_installed():
         observers.append(TensorBoard(out))
     return train(recipe.run.with_settings(changes), out, observers=observers)
+
+
+def _say(console: Console, sentence: str) -> None:
+    """A line with a path in it, which a terminal may break but we do not: it can then be copied."""
+    console.print(sentence, soft_wrap=True, highlight=False)
+
+
+def _written(path: Path) -> int | None:
+    """When a file was written, None where it is not there."""
+    return path.stat().st_mtime_ns if path.is_file() else None
 
 
 def leads() -> bool:

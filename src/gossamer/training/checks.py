@@ -20,6 +20,9 @@ TRUNK = "trunk"  # the teacher that is the network itself, as it was after the w
 AUTO = "auto"
 PRECISIONS = (AUTO, "float32", "bf16")
 SHARDINGS = ("ddp", "fsdp2")
+_LEAVE_ALONE = (
+    "leave_at goes with decay, as a sparsity or flops is met at the end of its phase: set decay, or no leave_at"
+)
 
 
 def problems_of(run: "Run") -> list[str]:
@@ -77,6 +80,10 @@ def _wrong_numbers(run: "Run") -> list[str]:
         ("image_size", "at least 1 pixel", run.image_size >= 1),
         ("workers", "at least 0", run.workers >= 0),
         ("validation", "at least 0 images", run.validation >= 0),
+        ("sparsity", "a share from 0 to below 1, such as 0.95", run.sparsity is None or 0 <= run.sparsity < 1),
+        ("flops", "the share that is left, above 0 and up to 1, such as 0.1", run.flops is None or 0 < run.flops <= 1),
+        ("decay", "a number of at least 0, such as 0.03", run.decay is None or run.decay >= 0),
+        ("leave_at", "a sparsity between 0 and 1, such as 0.94", run.leave_at is None or 0 < run.leave_at < 1),
         ("lr", "a number above 0", run.lr > 0),
         ("momentum", "from 0 to below 1", 0 <= run.momentum < 1),
         ("nesterov", "false where momentum is 0", not run.nesterov or run.momentum > 0),
@@ -102,6 +109,10 @@ def _wrong_numbers(run: "Run") -> list[str]:
 
 
 def _wrong_request(run: "Run") -> list[str]:
+    return [*_wrong_target(run), *([_LEAVE_ALONE] if run.leave_at is not None and run.decay is None else [])]
+
+
+def _wrong_target(run: "Run") -> list[str]:
     given = [name for name in ("sparsity", "flops", "decay") if getattr(run, name) is not None]
     if run.method == "dense":
         return [f"method=dense: expected no {name}, got one; set method=scl for a sparse network" for name in given]

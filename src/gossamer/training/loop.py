@@ -89,15 +89,10 @@ def _train(run: Run, folder: Path, observers: Sequence[Observer], held: ExitStac
 
     def begin() -> None:
         if place.leads:
-            if folder.exists() and not folder.is_dir():
-                raise ValueError(f"expected a folder for the run, got {folder}, which is a file: choose another name")
-            folder.mkdir(parents=True, exist_ok=True)
-            described = folder / result.RUN
-            if described.exists():
-                with only_one(described):
-                    pass  # a file that takes its place is another one, and not locked
-            result.write_json(described, run.to_dict())
-            held.enter_context(only_one(described))
+            with result.writing(folder):
+                folder.mkdir(parents=True, exist_ok=True)
+                held.enter_context(only_one(folder))
+                result.write_json(folder / result.RUN, run.to_dict())
 
     place.after_the_leader(begin)
     checkpoints, parts = Checkpoints(folder), Parts(model, optimizer, sparsifier, task, teacher)

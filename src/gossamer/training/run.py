@@ -133,9 +133,19 @@ class Run:
         return {name: value for name, value in _plain(self).items() if value != defaults[name]}
 
     def differences_from(self, other: "Run") -> list[str]:
-        """Names of the fields that make this another run than `other`."""
+        """Names of the fields, and of single settings, that make this another run than `other`."""
+        found: list[str] = []
         mine, theirs = _plain(self), _plain(other)
-        return [name for name in mine if mine[name] != theirs[name] and name not in _NOT_IN_IDENTITY]
+        for name in mine:
+            if mine[name] == theirs[name] or name in _NOT_IN_IDENTITY:
+                continue
+            if _is_mapping(name):
+                keys = dict.fromkeys([*mine[name], *theirs[name]])
+                told = [f"{name}.{key}" for key in keys if mine[name].get(key) != theirs[name].get(key)]
+                found += told or [name]
+            else:
+                found.append(name)
+        return found
 
     def to_dict(self) -> dict[str, Any]:
         """Every field as a plain value, and the number of the format."""
