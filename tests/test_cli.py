@@ -4,6 +4,7 @@ import json
 import os
 import re
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from gossamer.models.digits_cnn import QUICK_START_CONNECTIONS, DigitsNet
 from gossamer.recipes import RECIPES, find
 from gossamer.side_by_side import runs_of
 from gossamer.training import networks
-from gossamer.training.progress import JsonLines, Status
+from gossamer.training.progress import JsonLines, PlainLines, Status
 
 SHORT = ["--set", "epochs=2", "log_steps=4", "--set", "model_options.width=4"]
 
@@ -171,6 +172,40 @@ def test_a_run_that_has_finished_before_says_so(tmp_path: Path, capsys: pytest.C
     assert said in capsys.readouterr().out
     assert run(*command, "--set", "seed=1") == 2
     assert f"gossamer train {tmp_path / 'run.json'} --out {tmp_path} goes on" in capsys.readouterr().err
+
+
+def test_the_home_of_the_user_is_found_where_the_shell_leaves_it_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    assert run("train", "digits", "--out=~/mine", "--set", "epochs=1", "model_options.width=2") == 0
+    assert (tmp_path / "mine" / "result.json").is_file()
+    assert not (tmp_path / "~").exists()
+
+
+def test_without_a_terminal_there_is_a_line_now_and_then() -> None:
+    told = io.StringIO()
+    console = Console(file=told, width=20)  # narrower than a line
+    often, seldom = PlainLines("mine", console, every=0.0), PlainLines("mine", console, every=1e9)
+    statuses = [
+        Status(step=step, total_steps=4, epoch=step / 2, epochs=2, phase="dense", lr=0.1, seconds=60.0 * step)
+        for step in range(5)
+    ]
+    often.begin(statuses[0])
+    often.tell(replace(statuses[1], loss=0.5, validation=0.9))
+    often.tell(statuses[2])
+    often.close()
+    assert told.getvalue().splitlines() == [
+        "mine: 1/2 dense",
+        "mine: 1/2 dense · loss 0.500 · 90.00% · 0:03:00 left",
+        "mine: 2/2 dense · 90.00% · 0:02:00 left",
+    ]
+    told.seek(told.truncate(0))
+    seldom.begin(statuses[0])
+    for status in statuses[1:]:
+        seldom.tell(status)
+    assert told.getvalue().splitlines() == ["mine: 1/2 dense", "mine: 2/2 dense"]
 
 
 def test_a_sweep_tells_what_is_there_and_its_example_can_be_trained(

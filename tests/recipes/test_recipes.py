@@ -116,7 +116,9 @@ def test_a_recipe_can_be_a_file(tmp_path: Path) -> None:
     assert find(str(path)).run == find("digits").run
 
 
-def test_a_recipe_can_be_the_folder_of_a_run_and_is_called_like_it(tmp_path: Path) -> None:
+def test_a_recipe_can_be_the_folder_of_a_run_and_is_called_like_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = tmp_path / "mine"
     folder.mkdir()
     with pytest.raises(ValueError, match=r"expected the name of a recipe or a \.json file"):
@@ -124,6 +126,8 @@ def test_a_recipe_can_be_the_folder_of_a_run_and_is_called_like_it(tmp_path: Pat
     (folder / "run.json").write_text(json.dumps(find("digits").run.to_dict()))
     for given in (folder, folder / "run.json"):
         assert (find(str(given)).name, find(str(given)).run) == ("mine", find("digits").run)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert find("~/mine").run == find("digits").run
     (tmp_path / "other.json").write_text("{}")
     assert find(str(tmp_path / "other.json")).name == "other"
 

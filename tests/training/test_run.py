@@ -171,7 +171,8 @@ def test_a_file_of_a_newer_version_is_refused() -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"epochz": 3}, "did you mean 'epochs'?"),
+        ({"epochz": 3}, "did you mean 'epochs'? A newer version of gossamer may know it"),
+        ({"something_new": 3}, "A newer version of gossamer may know it"),
         ({"epochs": "3"}, "epochs: expected a whole number, got '3'"),
         ({"epochs": True}, "epochs: expected a whole number, got True"),
         ({"settings": [1]}, "settings: expected a table of plain values"),

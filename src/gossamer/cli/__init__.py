@@ -18,6 +18,7 @@ import tyro
 from rich.console import Console
 
 import gossamer
+from gossamer.cli.arguments import at_home
 from gossamer.cli.deploy import Export, Speed
 from gossamer.cli.many import Compare, Sweep
 from gossamer.cli.paper import Reproduce
@@ -110,7 +111,7 @@ def _remedy(error: Exception) -> str:
 def _afterwards(command: Executable) -> str:
     """What the same command would do after a stop at once, by a second Ctrl-C or before the first step."""
     if isinstance(command, Train):
-        return f" at once; when the same command is given again {Checkpoints(command.out).next_time()}"
+        return f" at once; when the same command is given again {Checkpoints(at_home(command.out)).next_time()}"
     if isinstance(command, Quickstart | Sweep | Compare | Reproduce):
         return "; what was finished is kept, and the same command goes on from there"
     return ""

@@ -18,6 +18,11 @@ OptionalName = Annotated[str | None, arg(metavar="NAME")]
 OptionalNumber = Annotated[int | None, arg(metavar="INT")]
 
 
+def at_home(path: Path) -> Path:
+    """The path with ~ resolved, which a shell leaves alone in --out=~/runs."""
+    return path.expanduser()
+
+
 def joined(given: tuple[tuple[str, ...], ...]) -> list[str]:
     """All assignments of an option that can be given several times."""
     return [assignment for several in given for assignment in several]

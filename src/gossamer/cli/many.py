@@ -14,6 +14,7 @@ from gossamer.cli.arguments import (
     OptionalFolder,
     OptionalNumber,
     RecipeName,
+    at_home,
     joined,
 )
 from gossamer.methods import METHODS
@@ -53,15 +54,15 @@ class Sweep:
                 "expected what the runs differ in, got nothing: add --grid seed=0,1,2, or train one run alone"
             )
         base = find(self.recipe).run.with_settings(joined(self.set))
-        runs = runs_of(base, joined(self.grid))
-        there = sum(record_path(self.out, run).exists() for run in runs)
+        runs, out = runs_of(base, joined(self.grid)), at_home(self.out)
+        there = sum(record_path(out, run).exists() for run in runs)
         if there:
             console.print(
-                f"{there} of {len(runs)} runs have their record in {self.out} and are not trained again", soft_wrap=True
+                f"{there} of {len(runs)} runs have their record in {out} and are not trained again", soft_wrap=True
             )
         records = sweep(
             runs,
-            self.out,
+            out,
             device=base.device if self.device == "auto" else self.device,
             together=self.together,
             save_models=self.save_models,
@@ -116,7 +117,7 @@ class Compare:
             commit() or "unknown",
             self.tier,
         )
-        out = self.out or Path("results") / f"race-{self.net}"
+        out = at_home(self.out or Path("results") / f"race-{self.net}")
 
         def show(records: list[dict[str, Any]]) -> None:
             console.print(about(records), highlight=False)

@@ -10,10 +10,10 @@ import torch
 from rich.console import Console
 
 from gossamer import tables
-from gossamer.cli.arguments import Assignments, Folder, RecipeName, joined
+from gossamer.cli.arguments import Assignments, Folder, RecipeName, at_home, joined
 from gossamer.recipes import Recipe, find
 from gossamer.training import train
-from gossamer.training.progress import JsonLines, LiveLine, Observer, TensorBoard
+from gossamer.training.progress import JsonLines, LiveLine, Observer, PlainLines, TensorBoard
 from gossamer.training.result import MODEL, RESULT, SPARSE_MODEL, read_layers
 
 
@@ -31,15 +31,15 @@ class Train:
     """Show the traceback of an error."""
 
     def carry_out(self, console: Console) -> None:
-        recipe = find(self.recipe)
-        written_before = _written(self.out / RESULT)
-        result = _train(recipe, self.out, joined(self.set))
+        recipe, out = find(self.recipe), at_home(self.out)
+        written_before = _written(out / RESULT)
+        result = _train(recipe, out, joined(self.set))
         if leads():
-            if _written(self.out / RESULT) == written_before:
-                _say(console, f"This run has finished before, in {self.out}: nothing was trained.")
+            if _written(out / RESULT) == written_before:
+                _say(console, f"This run has finished before, in {out}: nothing was trained.")
             console.print(tables.of_results([(recipe.name, result)]))
             console.print(tables.against_paper(recipe, result))
-            _say(console, f"The model is in {self.out / MODEL}")
+            _say(console, f"The model is in {out / MODEL}")
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Quickstart:
 
     def carry_out(self, console: Console) -> None:
         torch.set_num_threads(1)  # so small a network gains nothing from a second one, and loses much on a busy machine
-        folders = {name: self.out / name for name in ("digits-dense", "digits")}
+        folders = {name: at_home(self.out) / name for name in ("digits-dense", "digits")}
         results = [(name, _train(find(name), folder)) for name, folder in folders.items()]
         console.print(tables.of_results(results))
         console.print(tables.of_layers(read_layers(folders["digits"]), "The connections that are left"))
@@ -67,7 +67,8 @@ class Quickstart:
 
 
 def _train(recipe: Recipe, out: Path, changes: Sequence[str] = ()) -> dict[str, Any]:
-    observers: list[Observer] = [LiveLine(recipe.name), JsonLines(out)]
+    on_terminal = Console(stderr=True).is_terminal
+    observers: list[Observer] = [(LiveLine if on_terminal else PlainLines)(recipe.name), JsonLines(out)]
     if TensorBoard.is_installed():
         observers.append(TensorBoard(out))
     return train(recipe.run.with_settings(changes), out, observers=observers)

@@ -30,7 +30,7 @@ def find(name: str) -> Recipe:
     for recipe in RECIPES:
         if recipe.name == name:
             return recipe
-    path = Path(name)
+    path = Path(name).expanduser()
     if name and path.is_dir() and (path / RUN).is_file():
         path = path / RUN
     if path.suffix == ".json":

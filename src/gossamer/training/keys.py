@@ -59,4 +59,4 @@ def did_you_mean(name: str, keys: Iterable[str], *, method: str, model: str) -> 
         for part in parts or ():
             full.setdefault(part, f"{prefix}.{part}")
     near = difflib.get_close_matches(name, [*full], n=1)
-    return f"did you mean {full[near[0]]!r}?" if near else f"the keys are {', '.join(known)}"
+    return f"did you mean {full[near[0]]!r}?" if near else f"the keys are {', '.join(known)}."

@@ -7,6 +7,7 @@ bits. The test set is looked at once, after the last step.
 import signal
 import threading
 import time
+import warnings
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -22,7 +23,7 @@ from gossamer.training import modes, networks, result, snapshot
 from gossamer.training.checkpoint import Checkpoints
 from gossamer.training.lock import only_one
 from gossamer.training.methods import SparseTraining, method_of
-from gossamer.training.optimise import learning_rate, make_optimizer, plan_without_masks
+from gossamer.training.optimise import learning_rate, make_optimizer, out_of_reach, plan_without_masks
 from gossamer.training.place import (
     fast_algorithms,
     forward_of,
@@ -71,6 +72,8 @@ def _train(run: Run, folder: Path, observers: Sequence[Observer], held: ExitStac
     if run.schedule == "plateau" and not task.has_validation:
         raise ValueError("schedule=plateau needs a validation part: set validation= to hold some images out")
     total, per_epoch = len(task.source) * run.epochs, len(task.source)
+    for problem in out_of_reach(run, total, per_epoch) if place.leads else ():
+        warnings.warn(problem, stacklevel=3)
 
     torch.manual_seed(run.seed)
     model = place.after_the_leader(lambda: networks.create(run, task.num_classes))

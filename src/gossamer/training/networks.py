@@ -21,10 +21,15 @@ def names() -> tuple[str, ...]:
 def create(run: Run, num_classes: int) -> nn.Module:
     """Build the run's network with fresh random weights."""
     check_options(run)
+    builder = builder_of(run.model)
+    if not run.model_options:
+        return builder(num_classes=num_classes)
     try:
-        return builder_of(run.model)(num_classes=num_classes, **run.model_options)
-    except TypeError as error:
-        raise ValueError(f"{run.model} does not take model_options={dict(run.model_options)}: {error}") from error
+        return builder(num_classes=num_classes, **run.model_options)
+    except (TypeError, ValueError, RuntimeError, ArithmeticError) as error:
+        told = ", ".join(f"model_options.{name}={value}" for name, value in run.model_options.items())
+        first_line = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ValueError(f"{run.model} cannot be built with {told} ({first_line}): change or drop them") from error
 
 
 def check_options(run: Run) -> None:
@@ -53,7 +58,8 @@ def check_shapes(run: Run, model: nn.Module, example: Tensor, num_classes: int) 
         first_line = str(error).splitlines()[0]
         raise ValueError(
             f"{run.model} does not take batches of {run.data}, of shape {tuple(example.shape)} ({first_line}): "
-            f"choose a network for this data; {_takes(run.model)}"
+            f"choose a network for this data{' or other model_options' if run.model_options else ''}; "
+            f"{_takes(run.model)}"
         ) from error
     logits = out[0] if isinstance(out, tuple) else out
     if not isinstance(logits, Tensor) or logits.shape[-1] != num_classes:

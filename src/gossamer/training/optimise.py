@@ -86,6 +86,26 @@ def learning_rate(run: Run, plan: Plan | None, step: int, *, total_steps: int, s
     return run.lr * rise * _factor(run, plan, step, total_steps, steps)
 
 
+def out_of_reach(run: Run, total_steps: int, steps_per_epoch: int) -> list[str]:
+    """What the learning rate shall do after the end of the run, in words."""
+
+    def steps(duration: str) -> int:
+        return steps_of(duration, total_steps=total_steps, steps_per_epoch=steps_per_epoch)
+
+    told = [
+        f"lr_drops={each} comes after the end of the run, of {total_steps} steps, so the learning rate does not fall "
+        "then: give it as a share of the run, such as 0.5run"
+        for each in run.lr_drops
+        if steps(each) >= total_steps
+    ]
+    if steps(run.lr_warmup) >= total_steps:
+        told.append(
+            f"lr_warmup={run.lr_warmup} takes the whole run, of {total_steps} steps, so the learning rate never "
+            f"reaches lr={run.lr:g}: shorten it"
+        )
+    return told
+
+
 def plan_without_masks(run: Run, total_steps: int, steps_per_epoch: int, *, leads: bool = True) -> Plan | None:
     """The phases that a sparse run of this length would have, for a dense one that shares its learning rates.
 

@@ -162,7 +162,10 @@ class Run:
             )
         given = {name: value for name, value in values.items() if name != "format"}
         for name in given:
-            _check_key(name, str(given.get("method", Run.method)), str(given.get("model", Run.model)))
+            try:
+                _check_key(name, str(given.get("method", Run.method)), str(given.get("model", Run.model)))
+            except ValueError as error:
+                raise ValueError(f"{error} A newer version of gossamer may know it") from None
         return Run(**{name: typed(_types()[name], name, value) for name, value in given.items()})
 
     def with_settings(self, assignments: Iterable[str]) -> "Run":
