@@ -114,6 +114,13 @@ def test_the_small_network_of_the_quick_start_has_the_count_that_is_listed() -> 
         (["train", "cifar10-resnet20", "--out", "OUT", "--set", "data_root=OUT"], "to name a folder with data sets"),
         (["train", "NEW", "--out", "OUT"], "written by a newer version of gossamer"),
         (["sweep", "digits", "--out", "OUT"], "add --grid seed=0,1,2"),
+        (["train", "digits", "--out", "OUT", "--epochs", "3"], "got --epochs: gossamer train … --set epochs=3"),
+        (
+            ["train", "digits", "--batch-size=8", "--out", "OUT"],
+            "got --batch-size: gossamer train … --set batch_size=8",
+        ),
+        (["sweep", "digits", "--out", "OUT", "--warmup", "1ep"], "gossamer sweep … --set settings.warmup=1ep"),
+        (["train", "digits", "--out", "OUT", "--nesterov", "--debug"], "--set nesterov=VALUE"),
         (["compare", "--out", "OUT", "--sparsity", "95"], "such as 0.95, got [95.0]"),
         (["speed", "NEW", "--out", "OUT/nowhere/speed.json"], "make it first"),
         (["report", "OUT"], "expected the folder of a finished run, got "),
@@ -206,6 +213,14 @@ def test_without_a_terminal_there_is_a_line_now_and_then() -> None:
     for status in statuses[1:]:
         seldom.tell(status)
     assert told.getvalue().splitlines() == ["mine: 1/2 dense", "mine: 2/2 dense"]
+
+
+def test_the_number_of_the_paper_is_told_for_the_same_run_wherever_it_was_computed() -> None:
+    recipe = find("cifar10-resnet20-dense")
+    for change, told in (("device=cpu", "reached within"), ("seed=1", "for the recipe as it stands")):
+        run = recipe.run.with_settings([change])
+        result = {"accuracy": 0.92, "run_id": run.run_id, "config": run.to_dict()}
+        assert told in tables.against_paper(recipe, result)
 
 
 def test_a_sweep_tells_what_is_there_and_its_example_can_be_trained(

@@ -88,6 +88,8 @@ def test_several_settings_add_up() -> None:
         ("augment=maybe", "augment: expected true or false, got 'maybe'"),
         ("lr.x=3", "expected a plain value for lr"),
         ("settings=3", "expected settings.key=value"),
+        ("settings.=3", "expected settings.key=value"),
+        ("settings.lr=0.2", "lr is a key of the run, not of its settings: lr=0.2"),
         ("optimizer=sdg", "optimizer: expected one of sgd, adamw, got 'sdg'"),
         ("epochs=0", "epochs: expected at least 1, got 0"),
         ("seed=9223372036854775808", "seed: expected a whole number from 0 to below 2^63, got 9223372036854775808"),
@@ -104,7 +106,6 @@ def test_several_settings_add_up() -> None:
         ("flops=0", "flops: expected the share that is left, above 0"),
         ("decay=-1", "decay: expected a number of at least 0"),
         ("leave_at=2", "leave_at: expected a sparsity between 0 and 1"),
-        ("leave_at=0.5", "leave_at goes with decay"),
         ("flops=0.1", "expected one of sparsity, flops and decay, got sparsity, flops"),
         ("method=dense", "method=dense: expected no sparsity"),
     ],
@@ -143,12 +144,25 @@ def test_a_setting_that_two_methods_call_the_same_is_read_by_the_type_of_its_own
 def test_arguments_of_a_network_go_with_it() -> None:
     pretrained = Run(model="vgg16", data="imagefolder", model_options={"pretrained": True})
     assert pretrained.with_settings(["model=resnet50"]).model_options == {"pretrained": True}
-    with pytest.warns(UserWarning, match=r"lenet300 does not take model_options\.pretrained=True, which goes with"):
+    with pytest.warns(
+        UserWarning, match=r"lenet300 does not take model_options\.pretrained=True, which the run had before"
+    ):
         changed = pretrained.with_settings(["model=lenet300"])
     assert changed.model_options == {}
     with pytest.warns(UserWarning, match="digits_cnn does not take"):
         changed = pretrained.with_settings(["model_options.width=4", "model=digits_cnn"])
     assert changed.model_options == {"width": 4}
+
+
+def test_settings_that_another_method_does_not_know_go_with_the_one_before() -> None:
+    assert SPARSE.with_settings(["method=autoprune"]).settings == {"mask_lr": 0.5}
+    longer = SPARSE.with_settings(["settings.warmup=0.1run"])
+    with pytest.warns(UserWarning, match=r"method=dpf does not take settings\.mask_lr=0\.5, which the run had before"):
+        changed = longer.with_settings(["method=dpf"])
+    assert changed.settings == {"warmup": "0.1run"}
+    assert longer.with_settings(["method=dense", "sparsity=none"]).settings == longer.settings
+    with pytest.raises(ValueError, match="unknown setting 'scale' of dpf"):
+        Run().with_settings(["method=dpf", "sparsity=0.5", "settings.scale=none"])  # asked for, not inherited
 
 
 def test_what_makes_two_runs_different_is_told_setting_by_setting() -> None:

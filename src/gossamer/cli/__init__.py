@@ -18,7 +18,7 @@ import tyro
 from rich.console import Console
 
 import gossamer
-from gossamer.cli.arguments import at_home
+from gossamer.cli.arguments import at_home, keys_as_options
 from gossamer.cli.deploy import Export, Speed
 from gossamer.cli.many import Compare, Sweep
 from gossamer.cli.paper import Reproduce
@@ -59,6 +59,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if given == ["--version"]:
         print(f"gossamer {gossamer.__version__}, torch {torch.__version__}, Python {platform.python_version()}")
         sys.exit(0)
+    misplaced = keys_as_options(given)
+    if misplaced:
+        print(f"gossamer: {misplaced}", file=sys.stderr)
+        sys.exit(2)
     command: Executable = tyro.cli(
         Command,
         args=given,

@@ -41,6 +41,6 @@ def find(name: str) -> Recipe:
             values = values["config"]
         own_name = path.resolve().parent.name if path.name in (RUN, RESULT) else path.stem
         return Recipe(own_name, f"from {name}", Run.from_dict(values))
-    near = difflib.get_close_matches(name, names(), n=3)
+    near = difflib.get_close_matches(name.lower(), names(), n=3)
     hint = f"did you mean {', '.join(near)}?" if near else f"the recipes are {', '.join(names())}"
     raise ValueError(f"expected the name of a recipe or a .json file, got {name!r}: {hint}")

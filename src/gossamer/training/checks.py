@@ -20,9 +20,6 @@ TRUNK = "trunk"  # the teacher that is the network itself, as it was after the w
 AUTO = "auto"
 PRECISIONS = (AUTO, "float32", "bf16")
 SHARDINGS = ("ddp", "fsdp2")
-_LEAVE_ALONE = (
-    "leave_at goes with decay, as a sparsity or flops is met at the end of its phase: set decay, or no leave_at"
-)
 
 
 def problems_of(run: "Run") -> list[str]:
@@ -109,10 +106,6 @@ def _wrong_numbers(run: "Run") -> list[str]:
 
 
 def _wrong_request(run: "Run") -> list[str]:
-    return [*_wrong_target(run), *([_LEAVE_ALONE] if run.leave_at is not None and run.decay is None else [])]
-
-
-def _wrong_target(run: "Run") -> list[str]:
     given = [name for name in ("sparsity", "flops", "decay") if getattr(run, name) is not None]
     if run.method == "dense":
         return [f"method=dense: expected no {name}, got one; set method=scl for a sparse network" for name in given]

@@ -26,6 +26,10 @@ def shares_all_settings(method: str) -> bool:
     return method in _WITH_ALL_SETTINGS
 
 
+def is_known(method: str) -> bool:
+    return ALIASES.get(method, method) in METHODS
+
+
 @cache
 def setting_types(method: str) -> dict[str, Any]:
     """The settings of a method by name, with their types; all that there are where nobody knows the method."""

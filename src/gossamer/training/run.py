@@ -9,7 +9,7 @@ import hashlib
 import json
 import typing
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from types import MappingProxyType
@@ -17,7 +17,7 @@ from typing import Any
 
 from gossamer.settings import Settings, choose
 from gossamer.training.checks import AUTO, TRUNK, problems_of, shared_settings
-from gossamer.training.keys import did_you_mean, options_if_known, setting_types
+from gossamer.training.keys import did_you_mean, is_known, options_if_known, setting_types
 from gossamer.training.values import Scalar, guess, parse, typed
 
 FORMAT = 1  # of the dictionary and of the files that hold it
@@ -172,20 +172,25 @@ class Run:
         """This run with some fields changed by 'key=value', values read by the type of the field.
 
         A field of the mask settings is 'settings.mask_lr=0.1', an argument of the network 'model_options.hidden=650'.
-        With another `model` go the arguments of the one before that it does not take; a warning says so.
+        With another `model` or `method` go the arguments and settings of the one before that it does not take; a warning
+        says so.
         """
         given = [_split(assignment) for assignment in assignments]
         named = {"method": self.method, "model": self.model} | dict(given)
         method, model = named["method"], named["model"]
         changes: dict[str, Any] = {}
         if model != self.model and self.model_options:
-            changes["model_options"] = _still_taken(self.model_options, model)
+            changes["model_options"] = _still_taken("model_options", self.model_options, model, options_if_known(model))
+        if method != self.method and self.settings and is_known(method):
+            changes["settings"] = _still_taken("settings", self.settings, f"method={method}", setting_types(method))
         for key, text in given:
-            name, dot, option = key.partition(".")
+            name, _, option = key.partition(".")
             _check_key(name, method, model)
-            if dot:
+            if option:
                 if not _is_mapping(name):
                     raise ValueError(f"expected a plain value for {name}, got the part {option!r} of it: {name}=…")
+                if name == "settings" and option in _types() and option not in setting_types(method):
+                    raise ValueError(f"{option} is a key of the run, not of its settings: {option}={text}")
                 before = changes.get(name, getattr(self, name))
                 changes[name] = {**before, option: _option(name, option, text, method)}
             elif _is_mapping(name):
@@ -223,15 +228,18 @@ def _option(name: str, option: str, text: str, method: str) -> Scalar:
     return guess(text)
 
 
-def _still_taken(options: Mapping[str, Scalar], model: str) -> dict[str, Scalar]:
-    """The arguments of a network that another one takes as well; all of them where nobody knows it."""
-    known = options_if_known(model)
-    if known is None:
-        return dict(options)
-    gone = [f"model_options.{name}={value}" for name, value in options.items() if name not in known]
+def _still_taken(
+    name: str, before: Mapping[str, Scalar], taker: str, taken: Collection[str] | None
+) -> dict[str, Scalar]:
+    """What another network or method takes of the values of the one before; all of them where nobody knows it."""
+    if taken is None:
+        return dict(before)
+    gone = [f"{name}.{key}={value}" for key, value in before.items() if key not in taken]
     if gone:
-        warnings.warn(f"{model} does not take {', '.join(gone)}, which goes with the network before", stacklevel=3)
-    return {name: value for name, value in options.items() if name in known}
+        warnings.warn(
+            f"{taker} does not take {', '.join(gone)}, which the run had before, and goes without", stacklevel=3
+        )
+    return {key: value for key, value in before.items() if key in taken}
 
 
 def _as_numbers(settings: Mapping[str, Scalar], method: str) -> dict[str, Scalar]:
@@ -255,6 +263,11 @@ def _plain(run: Run) -> dict[str, Any]:
             dict(value) if isinstance(value, Mapping) else list(value) if isinstance(value, tuple) else value
         )
     return plain
+
+
+def full_key(name: str) -> str | None:
+    """The key of a run of this name, with what comes before its dot; None where there is none."""
+    return name if name in _types() else f"settings.{name}" if name in setting_types(Run.method) else None
 
 
 def _check_key(name: str, method: str, model: str) -> None:
