@@ -172,8 +172,8 @@ class Run:
         """This run with some fields changed by 'key=value', values read by the type of the field.
 
         A field of the mask settings is 'settings.mask_lr=0.1', an argument of the network 'model_options.hidden=650'.
-        With another `model` or `method` go the arguments and settings of the one before that it does not take; a warning
-        says so.
+        With another `model` or `method` go the arguments and settings of the one before that it does not take, and a
+        warning says so.
         """
         given = [_split(assignment) for assignment in assignments]
         named = {"method": self.method, "model": self.model} | dict(given)
