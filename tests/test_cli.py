@@ -4,6 +4,8 @@ import json
 import os
 import re
 import signal
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -93,6 +95,13 @@ def test_list_shows_everything_with_its_count(capsys: pytest.CaptureFixture[str]
         assert name in shown
     assert f"{len(RECIPES)} recipes" in shown
     assert all(f"{entry.connections:,}" in shown for entry in models.MODELS)
+
+
+def test_signs_that_a_terminal_does_not_know_are_no_error() -> None:
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    shown = subprocess.run([sys.executable, "-m", "gossamer", "list"], env=environment, capture_output=True, text=True)
+    assert (shown.returncode, shown.stderr) == (0, "")
+    assert " 2 ? " in shown.stdout  # 2 × LSTM
 
 
 def test_the_small_network_of_the_quick_start_has_the_count_that_is_listed() -> None:

@@ -6,6 +6,7 @@ and goes on when the same command is given again.
 """
 
 import errno
+import io
 import platform
 import sys
 import traceback
@@ -56,6 +57,9 @@ class Executable(Protocol):
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run one command and exit with its code."""
     given = sys.argv[1:] if arguments is None else list(arguments)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # λ and × are not in every encoding, and not worth an error
+            stream.reconfigure(errors="replace")
     if given == ["--version"]:
         print(f"gossamer {gossamer.__version__}, torch {torch.__version__}, Python {platform.python_version()}")
         sys.exit(0)
@@ -117,7 +121,7 @@ def _afterwards(command: Executable) -> str:
     if isinstance(command, Train):
         return f" at once; when the same command is given again {Checkpoints(at_home(command.out)).next_time()}"
     if isinstance(command, Quickstart | Sweep | Compare | Reproduce):
-        return "; what was finished is kept, and the same command goes on from there"
+        return "; finished runs are kept, and the same command goes on with the rest, from a checkpoint if there is one"
     return ""
 
 

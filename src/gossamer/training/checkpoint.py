@@ -53,8 +53,7 @@ class Checkpoints:
             kept = self.paths()
             last = f"the last good one is {kept[0].name}" if kept else "there is none so far"
             warnings.warn(
-                f"no checkpoint at step {step}: writing {path} failed ({error}); {last}. Training goes on; "
-                "free some space on the disk",
+                f"no checkpoint at step {step}: writing {path} failed ({error}); {last}; free some space on the disk",
                 stacklevel=2,
             )
             return False
