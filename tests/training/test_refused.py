@@ -126,6 +126,11 @@ def test_files_of_a_run_that_are_not_its_own(tmp_path: Path, content: str) -> No
         (tmp_path / name).unlink()
 
 
+def test_layers_of_a_sweep(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="gossamer train leaves them, a sweep does not"):
+        result.read_layers(tmp_path / "0123456789.json")
+
+
 @pytest.mark.parametrize("content", ["{}", '{"rows": 3}', '{"rows": [1]}', '{"rows": [{"shape": [2]}]}'])
 def test_layers_that_are_none(tmp_path: Path, content: str) -> None:
     (tmp_path / "layers.json").write_text(content)

@@ -106,8 +106,15 @@ def test_several_settings_add_up() -> None:
         ("flops=0", "flops: expected the share that is left, above 0"),
         ("decay=-1", "decay: expected a number of at least 0"),
         ("leave_at=2", "leave_at: expected a sparsity between 0 and 1"),
-        ("flops=0.1", "expected one of sparsity, flops and decay, got sparsity, flops"),
-        ("method=dense", "method=dense: expected no sparsity"),
+        (
+            "flops=0.1",
+            "expected one of sparsity, flops and decay, got sparsity, flops; set what you do not mean to none",
+        ),
+        (
+            "sparsity=none",
+            "expected one of sparsity, flops and decay, got none of them; set sparsity=0.95, for example",
+        ),
+        ("method=dense", "method=dense: expected no sparsity, got 0.95; set sparsity=none for a dense network"),
     ],
 )
 def test_a_wrong_setting_is_an_error_that_says_what_to_do(text: str, message: str) -> None:

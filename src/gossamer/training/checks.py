@@ -108,12 +108,17 @@ def _wrong_numbers(run: "Run") -> list[str]:
 def _wrong_request(run: "Run") -> list[str]:
     given = [name for name in ("sparsity", "flops", "decay") if getattr(run, name) is not None]
     if run.method == "dense":
-        return [f"method=dense: expected no {name}, got one; set method=scl for a sparse network" for name in given]
-    if len(given) != 1:
         return [
-            f"method={run.method}: expected one of sparsity, flops and decay, got {', '.join(given) or 'none of them'}"
+            f"method=dense: expected no {name}, got {getattr(run, name)}; set {name}=none for a dense network, or "
+            "method=scl for a sparse one"
+            for name in given
         ]
-    return []
+    if len(given) == 1:
+        return []
+    expected = f"method={run.method}: expected one of sparsity, flops and decay, got"
+    if not given:
+        return [f"{expected} none of them; set sparsity=0.95, for example, or method=dense"]
+    return [f"{expected} {', '.join(given)}; set what you do not mean to none, such as {given[0]}=none"]
 
 
 def _wrong_durations(run: "Run") -> list[str]:

@@ -125,7 +125,10 @@ def read_layers(path: Path) -> Report:
     """The connections of every layer of a finished run, from its folder or its result file."""
     file = (path if path.is_dir() else path.parent) / LAYERS
     if not file.is_file():
-        raise FileNotFoundError(f"expected the layers of a finished run in {file}, which does not exist")
+        raise FileNotFoundError(
+            f"expected the layers of a finished run in {file}, which does not exist; gossamer train leaves them, a sweep "
+            "does not"
+        )
     names = {each.name for each in fields(Row)}
     try:
         return Report(
