@@ -126,8 +126,8 @@ def read_layers(path: Path) -> Report:
     file = (path if path.is_dir() else path.parent) / LAYERS
     if not file.is_file():
         raise FileNotFoundError(
-            f"expected the layers of a finished run in {file}, which does not exist; gossamer train leaves them, a sweep "
-            "does not"
+            f"expected the layers of a finished run in {file}, which does not exist; gossamer train leaves them, a "
+            "sweep does not"
         )
     names = {each.name for each in fields(Row)}
     try:
