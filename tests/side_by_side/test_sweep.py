@@ -1,6 +1,7 @@
 """Sweeps: grids of runs, trunks that are shared, records, what is refused, going on after an interruption."""
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -325,6 +326,23 @@ def test_a_table_has_the_settings_that_differ() -> None:
     assert head == ["settings.mask_lr", "test", "validation", "zeros", "loss", "seeds"]
     assert rows[0] == ["0.1", "90.50 ± 0.71", "–", "80.00%", "0.250", "2"]
     assert rows[1][:2] == ["–", "80.00 ± 0.00"]
+
+
+@pytest.mark.usefixtures("tiny")
+def test_phases_that_a_dense_run_has_not_do_not_refuse_it(tmp_path: Path) -> None:
+    """Its learning rate follows the phases until the run ends within them."""
+    long = {"warmup": "1ep", "sparsify": "40ep", "stabilise": "20ep"}
+    run = replace(BASE, method="dense", sparsity=None, epochs=2, schedule="phases_cosine", lr_factor=0.5, settings=long)
+    with pytest.warns(UserWarning, match=r"settings\.sparsify=40ep.* take 244 steps, and the run ends after 8"):
+        lane = lane_of(run, 4)
+    assert lane.plan is None
+    falling = [0.1 * (0.5 + 0.25 * (1 + math.cos(math.pi * step / 240))) for step in range(4)]
+    assert lane.rates.tolist() == pytest.approx([0.1] * 4 + falling)
+    with pytest.warns(UserWarning, match="the run ends after 12"):
+        (record,) = sweep([run], tmp_path)
+    assert (record["run_id"], record["diverged"]) == (run.run_id, False)
+    with pytest.raises(ValueError, match="the phases take 61 epochs, but the run has epochs=2"):
+        replace(run, method="scl", sparsity=0.5)
 
 
 def test_phases_of_a_lane_have_to_fit_its_rates() -> None:

@@ -15,7 +15,7 @@ from gossamer.methods.scl import SCLOptions
 from gossamer.schedule import Plan, make_plan
 from gossamer.settings import Settings
 from gossamer.side_by_side.lanes import Common, Lane
-from gossamer.training.optimise import PHASED, learning_rate
+from gossamer.training.optimise import learning_rate, plan_without_masks
 from gossamer.training.run import Run
 
 _DEFAULT = Run()
@@ -105,8 +105,9 @@ def images_of(run: Run, images: ImageSet) -> ImageSet:
 def lane_of(run: Run, steps_per_epoch: int) -> Lane:
     """A run that `check` has nothing against."""
     total, rule, settings = run.epochs * steps_per_epoch, find(run.method), run.mask_settings
-    plan = None
-    if rule is not Dense or run.schedule in PHASED:
+    if rule is Dense:
+        plan = plan_without_masks(run, total, steps_per_epoch)
+    else:
         plan = rule.phases(_plan(settings, total, steps_per_epoch))
     followed = replace(_DEFAULT, **{name: getattr(run, name) for name in (*_REQUEST, *_RATES)})
     return Lane(
