@@ -197,6 +197,48 @@ def test_a_grid_is_every_combination() -> None:
         runs_of(BASE, ["seed=1", "seed=2"])
 
 
+def test_a_setting_goes_to_the_methods_that_have_it() -> None:
+    """The example of the docstring; runs that go without are not repeated for every value."""
+    told = r"^method=dense does not take settings\.mask_lr; method=dpf does not take settings\.mask_lr: such runs"
+    with pytest.warns(UserWarning, match=told):
+        runs = runs_of(BASE, ["seed=0,1", "method=dense,scl,dpf,autoprune", "settings.mask_lr=0.01,0.03"])
+    assert [(run.seed, run.method, run.settings.get("mask_lr")) for run in runs] == [
+        (seed, method, rate)
+        for seed in (0, 1)
+        for method, rates in (
+            ("dense", (None,)),
+            ("scl", (0.01, 0.03)),
+            ("dpf", (None,)),
+            ("autoprune", (0.01, 0.03)),
+        )
+        for rate in rates
+    ]
+    assert len(runs_of(BASE, ["method=dense,dpf,scl", "settings.warmup=1ep,2ep"])) == 6  # phases are everybody's
+    with pytest.warns(UserWarning, match=r"^method=rigl does not take settings\.momentum"):  # also a key of the run
+        runs_of(BASE, ["method=rigl,str", "settings.momentum=0.5"])
+    with pytest.warns(UserWarning, match=r"^method=scl does not take settings\.fraction: such"):
+        runs = runs_of(BASE, ["settings.fraction=0.1,0.2", "method=rigl,scl"])
+    assert [(run.method, run.settings.get("fraction")) for run in runs] == [("rigl", 0.1), ("scl", None), ("rigl", 0.2)]
+
+
+@pytest.mark.parametrize(
+    ("grid", "message"),
+    [
+        (
+            ["method=dpf,rigl", "settings.mask_lr=0.1"],
+            r"no run of the grid takes settings\.mask_lr \(method=d",
+        ),
+        (["method=dense", "settings.mask_lr=0.1,0.2"], "leave it out, or add a method that does"),
+        (["method=dense,scl", "settings.masklr=0.1"], r"did you mean settings\.mask_lr\?"),
+        (["method=dpf,scl", "settings.lr=0.1"], "lr is a key of the run, not of its settings: lr=0.1"),
+        (["method=rigle,scl", "settings.mask_lr=0.1"], "unknown method 'rigle': did you mean 'rigl'"),
+    ],
+)
+def test_a_setting_that_no_method_has_is_refused(grid: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        runs_of(BASE, grid)
+
+
 @pytest.mark.usefixtures("tiny")
 def test_one_record_a_run_and_none_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     base = replace(BASE, validation=20)
