@@ -15,8 +15,9 @@ from torch.nn import functional
 
 from gossamer.data import Batches, ImageSet, TextSet
 from gossamer.models import create
-from gossamer.training import Interrupted, LossNotFinite, Run, loop, networks, result, train
+from gossamer.training import Interrupted, LossNotFinite, Run, networks, result, train
 from gossamer.training.progress import JsonLines, Status, TensorBoard
+from gossamer.training.stopping import StopSignal
 
 DENSE = Run(
     model="digits_cnn", model_options={"width": 4}, data="digits", epochs=4, batch_size=8, log_steps=3, device="cpu"
@@ -201,13 +202,13 @@ def test_a_second_signal_counts_only_where_no_launcher_repeats_the_first(request
     # A shell lets what it runs in the background ignore interrupts.
     inherited = signal.signal(signal.SIGINT, signal.default_int_handler)
     request.addfinalizer(lambda: signal.signal(signal.SIGINT, inherited))
-    with loop._StopSignal(launched=False) as alone:
+    with StopSignal(launched=False) as alone:
         os.kill(os.getpid(), signal.SIGINT)
         assert alone.asked
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
     before = signal.getsignal(signal.SIGINT)
-    with loop._StopSignal(launched=True) as one_of_several:
+    with StopSignal(launched=True) as one_of_several:
         for _ in range(2):
             os.kill(os.getpid(), signal.SIGINT)
             assert one_of_several.asked

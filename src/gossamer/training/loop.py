@@ -4,14 +4,11 @@ A run can be killed at any moment; the same call goes on from its last checkpoin
 bits. The test set is looked at once, after the last step.
 """
 
-import signal
-import threading
 import time
 import warnings
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -37,14 +34,11 @@ from gossamer.training.progress import Observer, Observers, Status
 from gossamer.training.run import Run
 from gossamer.training.snapshot import Parts
 from gossamer.training.step import Meter, Step
+from gossamer.training.stopping import Interrupted, StopSignal
 from gossamer.training.task import make_task
 from gossamer.training.teacher import make_teacher
 
 _ASK_EVERY = 10  # steps after which several processes ask each other whether to stop or to write a checkpoint
-
-
-class Interrupted(KeyboardInterrupt):
-    """The run was asked to stop, and has stopped after a checkpoint."""
 
 
 @no_farewell_after_an_error()
@@ -125,7 +119,7 @@ def _train(run: Run, folder: Path, observers: Sequence[Observer], held: ExitStac
     with (
         fast_algorithms(place),
         watching_all as watching,
-        _StopSignal(launched=place.world > 1) as stop,
+        StopSignal(launched=place.world > 1) as stop,
     ):
         watching.begin(status(lr=run.lr))
         while step < total:
@@ -227,36 +221,3 @@ class _Clock:
 
     def checkpoint_written(self) -> None:
         self._last = time.monotonic()
-
-
-class _StopSignal:
-    """Notes SIGINT and SIGTERM, so that the step in progress can be finished; a second one is not held back.
-
-    Except where a launcher has started several processes: it sends each signal of the terminal once more, and by itself
-    kills who takes too long.
-    """
-
-    _SIGNALS = (signal.SIGINT, signal.SIGTERM)
-
-    def __init__(self, *, launched: bool) -> None:
-        self.asked = False
-        self._launched = launched
-        self._before: list[tuple[signal.Signals, Any]] = []
-
-    def __enter__(self) -> "_StopSignal":
-        if threading.current_thread() is threading.main_thread():
-            self._before = [(each, signal.signal(each, self._note)) for each in self._SIGNALS]
-        return self
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        self.asked = True
-        if not self._launched:
-            self._restore()
-
-    def _restore(self) -> None:
-        for each, handler in self._before:
-            signal.signal(each, handler)
-        self._before = []
-
-    def __exit__(self, *error: object) -> None:
-        self._restore()
