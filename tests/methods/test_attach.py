@@ -64,7 +64,7 @@ def test_the_budget_is_met_exactly_and_zeros_stay(method: str) -> None:
 
 
 @pytest.mark.parametrize("method", NAMES)
-@pytest.mark.parametrize("at", [5, 17, 35])
+@pytest.mark.parametrize("at", [5, 17, 30, 35])
 def test_a_loaded_state_goes_on_bit_for_bit(method: str, at: int) -> None:
     whole = Training(method)
     whole.steps(0, at)

@@ -152,9 +152,14 @@ def test_a_race_without_a_trunk_and_one_with_seeds_of_both_kinds() -> None:
 
 
 def _all_equal_their_runs_alone(members: list[Member]) -> list[Outcome]:
-    outcomes = run_race(RACE, members, data(), network, device=CPU, dtype=torch.float64)
-    for member, outcome in zip(members, outcomes, strict=True):
+    raced: dict[int, nn.Module] = {}
+    outcomes = run_race(RACE, members, data(), network, device=CPU, dtype=torch.float64, keep=raced.__setitem__)
+    for number, (member, outcome) in enumerate(zip(members, outcomes, strict=True)):
         net, accuracy = alone(member)
+        for ours, theirs in zip(raced[number].parameters(), net.parameters(), strict=True):
+            torch.testing.assert_close(
+                ours.double(), theirs, rtol=1e-5, atol=1e-6, msg=lambda m, of=member: f"{of}: {m}"
+            )
         weights = [net.get_parameter(name) for name in ("0.weight", "3.weight", "8.weight")]
         assert outcome.connections_by_tensor == tuple(int((weight != 0).sum()) for weight in weights), member
         assert outcome.accuracy == pytest.approx(accuracy)

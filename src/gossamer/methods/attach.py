@@ -131,7 +131,7 @@ class Attached:
                 group["lr"] = self._rate(self.plan, self.step)
         self.step += 1
         if self.phase is Phase.FINETUNE:
-            self._freeze()
+            self._freeze()  # of a state that was saved before its masks were final
         if not self.phase.masks_train:
             return
         rule, timeline = self._begin()
@@ -156,6 +156,8 @@ class Attached:
                 if self._rule.due(done):
                     self._forget(self._rule.refresh_(self._variables, done))
                 self._show(self._rule)
+                if self.plan.at(self.step).phase is Phase.FINETUNE:
+                    self._freeze()  # so that the next forward pass reads the final weights, as in a race
             elif self.plan.at(self.step).phase.masks_train:
                 self._begin()  # so that the next forward pass reads what the rule shows
 
