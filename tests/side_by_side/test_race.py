@@ -1,5 +1,6 @@
 """Runs trained side by side give what each gives alone with a Sparsifier and torch's SGD."""
 
+import math
 from dataclasses import asdict
 
 import pytest
@@ -208,6 +209,26 @@ def test_an_unknown_method_is_refused() -> None:
         Member.of(seed=0, mask_rate=3)
     with pytest.raises(ValueError, match="expected Options as the settings of dpf, got SCLOptions"):
         Member(seed=0, method="dpf", settings=SCLOptions())
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("sparsity", 1.0),
+        ("sparsity", math.nan),
+        ("weight_decay", -1e-4),
+        ("weight_decay", math.nan),
+        ("peak_rate", 0.0),
+        ("peak_rate", math.nan),
+        ("restart", -1.0),
+        ("temperature", math.nan),
+        ("teacher_weight_decay", -1.0),
+        ("finetune_weight_decay", math.inf),
+    ],
+)
+def test_numbers_that_make_no_sense_are_refused(name: str, value: float) -> None:
+    with pytest.raises(ValueError, match=f"^{name}: expected a .*, got {value}$"):
+        Member.of(0, **{name: value})  # type: ignore[arg-type]
 
 
 def classifier() -> nn.Module:

@@ -28,7 +28,7 @@ from torch.nn.modules.conv import _ConvNd
 
 from gossamer import method
 from gossamer.methods.budgets import largest
-from gossamer.methods.rule import Layout, Options, RemovedIsZero, Request, Rule, Timeline, column
+from gossamer.methods.rule import Layout, Options, RemovedIsZero, Request, Rule, Timeline, column, expect, is_rate
 
 
 def equal_share(layout: Layout, sparsity: float) -> list[int]:
@@ -174,6 +174,9 @@ def _limit_(filters: Tensor, stays: Tensor) -> None:
 @dataclass(frozen=True)
 class SlimmingOptions(Options):
     penalty: float = 1e-4  # on the gains
+
+    def __post_init__(self) -> None:
+        expect(self, penalty=(is_rate(self.penalty), "a number of at least 0"))
 
 
 class Slimming(Rule[SlimmingOptions]):

@@ -23,7 +23,7 @@ from torch import Tensor
 from gossamer import method
 from gossamer.methods.budgets import GlobalBudget
 from gossamer.methods.noise import uniform
-from gossamer.methods.rule import Layout, Options, Request, Rule, Timeline, column
+from gossamer.methods.rule import Layout, Options, Request, Rule, Timeline, column, expect, is_rate
 
 BETA, GAMMA, ZETA = 2.0 / 3.0, -0.1, 1.1
 
@@ -32,6 +32,13 @@ BETA, GAMMA, ZETA = 2.0 / 3.0, -0.1, 1.1
 class L0Options(Options):
     gate_lr: float = 0.1
     open: float = 0.9  # σ(log α) at the start
+
+    def __post_init__(self) -> None:
+        expect(
+            self,
+            gate_lr=(is_rate(self.gate_lr), "a number of at least 0"),
+            open=(0 < self.open < 1, "a chance above 0 and below 1"),
+        )
 
 
 def sample_gate(log_alpha: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:

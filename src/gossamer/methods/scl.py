@@ -18,6 +18,7 @@ To be tried out; each has a default that changes nothing. With d the mask gradie
                 `removed_gradient_above`
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -26,7 +27,7 @@ from torch import Tensor
 
 from gossamer import method
 from gossamer.methods.budgets import RAMPS, GlobalBudget, layer_magnitude, magnitude
-from gossamer.methods.rule import DenseGradient, Layout, Options, Request, Timeline, column
+from gossamer.methods.rule import DenseGradient, Layout, Options, Request, Timeline, column, expect, is_rate
 from gossamer.methods.running import RunningMean, Scale
 from gossamer.settings import ANNEALS
 
@@ -74,8 +75,25 @@ class SCLOptions(Options):
         for name in ("removed_gradient", "removed_gradient_above"):
             if not 0.0 <= getattr(self, name) <= 1.0:
                 raise ValueError(f"{name}: expected a number from 0 to 1, got {getattr(self, name)}")
-        if self.ramp_share <= 0:
-            raise ValueError(f"ramp_share: expected a number above 0, got {self.ramp_share}")
+        rates = (
+            "mask_lr",
+            "global_power",
+            "feature_power",
+            "layer_power",
+            "noise_power",
+            "l2",
+            "curvature",
+            "hysteresis",
+        )
+        expect(
+            self,
+            **{name: (is_rate(getattr(self, name)), "a number of at least 0") for name in rates},
+            alpha=(0 < self.alpha < math.inf, "a number above 0"),
+            start_value=(self.start_value is None or 0 < self.start_value < math.inf, "a number above 0, or none"),
+            decay=(self.decay is None or is_rate(self.decay), "a number of at least 0, or none"),
+            floor=(self.floor is None or 0 <= self.floor < 1, "a share from 0 to below 1, or none"),
+            ramp_share=(0 < self.ramp_share < math.inf, "a number above 0"),
+        )
 
 
 class SCL(DenseGradient[SCLOptions]):

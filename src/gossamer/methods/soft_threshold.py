@@ -13,6 +13,7 @@ is set for the whole run: its learning rate is that of the weights times `rate` 
 rises above what leaves the floor of its tensor. After the last mask step the thresholded weights are fine-tuned.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor
 
 from gossamer.methods.budgets import GlobalBudget
-from gossamer.methods.rule import Layout, Options, Request, Rule, Timeline, column
+from gossamer.methods.rule import Layout, Options, Request, Rule, Timeline, column, expect, is_rate
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,14 @@ class STROptions(Options):
     start: float = -10.0  # of s: a threshold of 5e-5
     momentum: float = 0.9  # of s
     rate: float = 100.0  # of s, over all mask steps together, times the learning rate of the weights
+
+    def __post_init__(self) -> None:
+        expect(
+            self,
+            start=(abs(self.start) < math.inf, "a number"),
+            momentum=(0 <= self.momentum < 1, "a number from 0 to below 1"),
+            rate=(is_rate(self.rate), "a number of at least 0"),
+        )
 
 
 def soft_threshold(weights: Tensor, threshold: Tensor) -> Tensor:
