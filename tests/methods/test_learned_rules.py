@@ -119,12 +119,30 @@ def test_str_leaves_each_tensor_its_floor() -> None:
             rule.refresh_(weights, number + 1)
     out = shown(rule, weights)
     assert int(rule.mask.sum()) == 202
-    assert 1 <= int((out[:, :20] != 0).sum()) <= 3  # two, but for the last push
+    assert int((out[:, :20] != 0).sum()) == 2
     none, *_ = begin("str", 0.9, layout=layout, plan=Plan(0, 200, 50, 5), floor=0.0)
     for _ in range(250):
         none.learn_(torch.zeros_like(weights), weights)
         none._timeline.clock += 1  # type: ignore[attr-defined]
     assert int((shown(none, weights)[:, :20] != 0).sum()) == 0
+
+
+@pytest.mark.parametrize("floor", [0.001, 0.01])
+def test_str_lets_no_tensor_die_and_ends_with_every_floor(floor: float) -> None:
+    """Also where weights wander, so that those that are large now were not when the floor was last looked at."""
+    layout = Layout(("large", "small", "few"), ((20, 30), (40, 50), (10, 10)))
+    rule, weights, timeline = begin("str", 0.98, layout=layout, plan=Plan(0, 400, 130, 10), floor=floor)
+    for part, scale in zip(layout.split(weights), (1.0, 0.05, 0.3), strict=True):
+        part *= scale
+    rule.refresh_(weights, 0)
+    for number in range(530):
+        step(rule, weights, timeline, number)
+        assert all(bool(part.any()) for part in layout.split(rule.mask)), number
+    mask = rule.freeze_(weights)
+    assert int(mask.sum()) == 54
+    kept = [int(part.sum()) for part in layout.split(mask)]
+    assert all(left >= least for left, least in zip(kept, layout.floors(floor), strict=True)), kept
+    assert torch.equal(mask, weights != 0)
 
 
 def test_gates_have_their_distribution_and_derivative() -> None:

@@ -150,8 +150,8 @@ class SCL(DenseGradient[SCLOptions]):
         self._variable = start.clone() if apart else self._budget.score
         self._apart = apart
         self._memory = RunningMean(start, each_row("score_memory"), timeline) if apart else None
-        unit = start.mean(1, keepdim=True)
-        self._curvature, self._hysteresis = each_row("curvature") * unit, each_row("hysteresis") * unit
+        self._unit = start.mean(1, keepdim=True)
+        self._curvature, self._hysteresis = each_row("curvature"), each_row("hysteresis")
         damped = any(each.removed_gradient != 1.0 for each in settings)
         self._damping = (each_row("removed_gradient"), each_row("removed_gradient_above")) if damped else None
 
@@ -200,14 +200,15 @@ class SCL(DenseGradient[SCLOptions]):
         means = {f"{kind}_squares": scale.squares for kind, scale in self._scales.items()}
         means |= {"mean": self._mean, "square": self._square, "memory": self._memory}
         found = self._budget.state() | {name: mean.value for name, mean in means.items() if mean is not None}
-        return {**found, "variable": self._variable} if self._apart else found
+        return {**found, "variable": self._variable, "unit": self._unit} if self._apart else found
 
     def _score(self, deviation: Tensor | None) -> Tensor:
         assert self._memory is not None
-        score = self._memory.update_(self._variable) + self._hysteresis * self.mask
+        score = self._memory.update_(self._variable) + self._unit * self._hysteresis * self.mask
         if deviation is None:
             return score
-        return score + self._curvature * deviation / (deviation.mean(1, keepdim=True) + method.EPSILON)
+        share = deviation / (deviation.mean(1, keepdim=True) + method.EPSILON)
+        return score + self._unit * self._curvature * share
 
     def _lower_(self, threshold: Tensor) -> None:
         """λ1 acts on the mask variables also where the budget sees something else."""
