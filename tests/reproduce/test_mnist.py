@@ -192,7 +192,7 @@ def test_records_tables_and_picture(
     (tmp_path / "shorter.json").write_text(json.dumps({**dense, "epochs": 2, "accuracy": 0.0}))
     section = mnist_section(root)
     assert "117,152 connections, 3 epochs" in section
-    assert f"| dense | 0.0 % | 98.35 | – | – | 0.0 % | {dense['accuracy']:.2f} ± 0.00 |" in section
+    assert f"| dense | 0.0 % | 98.35 | – | – | 0.0 % | {dense['accuracy']:.2f} |" in section
     (tmp_path / "shorter.json").unlink()
 
     stored = {path.name: json.loads(path.read_text()) for path in tmp_path.glob("*.json")}

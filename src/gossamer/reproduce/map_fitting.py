@@ -17,7 +17,7 @@ from torch.func import functional_call, replace_all_batch_norm_modules_, vmap
 from gossamer import method, models
 from gossamer.reproduce.record import write_record
 from gossamer.results.plot import can_draw, map_fitting_curves
-from gossamer.results.records import read_record
+from gossamer.results.records import make_folder, read_record
 
 RATES = {"none": (0.1, 10.0, 100.0, 1000.0, 10_000.0), "batch": (0.01, 0.1, 1.0)}
 STEPS = 2000
@@ -106,7 +106,7 @@ def reproduce(
     installed the curves."""
     if seeds < 1 or steps < 1:
         raise ValueError(f"expected at least 1 seed and 1 step, got {seeds} and {steps}")
-    out.mkdir(parents=True, exist_ok=True)
+    make_folder(out)
     records = []
     for estimator in method.ESTIMATORS:
         path = out / f"{estimator}.json"

@@ -23,7 +23,7 @@ from gossamer.recipes import find
 from gossamer.recipes.mnist import DECAY_TABLE
 from gossamer.reproduce.picture import draw_input_connections
 from gossamer.reproduce.record import write_record
-from gossamer.results.records import read_record, removed_gradient_of
+from gossamer.results.records import make_folder, read_record, removed_gradient_of
 from gossamer.side_by_side.lanes import Outcome
 from gossamer.side_by_side.sweeps import checkpoint_path, train_together
 from gossamer.training.place import Place
@@ -106,6 +106,7 @@ def reproduce(
     wanted = entries(seeds=seeds, epochs=epochs)
     missing = [entry for entry in wanted if not _is_there(_path(out, entry), entry)]
     images = _images() if missing else None
+    make_folder(out)
     # A GPU has room for all at once; a CPU gains nothing from it, and has a seed's records sooner.
     for portion in _portions(missing, by_seed=device.type == "cpu"):
         assert images is not None
@@ -117,7 +118,6 @@ def reproduce(
             runs, images, _network, device=device, dtype=torch.float32, progress=progress, checkpoint=checkpoint
         )
         seconds = time.perf_counter() - started
-        out.mkdir(parents=True, exist_ok=True)
         for entry, (outcome, network) in zip(portion, trained, strict=True):
             assert isinstance(network, FullyConnectedDenseNet)
             write_record(_path(out, entry), record(entry, outcome, network, device, seconds, len(portion)))

@@ -71,6 +71,13 @@ class Member:
         return {**told, **asdict(self.options), **self.training.changes()}
 
 
+def teachers_of(members: Sequence[Member]) -> list[Member]:
+    """Dense runs that members learn from and that are not among them."""
+    taught = [each for each in members if each.training.distil and each.training.teacher == "dense"]
+    wanted = [Member(each.seed, "dense", 0.0, each.training.teacher_weight_decay) for each in taught]
+    return [member for member in dict.fromkeys(wanted) if member not in members]
+
+
 @dataclass(frozen=True)
 class Race:
     """What all runs of a race share. Durations in epochs."""

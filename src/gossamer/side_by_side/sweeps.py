@@ -19,6 +19,7 @@ from gossamer._json import read_object
 from gossamer.checkpoint import save
 from gossamer.data.sets import ImageSet
 from gossamer.methods import Layout
+from gossamer.results.records import make_folder
 from gossamer.select import select
 from gossamer.side_by_side.lanes import Outcome
 from gossamer.side_by_side.race import How, train_side_by_side
@@ -48,6 +49,7 @@ def sweep(
     out, device = Path(out), device if isinstance(device, torch.device) else join(device).device
     wanted = {run.run_id: run for run in runs}
     check([*wanted.values()])
+    make_folder(out)
     missing = [run for run in wanted.values() if not record_path(out, run).exists()]
     stacks: dict[str, list[Run]] = {}
     for run in missing:
@@ -110,7 +112,6 @@ def _train_portion(
     progress: Callable[[str], None],
 ) -> None:
     first = runs[0]
-    out.mkdir(parents=True, exist_ok=True)
     checkpoint = checkpoint_path(out, runs) if first.checkpoint_minutes else None
     started = time.perf_counter()
     trained = train_together(
