@@ -173,7 +173,23 @@ def test_l0_brings_the_expected_count_to_the_budget() -> None:
     log_alpha, before = rule.state()["log_alpha"].clone(), weights.clone()
     mask = rule.freeze_(weights)
     assert np.array_equal(mask.numpy(), top(log_alpha.numpy(), 10))
-    assert torch.equal(weights, before * final_gate(log_alpha))
+    raised = max(0.0, math.log(0.1 / 1.1) - float(log_alpha.sort().values[0, 29]))  # so that ten are open
+    torch.testing.assert_close(weights, before * final_gate(log_alpha + raised))
+
+
+def test_what_l0_keeps_does_not_begin_at_zero() -> None:
+    """Many gates that are hardly ever open can be the expected count, and all are zero after training."""
+    rule, weights, _ = begin("l0", 0.75)
+    log_alpha = rule.state()["log_alpha"]
+    log_alpha.copy_(torch.linspace(-6.0, -2.0, 40))
+    log_alpha[:, -3:] = 5.0
+    before = weights.clone()
+    mask = rule.freeze_(weights)
+    assert int((final_gate(log_alpha) > 0).sum()) < int(mask.sum()) == 10
+    assert torch.equal(weights != 0, mask)
+    raised = log_alpha - log_alpha[0, 29] + math.log(0.1 / 1.1)  # the largest that goes is just closed
+    gates = (raised.sigmoid() * 1.2 - 0.1).clamp(0.0, 1.0)
+    torch.testing.assert_close(weights[mask], (before * gates)[mask])
 
 
 def test_hyperflux_is_adam_under_pressure() -> None:
