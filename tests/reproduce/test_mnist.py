@@ -205,6 +205,14 @@ def test_records_tables_and_picture(
     shown = capsys.readouterr().out
     assert "98.47" in shown
     assert "softplus" in shown
+    assert f"thepicture{mnist.PICTURE}arein{tmp_path}" in "".join(shown.split())  # however it is folded
+    broken = next(tmp_path.glob("decay-*.json"))
+    broken.write_text("{}")
+    with pytest.raises(
+        ValueError, match=rf"expected the record of a run in .*{broken.name}, got one without part, con"
+    ):
+        mnist.reproduce(tmp_path, seeds=1, epochs=3, device=CPU)
+    broken.write_text(json.dumps(stored[broken.name]))
 
     # A record from before removed weights rested is of other defaults: it is called so, and trained again.
     assert "our defaults: zeros" in mnist_section(root)

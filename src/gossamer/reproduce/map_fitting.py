@@ -116,7 +116,7 @@ def reproduce(
             versions = {"torch": torch.__version__}
             content = {"steps": steps, "versions": versions, "fits": [dataclasses.asdict(each) for each in fitted]}
             write_record(path, content)
-        record = read_record(path)
+        record = read_record(path, ("steps", "fits"))
         kept = len({each["fit"]["seed"] for each in record["fits"]})
         if (record["steps"], kept) != (steps, seeds):
             raise ValueError(

@@ -35,6 +35,9 @@ EPOCHS = 55
 FREE_EPOCHS = 15  # at the beginning and, at least, at the end, in which masks are frozen
 MASK_EPOCHS = (2, 25)
 PICTURE = "input-connectivity.png"
+# What tables and picture take from a record.
+_NEEDED = ("part", "config", "decay", "asked_sparsity", "sparsity", "accuracy", "paper_accuracy", "paper_sparsity")
+_NEEDED += ("input_connections",)
 
 
 # (estimator, normalised): accuracy at 95 % sparsity.
@@ -122,7 +125,7 @@ def reproduce(
             assert isinstance(network, FullyConnectedDenseNet)
             write_record(_path(out, entry), record(entry, outcome, network, device, seconds, len(portion)))
         checkpoint.unlink(missing_ok=True)
-    records = [read_record(_path(out, entry)) for entry in wanted]
+    records = [read_record(_path(out, entry), _NEEDED) for entry in wanted]
     try:
         draw_input_connections(records, out / PICTURE)
     except ImportError as error:
@@ -134,7 +137,7 @@ def _is_there(path: Path, entry: Entry) -> bool:
     """Whether a run has its record, and not one from before a default changed."""
     if not path.exists() or entry.part == "dense":
         return path.exists()
-    return removed_gradient_of(read_record(path)) == entry.run.mask_settings.removed_gradient
+    return removed_gradient_of(read_record(path, _NEEDED)) == entry.run.mask_settings.removed_gradient
 
 
 def record(

@@ -20,8 +20,12 @@ def read(folder: Path) -> list[Record]:
     return [read_record(path) for path in sorted(folder.glob("*.json"))]
 
 
-def read_record(path: Path) -> Record:
-    return read_object(path, expected="the record of a run", remedy=": delete it")
+def read_record(path: Path, needed: Sequence[str] = ()) -> Record:
+    """One record; it has all that is `needed`, or an error names the file."""
+    record = read_object(path, expected="the record of a run", remedy=": delete it")
+    if lacking := [name for name in needed if name not in record]:
+        raise ValueError(f"expected the record of a run in {path}, got one without {', '.join(lacking)}: delete it")
+    return record
 
 
 def read_races(folder: Path) -> list[Record]:
@@ -31,11 +35,9 @@ def read_races(folder: Path) -> list[Record]:
 
 def read_run(path: Path) -> Record:
     """One record of a comparison; it has all that the tables ask for."""
-    record = read_record(path)
-    lacking = [name for name in _OF_A_RUN if name not in record]
-    if lacking or not isinstance(record["settings"], dict):
-        without = f"without {', '.join(lacking)}" if lacking else "whose settings are no table"
-        raise ValueError(f"expected the record of a run in {path}, got one {without}: delete it")
+    record = read_record(path, _OF_A_RUN)
+    if not isinstance(record["settings"], dict):
+        raise ValueError(f"expected the record of a run in {path}, got one whose settings are no table: delete it")
     return record
 
 
