@@ -36,8 +36,10 @@ FREE_EPOCHS = 15  # at the beginning and, at least, at the end, in which masks a
 MASK_EPOCHS = (2, 25)
 PICTURE = "input-connectivity.png"
 # What tables and picture take from a record.
-_NEEDED = ("part", "config", "decay", "asked_sparsity", "sparsity", "accuracy", "paper_accuracy", "paper_sparsity")
-_NEEDED += ("input_connections",)
+_NEEDED = (
+    *("part", "config", "decay", "asked_sparsity", "sparsity", "accuracy", "paper_accuracy", "paper_sparsity"),
+    "input_connections",
+)
 
 
 # (estimator, normalised): accuracy at 95 % sparsity.

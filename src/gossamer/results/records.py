@@ -10,8 +10,10 @@ from gossamer._json import read_object
 
 Record = dict[str, Any]
 # What every record of a comparison has, whenever it was made.
-_OF_A_RUN = ("tier", "net", "data", "method", "sparsity", "asked_sparsity", "seed", "epochs", "accuracy")
-_OF_A_RUN += ("validation_accuracy", "train_loss", "settings", "hardware")
+_OF_A_RUN = (
+    *("tier", "net", "data", "method", "sparsity", "asked_sparsity", "seed", "epochs", "settings", "hardware"),
+    *("accuracy", "validation_accuracy", "train_loss"),
+)
 # What settings that came later were in the records from before them, where their default changed since.
 BEFORE: Mapping[str, Any] = MappingProxyType({"removed_gradient": 1.0, "rate": None})
 
