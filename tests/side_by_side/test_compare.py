@@ -135,6 +135,8 @@ def test_what_a_later_stack_cannot_do_is_refused_before_the_first(
     monkeypatch.setattr(Running, "epoch", lambda self, number: pytest.fail("trained"))
     with pytest.raises(ValueError, match="rigl has no trunk"):
         compare(replace(SMALL, methods=("dense", "rigl:distil=0.5,teacher=trunk")), tmp_path, device=CPU, together=1)
+    with pytest.raises(ValueError, match=r"run scl with seed 0: expected the target to be met in the 6 steps"):
+        compare(replace(SMALL, methods=("dense", "scl:ramp_share=3")), tmp_path, device=CPU)
     file = tmp_path / "file"
     file.touch()
     with pytest.raises(ValueError, match=r"expected a folder for records, got .*file, which is a file"):
@@ -344,6 +346,9 @@ def test_what_whole_filters_cannot_do_is_left_out(tmp_path: Path) -> None:
     records = compare(comparison, tmp_path, device=CPU, progress=told.append)
     assert [record["method"] for record in records] == ["dense"]
     assert "left out: l1_filter with seed 0: sparsity=0.9 cannot be met by whole filters" in told[0]
+    no_norms = replace(SMALL, net="lenet5", methods=("dense", "slimming"), sparsity=(0.01,))
+    assert [record["method"] for record in compare(no_norms, tmp_path, device=CPU, progress=told.append)] == ["dense"]
+    assert any("left out: slimming with seed 0: slimming needs a batch norm behind every conv" in line for line in told)
 
 
 def test_too_few_epochs_and_no_gpu_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

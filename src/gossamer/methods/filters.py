@@ -91,6 +91,14 @@ def check_reach(layout: Layout, sparsity: float) -> None:
         )
 
 
+def check_gains(layout: Layout) -> None:
+    """Raise an error where a convolution has no gains behind it by which its channels could be judged."""
+    filters = [index for index, shape in enumerate(layout.shapes) if len(shape) > 2]
+    alone = [layout.names[index] for index in filters if not layout.gains or layout.gains[index] is None]
+    if alone:
+        raise ValueError(f"slimming needs a batch norm behind every convolution, got none behind {alone[0]}")
+
+
 class L1Filter(RemovedIsZero[Options]):
     name, title, options = "l1_filter", "filters by L1 norm, at once (Li)", Options
     reference = "Li et al. 2017, Pruning Filters for Efficient ConvNets"
@@ -194,9 +202,7 @@ class Slimming(Rule[SlimmingOptions]):
         floor: float,
     ) -> None:
         filters = [index for index, shape in enumerate(layout.shapes) if len(shape) > 2]
-        alone = [layout.names[index] for index in filters if not layout.gains or layout.gains[index] is None]
-        if alone:
-            raise ValueError(f"slimming needs a batch norm behind every convolution, got none behind {alone[0]}")
+        check_gains(layout)
         for request in requests:
             check_reach(layout, request.sparsity)
         self._layout, self._requests, self._filters = layout, requests, filters

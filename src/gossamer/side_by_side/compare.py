@@ -23,7 +23,7 @@ from gossamer import data
 from gossamer.checkpoint import save
 from gossamer.data.sets import ImageSet
 from gossamer.methods import METHODS, Layout, find
-from gossamer.methods.filters import check_reach
+from gossamer.methods.filters import Slimming, check_gains, check_reach, gains_of
 from gossamer.results import race_page
 from gossamer.results.plot import accuracy_against_sparsity, can_draw, check
 from gossamer.results.records import BEFORE, make_folder, read_run
@@ -231,14 +231,17 @@ def record(
 
 
 def _possible(comparison: Comparison, progress: Callable[[str], None]) -> list[Member]:
-    """The runs that are asked for, without those that whole filters are too coarse for; these are told.
+    """The runs that are asked for, without those that whole filters are too coarse for, or channels whose gains are
+    missing; these are told.
 
     A budget below the floor is an error, before anything is trained.
     """
-    weights = select(networks.create(Run(model=comparison.net), num_classes=10))
-    layout = Layout(
-        tuple(weight.name for weight in weights), tuple(tuple(weight.parameter.shape) for weight in weights)
-    )
+    network = networks.create(Run(model=comparison.net), num_classes=10)
+    weights = select(network)
+    names = tuple(weight.name for weight in weights)
+    others = [(name, each.numel()) for name, each in network.named_parameters() if name not in names]
+    shapes = tuple(tuple(weight.parameter.shape) for weight in weights)
+    layout = Layout(names, shapes, gains_of(network, names, others))
     found, usual = [], comparison.race().floor
     for member in comparison.members():
         if not member.rule.structured:
@@ -247,6 +250,8 @@ def _possible(comparison: Comparison, progress: Callable[[str], None]) -> list[M
         try:
             if member.rule.structured:
                 check_reach(layout, member.sparsity)
+            if member.rule is Slimming:
+                check_gains(layout)
             found.append(member)
         except ValueError as error:
             progress(f"left out: {member.method} with seed {member.seed}: {error}")
