@@ -137,6 +137,8 @@ def test_what_a_later_stack_cannot_do_is_refused_before_the_first(
         compare(replace(SMALL, methods=("dense", "rigl:distil=0.5,teacher=trunk")), tmp_path, device=CPU, together=1)
     with pytest.raises(ValueError, match=r"run scl with seed 0: expected the target to be met in the 6 steps"):
         compare(replace(SMALL, methods=("dense", "scl:ramp_share=3")), tmp_path, device=CPU)
+    with pytest.raises(ValueError, match=r"expected a plot whose name ends in one of .*svg.*, got 'race\.xyz'"):
+        compare(SMALL, tmp_path, device=CPU, plot=tmp_path / "race.xyz")
     file = tmp_path / "file"
     file.touch()
     with pytest.raises(ValueError, match=r"expected a folder for records, got .*file, which is a file"):

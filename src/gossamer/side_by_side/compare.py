@@ -135,7 +135,7 @@ def compare(
     With `save_models` each network is left beside its record, as a file for `gossamer.load`.
     """
     if plot is not None:
-        check()
+        check(plot)
     if together < 1:
         raise ValueError(f"expected at least 1 run at a time, got together={together}")
     race, run, paths = comparison.race(), Run(model=comparison.net, data=comparison.data), {}
