@@ -50,6 +50,14 @@ def test_a_row_a_method_and_a_column_a_sparsity() -> None:
     assert race_table([record("scl", 0.9, 90.0, validation_accuracy=None)], "validation_accuracy")[1][0][1] == "–"
 
 
+def test_runs_that_have_diverged_are_counted() -> None:
+    runs = [record("dpf", 0.9, 90.0), record("dpf", 0.9, 10.0, seed=1, train_loss=None), record("scl", 0.9, 91.0)]
+    rows = {row[0]: row[1] for row in race_table(runs)[1]}
+    assert rows[METHODS["dpf"].title] == "50.00 ± 56.57 (1 diverged)"
+    assert rows[METHODS["scl"].title] == "91.00 (1)"
+    assert race_table(runs, "train_loss")[1][1][1] == "0.250 (1) (1 diverged)"
+
+
 def test_a_record_from_before_a_setting_tells_what_it_was_then() -> None:
     old = record("scl", 0.9, 90.0)
     del old["settings"]["removed_gradient"]

@@ -6,7 +6,8 @@ passes.
 Reference: Xiao, Wang & Rajasekaran 2019, AutoPrune: Automatic Network Pruning by Regularizing Auxiliary Parameters.
 Ours: the constant is solved for, so that the budget is met; m starts at |w| of the warmed-up network and its gradient
 is divided by its root mean square over the network, as for SCL. One pass by default, which leaves all batches to the
-weights; `two_pass` gives every other batch to the masks instead.
+weights; `two_pass` gives every other batch to the masks instead: weights then move by their momentum alone, and biases
+and norms learn from all batches.
 """
 
 import math

@@ -25,7 +25,7 @@ def race_table(records: Sequence[Record], key: str = "accuracy") -> tuple[list[s
     """Head and rows: mean ± standard deviation over seeds. The best in the test first, at the sparsity that most rows
     have, of several the one nearest to 95 %.
 
-    Where a cell has fewer seeds than others their number is given behind it.
+    Where a cell has fewer seeds than others their number is given behind it, and how many of its runs have diverged.
     """
     cells: dict[str, dict[float, list[Record]]] = defaultdict(lambda: defaultdict(list))
     for label, record in zip(labels(records), records, strict=True):
@@ -35,7 +35,7 @@ def race_table(records: Sequence[Record], key: str = "accuracy") -> tuple[list[s
     counted = Counter(sparsity for row in cells.values() for sparsity in row if sparsity)
     at = max(counted, key=lambda sparsity: (counted[sparsity], -abs(sparsity - 0.95)), default=0.0)
     rows = [
-        [label, *(_cell([run[key] for run in cells[label][sparsity]], seeds, key) for sparsity in columns)]
+        [label, *(_cell_of(cells[label][sparsity], seeds, key) for sparsity in columns)]
         for label in sorted(cells, key=lambda label: _rank(cells[label], at))
     ]
     return ["method", *(f"{100 * sparsity:g} %" for sparsity in columns)], rows
@@ -116,6 +116,11 @@ def _rank(row: Mapping[float, Sequence[Record]], at: float) -> tuple[int, float]
     runs = row.get(at) or [run for each in row.values() for run in each]
     place = 0 if set(row) == {0.0} else 1 if at in row else 2
     return place, -statistics.mean(run["accuracy"] for run in runs)
+
+
+def _cell_of(runs: Sequence[Record], seeds: int, key: str) -> str:
+    diverged = sum(run["train_loss"] is None for run in runs)  # JSON has no NaN
+    return _cell([run[key] for run in runs], seeds, key) + (f" ({diverged} diverged)" if diverged else "")
 
 
 def _cell(values: Sequence[float | None], seeds: int, key: str) -> str:
