@@ -7,6 +7,7 @@ from types import MappingProxyType
 from typing import Any
 
 from gossamer.method import ESTIMATORS
+from gossamer.schedule import steps_of
 
 SCALES = ("none", "global", "batch", "per_sample")
 STARTS = ("magnitude", "constant")
@@ -62,8 +63,21 @@ class Settings:
             )
             if not good
         ]
+        problems += [
+            f"{name}: {problem}"
+            for name in ("warmup", "sparsify", "stabilise")
+            if (problem := _wrong_duration(getattr(self, name))) is not None
+        ]
         if problems:
             raise ValueError("settings that cannot be used:\n  " + "\n  ".join(problems))
+
+
+def _wrong_duration(duration: str) -> str | None:
+    try:
+        steps_of(duration, total_steps=1, steps_per_epoch=1)
+    except ValueError as error:
+        return str(error)
+    return None
 
 
 PRESETS: Mapping[str, Settings] = MappingProxyType(

@@ -232,7 +232,9 @@ def test_a_loss_that_is_not_finite_stops_the_run(images: ImageSet, tmp_path: Pat
         ("model=resnet2", "did you mean resnet20"),
         ("model_options.height=3", "digits_cnn does not take model_options.height: it takes width"),
         ("model_options.widht=3", "digits_cnn does not take model_options.widht: did you mean 'width'"),
-        ("model_options.width=wide", "digits_cnn does not take model_options={'width': 'wide'}"),
+        ("model_options.width=wide", r"digits_cnn cannot be built with model_options\.width=wide \(.*: change or drop"),
+        ("model_options.width=-3", r"digits_cnn cannot be built with model_options\.width=-3 \(.*negative dimension"),
+        ("model_options.width=2.5", r"digits_cnn cannot be built with model_options\.width=2\.5 \("),
         ("device=cuda", "device=cuda was asked for, but torch .* finds 0 CUDA devices here: set device=cpu"),
         ("device=mps", "expected a device such as auto, cpu, cuda or cuda:1, got 'mps'"),
         ("device=gpu", "expected a device such as auto, cpu, cuda or cuda:1, got 'gpu'"),
@@ -245,9 +247,8 @@ def test_what_cannot_be_trained_is_refused_before_training(
 ) -> None:
     if change == "device=cuda" and torch.cuda.is_available():
         pytest.skip("there is a GPU here")
-    run = DENSE.with_settings([change])
-    if change.startswith("model="):
-        run = Run.from_dict({**run.to_dict(), "model_options": {}})
+    plain = Run.from_dict({**DENSE.to_dict(), "model_options": {}}) if change.startswith("model=") else DENSE
+    run = plain.with_settings([change])
     with pytest.raises(ValueError, match=message):
         train(run, tmp_path / "out")
     assert not (tmp_path / "out").exists()
@@ -377,6 +378,11 @@ def test_a_rate_that_fell_on_a_plateau_stays_low_after_a_death(text: TextSet, tm
     train(run, tmp_path / "torn", observers=[torn])
     assert [status.lr for status in torn.seen] == rates[-len(torn.seen) :]
     assert_same(weights(tmp_path / "whole"), weights(tmp_path / "torn"))
+
+
+def test_drops_of_the_learning_rate_after_the_end_are_told(images: ImageSet, tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="lr_drops=9ep comes after the end of the run, of 20 steps"):
+        train(DENSE.with_settings(["schedule=steps", "lr_drops=2ep,9ep"]), tmp_path)
 
 
 def test_a_dense_run_of_one_step_and_one_with_the_rates_of_a_sparse_one(images: ImageSet, tmp_path: Path) -> None:

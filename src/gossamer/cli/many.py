@@ -14,6 +14,7 @@ from gossamer.cli.arguments import (
     OptionalFolder,
     OptionalNumber,
     RecipeName,
+    at_home,
     joined,
 )
 from gossamer.methods import METHODS
@@ -21,6 +22,7 @@ from gossamer.recipes import find
 from gossamer.results import about, race_blocks, sweep_table
 from gossamer.side_by_side import runs_of, sweep
 from gossamer.side_by_side.compare import TIERS, Comparison, compare
+from gossamer.side_by_side.sweeps import record_path
 from gossamer.training.place import join
 from gossamer.training.result import commit
 
@@ -34,7 +36,7 @@ class Sweep:
     out: Folder
     """Folder for one record a run; runs that have one are not trained again."""
     grid: Assignments
-    """What the runs differ in, as key=value,value: seed=0,1,2 method=scl,dpf settings.mask_lr=0.01,0.03."""
+    """What the runs differ in, as key=value,value: seed=0,1,2 method=scl,dpf sparsity=0.9,0.95."""
     set: Assignments = ()
     """Changes to the recipe, as key=value, for all runs."""
     together: int = 32
@@ -52,9 +54,15 @@ class Sweep:
                 "expected what the runs differ in, got nothing: add --grid seed=0,1,2, or train one run alone"
             )
         base = find(self.recipe).run.with_settings(joined(self.set))
+        runs, out = runs_of(base, joined(self.grid)), at_home(self.out)
+        there = sum(record_path(out, run).exists() for run in runs)
+        if there:
+            console.print(
+                f"{there} of {len(runs)} runs have their record in {out} and are not trained again", soft_wrap=True
+            )
         records = sweep(
-            runs_of(base, joined(self.grid)),
-            self.out,
+            runs,
+            out,
             device=base.device if self.device == "auto" else self.device,
             together=self.together,
             save_models=self.save_models,
@@ -109,7 +117,7 @@ class Compare:
             commit() or "unknown",
             self.tier,
         )
-        out = self.out or Path("results") / f"race-{self.net}"
+        out = at_home(self.out or Path("results") / f"race-{self.net}")
 
         def show(records: list[dict[str, Any]]) -> None:
             console.print(about(records), highlight=False)

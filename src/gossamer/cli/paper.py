@@ -8,7 +8,7 @@ import tyro
 from rich.console import Console
 
 from gossamer import tables
-from gossamer.cli.arguments import OptionalFolder
+from gossamer.cli.arguments import OptionalFolder, at_home
 from gossamer.reproduce import map_fitting, mnist
 from gossamer.results import map_fitting_rows, mnist_decay_table, mnist_estimator_table
 from gossamer.training.place import join
@@ -33,7 +33,7 @@ class Reproduce:
     """Show the traceback of an error."""
 
     def carry_out(self, console: Console) -> None:
-        out = self.out or Path("results") / self.exhibit
+        out = at_home(self.out or Path("results") / self.exhibit)
         if self.exhibit == "map-fitting":
             records = map_fitting.reproduce(out, seeds=self.seeds, steps=self.steps, progress=console.print)
             console.print(tables.of_map_fitting(map_fitting_rows(records)))

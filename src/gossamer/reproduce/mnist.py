@@ -75,7 +75,8 @@ def entries(*, seeds: int, epochs: int = EPOCHS) -> list[Entry]:
 
 def _entries_of_seed(seed: int, epochs: int) -> Iterator[Entry]:
     dense, default, paper = (
-        replace(find(f"mnist-fc-densenet{kind}").run, seed=seed, epochs=epochs) for kind in ("-dense", "", "-paper")
+        replace(find(f"mnist-fc-densenet{kind}").run, seed=seed, epochs=epochs, settings={})
+        for kind in ("-dense", "", "-paper")
     )
     published = {row.decay: row for row in find("mnist-fc-densenet-paper").published if row.table == DECAY_TABLE}
     by_decay = [(decay, row.value, row.sparsity or 0.0) for decay, row in published.items() if decay is not None]

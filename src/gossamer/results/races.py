@@ -207,14 +207,16 @@ def _settings_table(records: Sequence[Record]) -> tuple[list[str], list[list[str
 
 
 def by_epochs(records: Sequence[Record], tier: str) -> list[tuple[int, list[Record]]]:
-    """The records of a tier, those of the longest runs first."""
-    own = [record for record in records if record["tier"] == tier]
-    lengths = sorted({record["epochs"] for record in own}, reverse=True)
-    return [(epochs, [record for record in own if record["epochs"] == epochs]) for epochs in lengths]
+    """The records of a tier by the epochs that they share, the most methods first, then the longest runs."""
+    groups: dict[int, list[Record]] = {}
+    for record in records:
+        if record["tier"] == tier:
+            groups.setdefault(record["epochs"], []).append(record)
+    return sorted(groups.items(), key=lambda group: (len({each["method"] for each in group[1]}), group[0]), reverse=True)
 
 
 def _drawing(folder: Path, name: str) -> list[str]:
-    """The plot of the longest runs of a tier, where it has been drawn."""
+    """The plot of the first runs of a tier, where it has been drawn."""
     file = folder / f"{name}.svg"
     return [f"![accuracy against sparsity](../results/{folder.name}/{file.name})"] if file.exists() else []
 
