@@ -38,6 +38,7 @@ from gossamer.data.sets import ImageSet, Labelled
 from gossamer.results.records import BEFORE
 from gossamer.side_by_side import Member, Race, run_race
 from gossamer.side_by_side.compare import Comparison, record
+from gossamer.side_by_side.entries import teachers_of
 from gossamer.training.result import write_json
 
 SEEDS = (0, 1, 2)
@@ -283,10 +284,7 @@ def chunks(runs: Sequence[Run], together: int) -> list[list[Run]]:
 
 def teachers(runs: Sequence[Run]) -> list[Member]:
     """Dense runs that others learn from and that are not among them: they are trained, and get no record."""
-    there = {run.member for run in runs}
-    taught = [run.member for run in runs if run.member.training.distil and run.member.training.teacher == "dense"]
-    wanted = [Member(each.seed, "dense", 0.0, each.training.teacher_weight_decay) for each in taught]
-    return [member for member in dict.fromkeys(wanted) if member not in there]
+    return teachers_of([run.member for run in runs])
 
 
 class Budget:

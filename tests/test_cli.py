@@ -137,7 +137,7 @@ def test_the_small_network_of_the_quick_start_has_the_count_that_is_listed() -> 
         (["train", "digits", "--out", "NEW"], "is a file: choose another name"),
         (["train", "digits", "--out", "NEW/deeper"], "is a file: choose another name"),
         (["train", "digits", "--out", "OUT", "--set", ""], "expected key=value, such as lr=0.05, got ''"),
-        (["sweep", "digits", "--out", "NEW", "--grid", "seed=0"], "choose a folder, as a file is in the way"),
+        (["sweep", "digits", "--out", "NEW", "--grid", "seed=0"], "which is a file: choose another name (--out)"),
     ],
 )
 def test_an_error_is_one_message_without_a_traceback(

@@ -238,3 +238,22 @@ def test_a_step_can_be_captured(name: str, monkeypatch: pytest.MonkeyPatch) -> N
 def test_what_makes_no_sense_is_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         SCLOptions(**settings)
+
+
+@pytest.mark.parametrize("settings", KNOBS.values(), ids=KNOBS)
+def test_a_rule_that_began_with_other_weights_goes_on_from_a_state(settings: dict[str, Any]) -> None:
+    """As after a cut: what was measured where masks began, such as the size of the weights, is part of the state."""
+    whole, weights, timeline = begin("scl", 0.6, **settings)
+    for number in range(4):
+        step(whole, weights, timeline, number)
+    other, there, clock = begin("scl", 0.6, seed=1, **settings)
+    other.learn_(gradient_like(there, 9), there * 3.0)
+    there.copy_(weights)
+    clock.clock.copy_(timeline.clock)
+    for name, tensor in other.state().items():
+        tensor.copy_(whole.state()[name])
+    for number in range(4, 12):
+        step(whole, weights, timeline, number)
+        step(other, there, clock, number)
+    assert torch.equal(there, weights)
+    assert all(torch.equal(tensor, whole.state()[name]) for name, tensor in other.state().items())

@@ -1,5 +1,6 @@
 """Runs trained side by side give what each gives alone with a Sparsifier and torch's SGD."""
 
+import math
 from dataclasses import asdict
 
 import pytest
@@ -152,9 +153,14 @@ def test_a_race_without_a_trunk_and_one_with_seeds_of_both_kinds() -> None:
 
 
 def _all_equal_their_runs_alone(members: list[Member]) -> list[Outcome]:
-    outcomes = run_race(RACE, members, data(), network, device=CPU, dtype=torch.float64)
-    for member, outcome in zip(members, outcomes, strict=True):
+    raced: dict[int, nn.Module] = {}
+    outcomes = run_race(RACE, members, data(), network, device=CPU, dtype=torch.float64, keep=raced.__setitem__)
+    for number, (member, outcome) in enumerate(zip(members, outcomes, strict=True)):
         net, accuracy = alone(member)
+        for ours, theirs in zip(raced[number].parameters(), net.parameters(), strict=True):
+            torch.testing.assert_close(
+                ours.double(), theirs, rtol=1e-5, atol=1e-6, msg=lambda m, of=member: f"{of}: {m}"
+            )
         weights = [net.get_parameter(name) for name in ("0.weight", "3.weight", "8.weight")]
         assert outcome.connections_by_tensor == tuple(int((weight != 0).sum()) for weight in weights), member
         assert outcome.accuracy == pytest.approx(accuracy)
@@ -203,6 +209,26 @@ def test_an_unknown_method_is_refused() -> None:
         Member.of(seed=0, mask_rate=3)
     with pytest.raises(ValueError, match="expected Options as the settings of dpf, got SCLOptions"):
         Member(seed=0, method="dpf", settings=SCLOptions())
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("sparsity", 1.0),
+        ("sparsity", math.nan),
+        ("weight_decay", -1e-4),
+        ("weight_decay", math.nan),
+        ("peak_rate", 0.0),
+        ("peak_rate", math.nan),
+        ("restart", -1.0),
+        ("temperature", math.nan),
+        ("teacher_weight_decay", -1.0),
+        ("finetune_weight_decay", math.inf),
+    ],
+)
+def test_numbers_that_make_no_sense_are_refused(name: str, value: float) -> None:
+    with pytest.raises(ValueError, match=f"^{name}: expected a .*, got {value}$"):
+        Member.of(0, **{name: value})  # type: ignore[arg-type]
 
 
 def classifier() -> nn.Module:

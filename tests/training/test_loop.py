@@ -297,6 +297,19 @@ def test_the_log_has_every_step_once_whatever_happened(images: ImageSet, tmp_pat
     assert lines[-1]["sparsity"] == pytest.approx(0.8, abs=0.001)
 
 
+def test_the_learning_rate_that_is_told_is_the_one_that_was_taken(images: ImageSet, tmp_path: Path) -> None:
+    """Also by a method that has its own: down to nothing, a cut half-way, and again from the peak."""
+    seen = At(0, die)
+    run = DENSE.with_settings(["method=lottery", "sparsity=0.8", "log_steps=1"])  # 20 steps, masks from 5 to 15
+    train(run, tmp_path, observers=[seen])
+    rates = {status.step - 1: status.lr for status in seen.seen}
+    start = run.lr * 0.5 * (1 + math.cos(math.pi * 5 / 20))
+    for step in range(5, 10):
+        assert rates[step] == pytest.approx(start * 0.5 * (1 + math.cos(math.pi * (step - 5) / 5)))
+    for step in range(10, 20):
+        assert rates[step] == pytest.approx(run.lr * 0.5 * (1 + math.cos(math.pi * (step - 10) / 10)))
+
+
 def test_tensorboard_gets_its_scalars(images: ImageSet, tmp_path: Path) -> None:
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     train(SPARSE, tmp_path, observers=[TensorBoard(tmp_path)])

@@ -82,7 +82,7 @@ class Compare:
     data: str = "cifar10"
     """Set of images out of `gossamer list`."""
     methods: tuple[str, ...] = ("scl", "dpf")
-    """Names out of `gossamer list`, or all, or with settings: autoprune:two_pass=True. dense always runs with them."""
+    """Names out of `gossamer list`, all, or with settings: autoprune:two_pass=True. dense always runs with them."""
     sparsity: tuple[float, ...] = (0.9, 0.95, 0.98)
     """Shares of zeros: 0.95 is 95 %."""
     seeds: int = 3
@@ -109,7 +109,7 @@ class Compare:
         comparison = Comparison(
             self.net,
             self.data,
-            tuple(dict.fromkeys(("dense", *(METHODS if self.methods == ("all",) else self.methods)))),
+            tuple(dict.fromkeys(("dense", *(name for each in self.methods for name in _named(each))))),
             self.sparsity,
             self.seeds,
             tier.epochs if self.epochs is None else self.epochs,
@@ -134,3 +134,7 @@ class Compare:
             progress=console.print,
             finished=show,
         )
+
+
+def _named(text: str) -> tuple[str, ...]:
+    return tuple(METHODS) if text == "all" else (text,)

@@ -37,8 +37,10 @@ class Reproduce:
         if self.exhibit == "map-fitting":
             records = map_fitting.reproduce(out, seeds=self.seeds, steps=self.steps, progress=console.print)
             console.print(tables.of_map_fitting(map_fitting_rows(records)))
+            console.print(f"the records and, where matplotlib is installed, their curves are in {out}")
             return
         device = join(self.device).device
         records = mnist.reproduce(out, seeds=self.seeds, epochs=self.epochs, device=device, progress=console.print)
         for head, rows in (mnist_decay_table(records), mnist_estimator_table(records)):
             console.print(tables.of_rows(head, rows))
+        console.print(f"the records and, where matplotlib is installed, the picture {mnist.PICTURE} are in {out}")

@@ -22,6 +22,7 @@ To be tried out; each has a default that changes nothing. With d the mask gradie
                 `removed_gradient_above`
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -30,7 +31,7 @@ from torch import Tensor
 
 from gossamer import method
 from gossamer.methods.budgets import RAMPS, GlobalBudget, layer_magnitude, magnitude
-from gossamer.methods.rule import DenseGradient, Layout, Options, Request, Timeline, column
+from gossamer.methods.rule import DenseGradient, Layout, Options, Request, Timeline, column, expect, is_rate
 from gossamer.methods.running import RunningMean, Scale
 from gossamer.settings import ANNEALS
 
@@ -80,8 +81,25 @@ class SCLOptions(Options):
         for name in ("removed_gradient", "removed_gradient_above"):
             if not 0.0 <= getattr(self, name) <= 1.0:
                 raise ValueError(f"{name}: expected a number from 0 to 1, got {getattr(self, name)}")
-        if self.ramp_share <= 0:
-            raise ValueError(f"ramp_share: expected a number above 0, got {self.ramp_share}")
+        rates = (
+            "mask_lr",
+            "global_power",
+            "feature_power",
+            "layer_power",
+            "noise_power",
+            "l2",
+            "curvature",
+            "hysteresis",
+        )
+        expect(
+            self,
+            **{name: (is_rate(getattr(self, name)), "a number of at least 0") for name in rates},
+            alpha=(0 < self.alpha < math.inf, "a number above 0"),
+            start_value=(self.start_value is None or 0 < self.start_value < math.inf, "a number above 0, or none"),
+            decay=(self.decay is None or is_rate(self.decay), "a number of at least 0, or none"),
+            floor=(self.floor is None or 0 <= self.floor < 1, "a share from 0 to below 1, or none"),
+            ramp_share=(0 < self.ramp_share < math.inf, "a number above 0"),
+        )
 
 
 class SCL(DenseGradient[SCLOptions]):
@@ -138,8 +156,8 @@ class SCL(DenseGradient[SCLOptions]):
         self._variable = start.clone() if apart else self._budget.score
         self._apart = apart
         self._memory = RunningMean(start, each_row("score_memory"), timeline) if apart else None
-        unit = start.mean(1, keepdim=True)
-        self._curvature, self._hysteresis = each_row("curvature") * unit, each_row("hysteresis") * unit
+        self._unit = start.mean(1, keepdim=True)
+        self._curvature, self._hysteresis = each_row("curvature"), each_row("hysteresis")
         self._midpoint = each_row("midpoint") if any_row("midpoint") else None
         self._anchor = each_row("anchor") if any_row("anchor") else None
         damped = any(each.removed_gradient != 1.0 for each in settings)
@@ -197,7 +215,7 @@ class SCL(DenseGradient[SCLOptions]):
         means = {f"{kind}_squares": scale.squares for kind, scale in self._scales.items()}
         means |= {"mean": self._mean, "square": self._square, "memory": self._memory}
         found = self._budget.state() | {name: mean.value for name, mean in means.items() if mean is not None}
-        return {**found, "variable": self._variable} if self._apart else found
+        return {**found, "variable": self._variable, "unit": self._unit} if self._apart else found
 
     def _halfway(self, gradient: Tensor, weights: Tensor) -> Tensor:
         """The weight variables, and where they are kept, how they are on the way that this gradient takes them."""
@@ -208,10 +226,11 @@ class SCL(DenseGradient[SCLOptions]):
 
     def _score(self, deviation: Tensor | None) -> Tensor:
         assert self._memory is not None
-        score = self._memory.update_(self._variable) + self._hysteresis * self.mask
+        score = self._memory.update_(self._variable) + self._unit * self._hysteresis * self.mask
         if deviation is None:
             return score
-        return score + self._curvature * deviation / (deviation.mean(1, keepdim=True) + method.EPSILON)
+        share = deviation / (deviation.mean(1, keepdim=True) + method.EPSILON)
+        return score + self._unit * self._curvature * share
 
     def _lower_(self, threshold: Tensor) -> None:
         """λ1 acts on the mask variables also where the budget sees something else."""

@@ -140,10 +140,24 @@ class Running:
             torch.manual_seed(self.lanes[row[0]].seed)
             networks.append(make_network())
         self.learner = StackedLearner(NetworkStack(networks, device=device, dtype=dtype))
+        self._try_rules()
         self._losses = torch.zeros(len(lanes), device=device)  # a lane, not a row
         self.train_loss = torch.zeros_like(self._losses)
         self._teams: dict[tuple[Any, ...], Team] = {}
         self.turn(0)
+
+    def _try_rules(self) -> None:
+        """Begin every kind of run once with the first weights: what a rule refuses is refused before the first step."""
+        stack = self.learner.stack
+        kinds = {(lane.team, lane.request.sparsity, lane.request.settings): lane for lane in reversed(self.lanes)}
+        for lane in kinds.values():
+            if lane.plan is None:
+                continue
+            weights, timeline = stack.variables[:1, : stack.connections].clone(), self._timeline(lane.plan, 1)
+            try:
+                lane.rule(layout_of(stack), [lane.request], timeline, weights, floor=lane.floor)
+            except ValueError as error:
+                raise ValueError(f"run {lane.name}: {error}") from error
 
     def epoch(self, number: int) -> None:
         """Train all runs for one epoch, for what is left of it where they go on, or until they shall `stop`."""

@@ -82,7 +82,7 @@ def check_floor(layout: Layout, sparsity: float, floor: float) -> None:
     if least > left:
         raise ValueError(
             f"sparsity={sparsity} leaves {left} connections, but the floor keeps {least} of them: ask for less, or "
-            "lower settings.floor"
+            "lower the floor (settings.floor=0 in a run, scl:floor=0 in a comparison)"
         )
 
 

@@ -19,6 +19,7 @@ from gossamer._json import read_object
 from gossamer.checkpoint import save
 from gossamer.data.sets import ImageSet
 from gossamer.methods import Layout
+from gossamer.results.records import make_folder
 from gossamer.select import select
 from gossamer.side_by_side.lanes import Outcome
 from gossamer.side_by_side.race import How, train_side_by_side
@@ -49,6 +50,7 @@ def sweep(
     out, device = Path(out), device if isinstance(device, torch.device) else join(device).device
     wanted = {run.run_id: run for run in runs}
     check([*wanted.values()])
+    make_folder(out)
     missing = [run for run in wanted.values() if not record_path(out, run).exists()]
     stacks: dict[str, list[Run]] = {}
     left = len(missing)
@@ -119,7 +121,6 @@ def _train_portion(
 ) -> bool:
     """Train these runs and write their records; whether somebody has asked to stop after their last step."""
     first, checkpoint = runs[0], checkpoint_path(out, runs)
-    out.mkdir(parents=True, exist_ok=True)
     started = time.perf_counter()
     with StopSignal() as stop:
         trained = train_together(

@@ -20,7 +20,13 @@ from gossamer.training import modes, networks, result, snapshot
 from gossamer.training.checkpoint import Checkpoints
 from gossamer.training.lock import only_one
 from gossamer.training.methods import SparseTraining, method_of
-from gossamer.training.optimise import learning_rate, make_optimizer, out_of_reach, plan_without_masks
+from gossamer.training.optimise import (
+    learning_rate,
+    make_optimizer,
+    out_of_reach,
+    plan_without_masks,
+    taken_learning_rate,
+)
 from gossamer.training.place import (
     fast_algorithms,
     forward_of,
@@ -150,7 +156,7 @@ def _train(run: Run, folder: Path, observers: Sequence[Observer], held: ExitStac
                     shrinking = sparsifier is not None and sparsifier.phase is Phase.SPARSIFY
                     parts.plateau = parts.plateau.see(run, task.metric, validation, shrinking=shrinking)
                 if epoch_over or step % run.log_steps == 0:
-                    watching.tell(status(lr=lr, validation=validation))
+                    watching.tell(status(lr=taken_learning_rate(optimizer, lr), validation=validation))
 
                 due = run.checkpoint_steps > 0 and step % run.checkpoint_steps == 0
                 stopping = False

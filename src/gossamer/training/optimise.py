@@ -66,6 +66,12 @@ def set_learning_rate(optimizer: Optimizer, value: float) -> None:
             group["lr"] = value
 
 
+def taken_learning_rate(optimizer: Optimizer, given: float) -> float:
+    """The rate of the step that was taken: the one that was given, but for methods that have rates of their own."""
+    taken = optimizer.param_groups[0]["lr"]
+    return given if isinstance(taken, Tensor) else float(taken)
+
+
 def load_optimizer_state(optimizer: Optimizer, state: dict[str, Any]) -> None:
     """Load a state that may come from another device: how the optimizer computes stays as it was built here."""
     groups = [
