@@ -216,7 +216,7 @@ def test_a_command_that_is_stopped_says_how_to_go_on(
     monkeypatch.setattr(Running, "epoch", stopped)
     command = cli.Compare(tmp_path, net="lenet300", data="mnist", epochs=4, seeds=1, validation=16, device="cpu")
     assert cli.run(command) == 130
-    assert "the same command goes on" in capsys.readouterr().err
+    assert "nothing is lost: run the same command again; its runs begin again" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("tiny")
@@ -291,7 +291,7 @@ def test_checkpoints_of_other_races_and_other_files_are_refused(tmp_path: Path) 
     begun = running(race)
     assert begun.go_on_from(path) == 0
     begun.epoch(0)
-    begun.save(path, 1)
+    begun.save(path)
     assert running(race).go_on_from(path) == 1
     with pytest.raises(ValueError, match="of another race: delete it"):
         running(replace(race, learning_rate=0.2)).go_on_from(path)

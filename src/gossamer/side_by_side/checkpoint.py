@@ -62,14 +62,23 @@ class Keeper:
 
     def loss(self, done: int, total: int) -> str:
         """What is said of a stop at once."""
-        lost = done - self._kept
-        told = f"what {lost} step{'s' * (lost != 1)} have learned is lost" if lost else "nothing is lost"
-        return f"stopped at once after step {done} of {total}, {told}: run the same command again; {self._next_time()}"
+        lost = {0: "nothing is lost", 1: "one step is lost"}.get(
+            done - self._kept, f"{done - self._kept} steps are lost"
+        )
+        return f"stopped at once after step {done} of {total}, {lost}: run the same command again; {self._next_time()}"
 
     def _next_time(self) -> str:
         if not self._kept:
             return "its runs begin again, as there is no checkpoint of them"
         return f"its runs go on from the checkpoint of step {self._kept}"
+
+
+def between(left: int, out: Path) -> str:
+    """What is said of a stop between two stacks of runs."""
+    return (
+        f"stopped before the last {left} run{'s' * (left != 1)}; the others have their records in {out}: run the same "
+        "command again to go on"
+    )
 
 
 def write(path: Path, tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> None:

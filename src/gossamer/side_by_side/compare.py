@@ -28,6 +28,7 @@ from gossamer.results import race_page
 from gossamer.results.plot import accuracy_against_sparsity, can_draw, check
 from gossamer.results.records import BEFORE, make_folder, read_run
 from gossamer.select import select
+from gossamer.side_by_side.checkpoint import between
 from gossamer.side_by_side.entries import Member, Race, lanes_of, run_race, teachers_of
 from gossamer.side_by_side.lanes import Outcome
 from gossamer.side_by_side.stackable import check_floor
@@ -36,6 +37,7 @@ from gossamer.side_by_side.training import Training
 from gossamer.training import networks
 from gossamer.training.result import write_json
 from gossamer.training.run import Run
+from gossamer.training.stopping import Interrupted, StopSignal
 from gossamer.training.values import parse
 
 
@@ -167,24 +169,29 @@ def compare(
 
         start = time.perf_counter()
         classes = images.num_classes
-        outcomes = run_race(
-            race,
-            [*runs, *beside],
-            images,
-            lambda: networks.create(run, classes),  # noqa: B023 - called before the loop goes on
-            device=device,
-            dtype=dtype,
-            progress=progress,
-            checkpoint=checkpoint,
-            checkpoint_minutes=checkpoint_minutes,
-            keep=keep if save_models else None,
-        )
-        seconds = time.perf_counter() - start
-        for member, outcome in zip(runs, outcomes, strict=False):  # teachers come last
-            content = record(member, outcome, race, seconds, len(outcomes), device)
-            write_json(paths[member], {**content, **_shared(comparison, images)})
-        checkpoint.unlink(missing_ok=True)
+        with StopSignal() as stop:
+            outcomes = run_race(
+                race,
+                [*runs, *beside],
+                images,
+                lambda: networks.create(run, classes),  # noqa: B023 - called before the loop goes on
+                device=device,
+                dtype=dtype,
+                progress=progress,
+                checkpoint=checkpoint,
+                checkpoint_minutes=checkpoint_minutes,
+                stop=lambda: stop.asked,
+                keep=keep if save_models else None,
+            )
+            seconds = time.perf_counter() - start
+            for member, outcome in zip(runs, outcomes, strict=False):  # teachers come last
+                content = record(member, outcome, race, seconds, len(outcomes), device)
+                write_json(paths[member], {**content, **_shared(comparison, images)})
+            checkpoint.unlink(missing_ok=True)
         finished(_publish(paths.values(), out, comparison.tier, plot))
+        left = len(missing) - (number + 1) * together
+        if stop.asked and left > 0:
+            raise Interrupted(between(left, out))
     records = _publish(paths.values(), out, comparison.tier, plot)
     if not missing and records:
         finished(records)

@@ -15,8 +15,8 @@ from gossamer.data.sets import ImageSet
 from gossamer.methods import Options, Request, Rule, find, make_options
 from gossamer.methods.lottery import rewound
 from gossamer.schedule import Plan
+from gossamer.side_by_side.course import How, train_side_by_side
 from gossamer.side_by_side.lanes import Common, Lane, Outcome
-from gossamer.side_by_side.race import How, train_side_by_side
 from gossamer.side_by_side.training import NAMES, Training
 
 

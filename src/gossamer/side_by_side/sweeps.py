@@ -21,8 +21,9 @@ from gossamer.data.sets import ImageSet
 from gossamer.methods import Layout
 from gossamer.results.records import make_folder
 from gossamer.select import select
+from gossamer.side_by_side.checkpoint import between
+from gossamer.side_by_side.course import How, train_side_by_side
 from gossamer.side_by_side.lanes import Outcome
-from gossamer.side_by_side.race import How, train_side_by_side
 from gossamer.side_by_side.stackable import check, check_reachable, common_of, images_of, lane_of, shared
 from gossamer.training import networks, result
 from gossamer.training.place import Place, join
@@ -66,10 +67,7 @@ def sweep(
             stopping = _train_portion(portion, images, out, device, save_models=save_models, progress=progress)
             left -= len(portion)
             if stopping and left:
-                raise Interrupted(
-                    f"stopped before the last {left} runs; the others have their records in {out}: run the same "
-                    "command again to go on"
-                )
+                raise Interrupted(between(left, out))
     return [read_object(record_path(out, run)) for run in wanted.values()]
 
 
