@@ -4,6 +4,7 @@ import math
 import re
 from dataclasses import fields
 from pathlib import Path
+from typing import get_args, get_type_hints
 
 import pytest
 
@@ -51,7 +52,7 @@ def test_older_names_and_wrong_ones() -> None:
         ("narang", "slope", 0.0, "a number above 0"),
         ("surgery", "lower", 0.0, "a number above 0 and up to upper"),
         ("surgery", "lower", 1.2, "a number above 0 and up to upper"),
-        ("surgery", "upper", math.inf, "a number"),
+        ("surgery", "upper", math.inf, "a number above 0"),
         ("surgery", "gamma", -1.0, "a number of at least 0"),
         ("surgery", "power", -1.0, "a number of at least 0"),
         ("snip", "batches", 0, "at least 1"),
@@ -82,6 +83,16 @@ def test_older_names_and_wrong_ones() -> None:
 def test_settings_that_make_no_sense_are_refused(method: str, setting: str, value: object, expected: str) -> None:
     with pytest.raises(ValueError, match=f"^{setting}: expected {expected}, got {value!r}$"):
         make_options(find(method), {setting: value})
+
+
+@pytest.mark.parametrize("method", [name for name, rule in METHODS.items() if fields(rule.options)])
+def test_every_number_has_a_range(method: str) -> None:
+    for name, kind in get_type_hints(find(method).options).items():
+        kinds = get_args(kind) or (kind,)
+        wrong = [math.nan, math.inf, -math.inf] if float in kinds else [-1] if int in kinds else []
+        for value in wrong:
+            with pytest.raises(ValueError, match=rf"\b{name}: expected .*, got {value!r}"):
+                make_options(find(method), {name: value})
 
 
 def test_whole_numbers_are_numbers() -> None:

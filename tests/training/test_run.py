@@ -142,6 +142,18 @@ def test_settings_of_the_method_and_of_the_network_are_known(texts: list[str], m
             Run.from_dict({"method": "rigl", "sparsity": 0.5, "settings": {name: value}})
 
 
+def test_settings_that_make_no_sense_for_their_method_are_named_one_by_one() -> None:
+    peer = Run(method="rigl", sparsity=0.95)
+    with pytest.raises(ValueError, match="a run that cannot be trained") as refused:
+        peer.with_settings(["settings.fraction=7", "settings.every=0"])
+    assert str(refused.value).splitlines()[1:] == [
+        "  settings.fraction: expected a share from 0 to 1, got 7.0",
+        "  settings.every: expected at least 1 step, got 0",
+    ]
+    with pytest.raises(ValueError, match=r"\n  settings\.distribution: expected one of erk, uniform, got 'x'$"):
+        peer.with_settings(["settings.distribution=x"])
+
+
 def test_a_setting_that_two_methods_call_the_same_is_read_by_the_type_of_its_own() -> None:
     peer = Run().with_settings(["settings.start=0.3", "method=hyperflux", "sparsity=0.5"])
     assert peer.method_settings == {"start": 0.3}

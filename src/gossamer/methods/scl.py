@@ -90,6 +90,7 @@ class SCLOptions(Options):
             "l2",
             "curvature",
             "hysteresis",
+            "midpoint",
         )
         expect(
             self,

@@ -32,7 +32,7 @@ class SurgeryOptions(Options):
         expect(
             self,
             lower=(0 < self.lower <= self.upper, "a number above 0 and up to upper"),
-            upper=(self.upper < math.inf, "a number"),
+            upper=(0 < self.upper < math.inf, "a number above 0"),
             gamma=(is_rate(self.gamma), "a number of at least 0"),
             power=(is_rate(self.power), "a number of at least 0"),
         )

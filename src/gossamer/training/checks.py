@@ -1,6 +1,7 @@
 """What is wrong with a run, all of it at once, before anything is trained."""
 
 import math
+import re
 from dataclasses import fields
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,8 @@ TRUNK = "trunk"  # the teacher that is the network itself, as it was after the w
 AUTO = "auto"
 PRECISIONS = (AUTO, "float32", "bf16")
 SHARDINGS = ("ddp", "fsdp2")
+# How messages about single settings begin, several of which may stand in one line.
+_NAMED, _NEXT = re.compile(r"\w+: "), re.compile(r"; (?=\w+: )")
 
 
 def problems_of(run: "Run") -> list[str]:
@@ -63,7 +66,8 @@ def _wrong_settings(run: "Run") -> list[str]:
             make_options(rule, run.method_settings)
     except (TypeError, ValueError) as error:
         head, *problems = str(error).splitlines()
-        return [f"settings.{each.strip()}" for each in problems] or [f"settings: {head}"]
+        problems = problems or _NEXT.split(head)
+        return [f"settings{'.' if _NAMED.match(each.strip()) else ': '}{each.strip()}" for each in problems]
     too_long = None if run.method == "dense" else phases_too_long(settings, run.preset, run.epochs)
     return [too_long] if too_long else []
 
