@@ -142,6 +142,32 @@ def test_settings_of_the_method_and_of_the_network_are_known(texts: list[str], m
             Run.from_dict({"method": "rigl", "sparsity": 0.5, "settings": {name: value}})
 
 
+@pytest.mark.parametrize(
+    ("data", "text", "message"),
+    [
+        (
+            "wikitext2",
+            "validation=100",
+            "validation: expected 0 with data=wikitext2, got 100: text brings a part of its",
+        ),
+        ("ptb", "augment=false", "augment: expected True with data=ptb, got False: text is read as it is"),
+        ("ptb", "image_size=32", "image_size: expected 224 with data=ptb, got 32: only the images of a folder"),
+        ("cifar10", "image_size=64", "image_size: expected 224 with data=cifar10, got 64: only the images of a folder"),
+        ("mnist", "bptt=70", "bptt: expected 35 with data=mnist, got 70: only text is read in portions"),
+        ("imagefolder", "bptt=70", "bptt: expected 35 with data=imagefolder, got 70"),
+        ("imagefolder", "validation=9", "validation: expected 0 with data=imagefolder, got 9"),
+        ("imagefolder", "augment=no", "an image folder is always cropped at random"),
+    ],
+)
+def test_what_means_nothing_for_the_data_is_refused(data: str, text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        Run(data=data).with_settings([text])
+    name = text.partition("=")[0]
+    good = {"validation": "digits", "augment": "cifar100", "image_size": "imagefolder", "bptt": "ptb"}[name]
+    assert Run(data=good).with_settings([text]) != Run(data=good)
+    assert Run(data="of my own").with_settings([text]).data == "of my own"  # which is found, or not, when it trains
+
+
 def test_settings_that_make_no_sense_for_their_method_are_named_one_by_one() -> None:
     peer = Run(method="rigl", sparsity=0.95)
     with pytest.raises(ValueError, match="a run that cannot be trained") as refused:

@@ -6,6 +6,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from gossamer.data import kind_of
 from gossamer.data.sets import ImageSet
 from gossamer.methods import Layout, Options, Request, find, make_options
 from gossamer.methods.dense import Dense
@@ -25,7 +26,6 @@ _REQUEST = ("method", "sparsity", "decay")
 _OWN = (*_REQUEST, "preset", "settings", "seed", "momentum", "weight_decay", *_RATES)
 # What has to stay as it is by default.
 _NOT_IN_A_STACK = ("flops", "leave_at", "include", "exclude", "optimizer", "nesterov", "clip", "sharding", "distil")
-_OTHER_DATA = ("imagefolder", "wikitext2", "ptb")
 
 
 def why_not(run: Run) -> list[str]:
@@ -37,7 +37,7 @@ def why_not(run: Run) -> list[str]:
         told.append("schedule='plateau'")
     if run.model == "indrnn":  # whose recurrence is bounded after every step of the optimizer
         told.append("model='indrnn'")
-    if run.data in _OTHER_DATA:
+    if kind_of(run.data) in ("folder", "text"):
         told.append(f"data={run.data!r}")
     if run.method == "scl":
         settings = run.mask_settings

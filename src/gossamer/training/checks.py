@@ -5,6 +5,7 @@ import re
 from dataclasses import fields
 from typing import TYPE_CHECKING
 
+from gossamer.data import kind_of
 from gossamer.methods import ALIASES, METHODS, make_options
 from gossamer.schedule import steps_of
 from gossamer.settings import PRESETS, choose
@@ -28,7 +29,7 @@ _NAMED, _NEXT = re.compile(r"\w+: "), re.compile(r"; (?=\w+: )")
 def problems_of(run: "Run") -> list[str]:
     """Why a run cannot be trained; empty where nothing is against it so far."""
     problems = [*_wrong_choices(run), *_wrong_numbers(run), *_wrong_request(run), *_wrong_durations(run)]
-    return [*problems, *_wrong_teacher(run), *_without_warmup(run)]
+    return [*problems, *_wrong_data(run), *_wrong_teacher(run), *_without_warmup(run)]
 
 
 def _wrong_choices(run: "Run") -> list[str]:
@@ -123,6 +124,22 @@ def _wrong_request(run: "Run") -> list[str]:
     if not given:
         return [f"{expected} none of them; set sparsity=0.95, for example, or method=dense"]
     return [f"{expected} {', '.join(given)}; set what you do not mean to none, such as {given[0]}=none"]
+
+
+def _wrong_data(run: "Run") -> list[str]:
+    """What means nothing for the data of a run, and would only make another run of it."""
+    kind = kind_of(run.data)
+    table = (
+        ("validation", "images", "text brings a part of its own, and nothing can be held out of an image folder"),
+        ("augment", "images", "text is read as it is, and an image folder is always cropped at random"),
+        ("image_size", "folder", "only the images of a folder are brought to a size"),
+        ("bptt", "text", "only text is read in portions of so many words"),
+    )
+    return [
+        f"{name}: expected {getattr(type(run), name)} with data={run.data}, got {getattr(run, name)}: {why}"
+        for name, meant_for, why in table
+        if kind not in (None, meant_for) and getattr(run, name) != getattr(type(run), name)
+    ]
 
 
 def _wrong_durations(run: "Run") -> list[str]:
