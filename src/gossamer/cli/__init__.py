@@ -24,6 +24,7 @@ from gossamer.cli.deploy import Export, Speed
 from gossamer.cli.many import Compare, Sweep
 from gossamer.cli.paper import Reproduce
 from gossamer.cli.show import List, Report
+from gossamer.cli.telling import tell
 from gossamer.cli.train import Quickstart, Train, leads
 from gossamer.training import Interrupted
 from gossamer.training.checkpoint import Checkpoints
@@ -56,7 +57,14 @@ class Executable(Protocol):
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run one command and exit with its code."""
-    given = sys.argv[1:] if arguments is None else list(arguments)
+    try:
+        _main(sys.argv[1:] if arguments is None else list(arguments))
+    except KeyboardInterrupt:
+        tell("gossamer: stopped")  # before there was a command
+        sys.exit(130)
+
+
+def _main(given: list[str]) -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # λ and × are not in every encoding, and not worth an error
             stream.reconfigure(errors="replace")
@@ -65,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(0)
     misplaced = keys_as_options(given)
     if misplaced:
-        print(f"gossamer: {misplaced}", file=sys.stderr)
+        tell(f"gossamer: {misplaced}")
         sys.exit(2)
     command: Executable = tyro.cli(
         Command,
@@ -86,16 +94,16 @@ def run(command: Executable) -> int:
         return 0
     except Interrupted as stopped:
         if leads():  # all have stopped
-            print(stopped, file=sys.stderr)
+            tell(stopped)
         return 130
     except KeyboardInterrupt:
-        print(f"gossamer: stopped{_afterwards(command)}", file=sys.stderr)
+        tell(f"gossamer: stopped{_afterwards(command)}")
         return 130
     except _EXPECTED as error:
         if command.debug:
             traceback.print_exc()
         else:
-            print(f"gossamer: {error}{_remedy(error)}", file=sys.stderr)
+            tell(f"gossamer: {error}{_remedy(error)}")
         return 2
 
 
@@ -133,4 +141,4 @@ def _show_warning(
     file: TextIO | None = None,
     line: str | None = None,
 ) -> None:
-    print(f"warning: {message}", file=sys.stderr)
+    tell(f"warning: {message}")

@@ -17,6 +17,7 @@ from gossamer.cli.arguments import (
     at_home,
     joined,
 )
+from gossamer.cli.telling import lines_to
 from gossamer.methods import METHODS
 from gossamer.recipes import find
 from gossamer.results import about, race_blocks, sweep_table
@@ -66,7 +67,7 @@ class Sweep:
             device=base.device if self.device == "auto" else self.device,
             together=self.together,
             save_models=self.save_models,
-            progress=console.print,
+            progress=lines_to(console),
         )
         console.print(tables.of_rows(*sweep_table(records)))
 
@@ -131,7 +132,7 @@ class Compare:
             together=self.together,
             save_models=self.save_models,
             plot=self.plot,
-            progress=console.print,
+            progress=lines_to(console),
             finished=show,
         )
 

@@ -204,7 +204,8 @@ class PlainLines:
         left = status.seconds * (status.total_steps - status.step) / status.step if status.step else None
         told = "" if not left else f" · {timedelta(seconds=round(left))} left"
         line = f"{self._title}: {facts(status, self._validation)}{told}"
-        self._console.print(line, soft_wrap=True, highlight=False, markup=False)
+        self._console.file.write(f"{line}\n")  # not by rich, which ends the program where nobody reads a pipe
+        self._console.file.flush()
 
     def close(self) -> None:
         pass  # every line is complete
