@@ -211,10 +211,34 @@ class Cells(nn.Module):
         return self.head(self.gru(h, self.gru(c)))  # type: ignore[no-any-return]
 
 
+class PlainCells(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tanh, self.relu, self.head = nn.RNNCell(14, 11), nn.RNNCell(11, 13, nonlinearity="relu"), nn.Linear(13, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.tanh(x, self.tanh(x))
+        return self.head(self.relu(h, self.relu(1 - h)))  # type: ignore[no-any-return]
+
+
+def waves() -> nn.Module:
+    """Convolutions over time: strided, dilated, grouped, gated, pooled."""
+    layers = [nn.Conv1d(2, 12, 7, 3, 2), nn.BatchNorm1d(12), nn.ReLU(), nn.MaxPool1d(2), nn.Conv1d(12, 16, 3, groups=4)]
+    layers += [nn.GLU(1), nn.Conv1d(8, 10, 3, padding="same", dilation=2), nn.PReLU(10), nn.AdaptiveAvgPool1d(1)]
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(10, 5))
+
+
+def decoder() -> nn.Module:
+    """Small pictures to large ones, in three ways."""
+    layers = [nn.ConvTranspose2d(6, 12, 4, 2, 1), nn.BatchNorm2d(12), nn.ReLU(), nn.Upsample(scale_factor=2)]
+    layers += [nn.Conv2d(12, 12, 3, padding=1), nn.PixelShuffle(2), nn.ReLU(), nn.ConvTranspose2d(3, 2, 3, (3, 1), 1)]
+    return nn.Sequential(*layers, nn.Sigmoid())
+
+
 class Last(nn.Module):
     """The last step of the outputs, and the last state of both layers."""
 
-    def __init__(self, kind: type[nn.LSTM] | type[nn.GRU], batch_first: bool) -> None:
+    def __init__(self, kind: Callable[..., nn.RNNBase], batch_first: bool) -> None:
         super().__init__()
         self.rnn, self.head = kind(6, 10, 2, batch_first=batch_first), nn.Linear(30, 5)
         self.batch_first = batch_first
@@ -254,6 +278,10 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Tensor], tuple[i
     "gated": (Gated, pictures(3, 11, 14), ALL_LANES),
     "cells": (Cells, pictures(14), STEP_LANES),
     "last of an lstm": (lambda: Last(nn.LSTM, False), lambda b: torch.randn(9, b, 6), STEP_LANES),
+    "last of a plain one": (lambda: Last(nn.RNN, True), pictures(9, 6), STEP_LANES),
+    "plain cells": (PlainCells, pictures(14), STEP_LANES),
+    "waves": (waves, pictures(2, 61), ALL_LANES),
+    "decoder": (decoder, pictures(6, 5, 4), ALL_LANES),
     "last of a gru": (lambda: Last(nn.GRU, True), pictures(9, 6), STEP_LANES),
 }
 
@@ -306,7 +334,7 @@ def test_network(case: tuple[Any, ...]) -> None:
 
 
 class Stateful(nn.Module):
-    def __init__(self, kind: type[nn.LSTM] | type[nn.GRU], both: bool) -> None:
+    def __init__(self, kind: Callable[..., nn.RNNBase], both: bool) -> None:
         super().__init__()
         self.rnn = kind(7, 12, 2, bidirectional=both)
         self.head = nn.Linear(24 if both else 12, 5)
@@ -316,7 +344,7 @@ class Stateful(nn.Module):
         return self.head(y), state
 
 
-@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
 @pytest.mark.parametrize("both", [False, True])
 @pytest.mark.parametrize("lanes", STEP_LANES)
 @torch.no_grad()

@@ -19,7 +19,10 @@
 
 #include <time.h>
 
-enum { LOAD, STORE, PRODUCT, PRODUCT_ONE, AFFINE, POOL, PHASES, COPY, EMBED, LSTM, GRU, PRODUCT_DENSE, POINTWISE, SOFTMAX };
+enum {
+    LOAD, STORE, PRODUCT, PRODUCT_ONE, AFFINE, POOL, PHASES, COPY, EMBED, LSTM, GRU, PRODUCT_DENSE, POINTWISE, SOFTMAX,
+    RNN_TANH, RNN_RELU, SPREAD
+};
 
 struct op {
     int64_t code, x, y, add; /* places in the arena, add = -1: none */
@@ -157,6 +160,10 @@ static void run_pool(const struct call *call, const struct op *op) {
         pool_plane(o, call->lanes, call->arena + op->x + channel * o->x_row, call->arena + op->y + channel * o->y_row);
 }
 
+static void run_spread(const struct call *call, const struct op *op) {
+    spread((const struct spread_op *)op->a, call->lanes, call->arena + op->x, call->arena + op->y);
+}
+
 static void run_pointwise(const struct call *call, const struct op *op) {
     const struct pointwise_op *o = (const struct pointwise_op *)op->a;
     const float *by = o->by < 0 ? NULL : call->arena + o->by;
@@ -248,7 +255,7 @@ static void run_recurrent(const struct call *call, const struct op *op) {
         for (int64_t i = 0; i < some; i++) {
             int64_t step = o->reverse ? some - 1 - i : i;
             const float *now = lanes == 1 ? by_step + step * rows : x_gates + step * lanes;
-            const float *add = op->code == LSTM ? now : NULL;
+            const float *add = op->code == GRU ? NULL : now;
             if (lanes == 1) {
                 struct target target = {h_gates, add, 1, 1, 0};
                 multiply_one(o->way, POINTER(void, o->hidden_one), h + o->hidden_from, &target);
@@ -259,6 +266,8 @@ static void run_recurrent(const struct call *call, const struct op *op) {
             }
             if (op->code == LSTM) {
                 lstm_cell(h_gates, c, h, n);
+            } else if (op->code != GRU) {
+                plain_cell(h_gates, op->code == RNN_RELU, h, n);
             } else {
                 float *packed = h_gates + rows * lanes; /* this step's input part, made contiguous */
                 for (int64_t r = 0; lanes > 1 && r < rows; r++)
@@ -299,8 +308,11 @@ static int64_t run_op(const struct call *call, const struct op *op) {
     case EMBED: return run_embed(call, op);
     case POINTWISE: run_pointwise(call, op); break;
     case SOFTMAX: softmax((const struct softmax_op *)op->a, call->arena + op->x, call->arena + op->y); break;
+    case SPREAD: run_spread(call, op); break;
     case LSTM:
-    case GRU: run_recurrent(call, op); break;
+    case GRU:
+    case RNN_TANH:
+    case RNN_RELU: run_recurrent(call, op); break;
     default: return 2;
     }
     return 0;
