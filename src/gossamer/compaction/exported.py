@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_map
 
 from gossamer._forward import arguments
 from gossamer.compaction.expand import write_out
+from gossamer.compaction.functional import has_writes, simplify, without_writes
 
 _ATEN = torch.ops.aten
 
@@ -65,6 +66,10 @@ _TRANSPOSED: dict[object, type[nn.ConvTranspose1d | nn.ConvTranspose2d | nn.Conv
 _NORMS = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}
 
 
+class StateChangedError(ValueError):
+    """The forward pass changes tensors of the model."""
+
+
 def trace_by_export(model: nn.Module, example_input: object) -> fx.GraphModule:
     """The graph of a model in evaluation mode, of layers where there were layers. Raises what the exporter raises.
 
@@ -73,11 +78,16 @@ def trace_by_export(model: nn.Module, example_input: object) -> fx.GraphModule:
     written = copy.deepcopy(model)
     folded = write_out(written)
     program = _export(written, example_input)
+    if has_writes(program):
+        program = without_writes(program)
+    for name in program.graph_signature.buffers_to_mutate.values():
+        raise StateChangedError(f"the buffer {name} is changed by it, so that one call depends on those before")
     exported = program.module(check_guards=False)
     assert isinstance(exported, fx.GraphModule)
     graph = exported.graph
     _insist_on_fixed_sizes(graph)
     _write_plainly(graph, program)
+    simplify(graph)
     for node in list(graph.nodes):
         if node.op == "call_function":
             _translate(exported, node)
