@@ -324,6 +324,7 @@ def test_channels_and_steps_change_places(
         ("a number that float32", lambda m, x: m.conv(x) + 1e39),
         ("a change in place of a tensor of the model", lambda m, x: m.conv(x) * m.row.mul_(2).sum()),
         ("random numbers", lambda m, x: m.conv(x) * torch.rand_like(m.row).sum()),
+        ("makes torch.float64", lambda m, x: m.conv(x) * m.row.sum(0, keepdim=True).double()),
         ("a quotient", lambda m, x: m.conv(x) / m.conv(-x)),
     ],
 )
@@ -351,5 +352,6 @@ def test_a_wave_of_one_channel() -> None:
 
 
 def test_weights_computed_of_parameters() -> None:
-    model = nn.utils.parametrizations.weight_norm(nn.Linear(8, 5))
-    check(model.eval(), torch.randn(4, 8), load_native().variant, 1)
+    model = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(8, 5)), nn.ReLU(), nn.Linear(5, 3))
+    native = check(model.eval(), torch.randn(4, 8), load_native().variant, 1)
+    assert [line.name for line in native.plan(1).lines] == ["0", "2"]

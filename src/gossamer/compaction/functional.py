@@ -19,13 +19,6 @@ _ATEN = torch.ops.aten
 _END = 2**63 - 1
 
 
-def has_writes(program: ExportedProgram) -> bool:
-    return any(
-        isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
-        for node in program.graph.nodes
-    )
-
-
 def without_writes(program: ExportedProgram) -> ExportedProgram:
     """The same with a new tensor for each change; no other call is taken apart."""
     with warnings.catch_warnings():

@@ -52,7 +52,7 @@ def show_writes(graph_module: fx.GraphModule, example_input: object) -> HiddenWr
             names = [each for each in nodes if memory in map(_memory, watch.tensors[each]) and each is not node]
             if memory in own:
                 if node.users or any(user is not node for each in names for user in each.users):
-                    return _hidden(node, next(each for each in names if each.op == "get_attr"), state=True)
+                    return _hidden(node, next((each for each in names if each.op == "get_attr"), node), state=True)
                 continue
             for name in names:
                 readers = [user for user in name.users if order[user] > order[node] > order[name]]

@@ -126,6 +126,8 @@ class Translator:
             self.memory[node] = self.memory.get(source, source)
             if _mutates(node):
                 self._written(node, source)
+        if isinstance(made, Handle) and node.meta["val"].dtype is not torch.float32:
+            raise UnsupportedError(f"{node.target} that makes {node.meta['val'].dtype} (node {node.name})")
         for handle, shape in _with_shapes(made, node):
             if handle is not None and shape not in self._shapes(handle):
                 raise UnsupportedError(f"{node.target} that makes {shape} of a {handle.form} (node {node.name})")
@@ -220,8 +222,12 @@ class Translator:
         return self._get(argument)
 
     def parameter_name(self, node: Any) -> str:
-        name = self.names.get(node.name, node.name) if isinstance(node, fx.Node) else str(node)
-        return name.removesuffix(".weight")
+        """What a layer is called; where its weight is computed of others, what the first of these is called."""
+        first = node
+        while isinstance(first, fx.Node) and first.name not in self.names and first.all_input_nodes:
+            first = first.all_input_nodes[0]
+        name = self.names.get(first.name, node.name) if isinstance(first, fx.Node) else str(node)
+        return name.partition(".parametrizations.")[0].removesuffix(".weight")
 
 
 Translation = Callable[[Translator, fx.Node], Any]
