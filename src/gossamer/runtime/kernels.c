@@ -225,14 +225,17 @@ struct recurrent_op {
     int64_t x_gates, h_gates, h, c; /* scratch in the arena */
     int64_t x_at;                   /* chunk places 0, 16, 32, ... */
     int64_t h_from, c_from, h_to, c_to; /* state before and after, in the arena; -1: zeros, nowhere */
+    int64_t state_row;                  /* floats between its units */
     int64_t way, hidden_from;           /* of the hidden weight, for one sample */
 };
 
-static void copy_state(float *to, const float *arena, int64_t from, int64_t n) {
-    if (from < 0)
-        memset(to, 0, n * sizeof(float));
-    else
-        memcpy(to, arena + from, n * sizeof(float));
+/* The floats of each unit to another place, where units are another number of floats apart; from NULL: zeros. */
+static void copy_state(float *to, int64_t to_row, const float *from, int64_t from_row, int64_t units, int64_t lanes) {
+    for (int64_t u = 0; u < units; u++)
+        if (from)
+            memcpy(to + u * to_row, from + u * from_row, lanes * sizeof(float));
+        else
+            memset(to + u * to_row, 0, lanes * sizeof(float));
 }
 
 static void run_recurrent(const struct call *call, const struct op *op) {
@@ -242,8 +245,8 @@ static void run_recurrent(const struct call *call, const struct op *op) {
     float *h = call->arena + o->h, *c = call->arena + o->c;
     int64_t x_row = (o->chunk_steps * lanes + CHUNK - 1) / CHUNK * CHUNK;
     const int32_t *at = POINTER(int32_t, o->x_at);
-    copy_state(h, call->arena, o->h_from, n);
-    copy_state(c, call->arena, o->c_from, n);
+    copy_state(h, lanes, o->h_from < 0 ? NULL : call->arena + o->h_from, o->state_row, o->units, lanes);
+    copy_state(c, lanes, o->c_from < 0 ? NULL : call->arena + o->c_from, o->state_row, o->units, lanes);
     for (int64_t done = 0; done < o->steps; done += o->chunk_steps) {
         int64_t some = least(o->chunk_steps, o->steps - done);
         int64_t start = o->reverse ? o->steps - done - some : done;
@@ -278,8 +281,8 @@ static void run_recurrent(const struct call *call, const struct op *op) {
             for (int64_t u = 0; u < o->units; u++) memcpy(y + u * o->y_row, h + u * lanes, lanes * sizeof(float));
         }
     }
-    if (o->h_to >= 0) memcpy(call->arena + o->h_to, h, n * sizeof(float));
-    if (o->c_to >= 0) memcpy(call->arena + o->c_to, c, n * sizeof(float));
+    if (o->h_to >= 0) copy_state(call->arena + o->h_to, o->state_row, h, lanes, o->units, lanes);
+    if (o->c_to >= 0) copy_state(call->arena + o->c_to, o->state_row, c, lanes, o->units, lanes);
 }
 
 /* What Python fills in for a call; the addresses of inputs, then of outputs, follow. */

@@ -227,6 +227,7 @@ class _Planner:
             self.batch_fields.append((len(self.records), 4 + 3, 1))
         fields = [step.slot, value.width, *strides, tokens, features, self.kept.keep(step.table), plane]
         self._emit(EMBED, -1, step.y, None, fields)
+        self.records[-1][2] += self.placed.layouts[step.y].base
         self._line(step, "embedding", "look-up", step.table.size, int(np.count_nonzero(step.table)), multiplies=False)
 
     # ----------------------------------------------------------------------------------------------- products
@@ -297,6 +298,8 @@ class _Planner:
         weight, begin = one_vector(self.kept, kernel, taps, offsets, step.bias, self.placed.spare[step.x])
         fields = [weight, 0, 0, 0, 0, y.plane, int(step.relu), WAYS[kernel], begin]
         self._emit(PRODUCT_ONE, step.x, step.y, step.add, fields)
+        self.records[-1][2] += y.base
+        self.records[-1][3] += 0 if step.add is None else y.base
         self._product_line(step, f"one vector, {kernel}", taps.count)
 
     def _product_line(self, step: Product, kernel: str, connections: int) -> None:
@@ -341,12 +344,14 @@ class _Planner:
         self._line(step, "concatenation", "copied" if step.y in self.placed.copies else "in place")
 
     def _state(self, step: Recurrent) -> list[int]:
-        """Places of h and c before and after; -1 where there is none."""
-        found = []
+        """Places of h and c before and after, -1 where there is none; and floats between units."""
+        found, row = [], self.lanes
         for items in (step.state.before, step.state.after):
-            places = [self.placed.offsets[i] + step.state.first * self.placed.layouts[i].plane for i in items]
-            found += [*places, -1, -1][:2]
-        return found
+            layouts = [self.placed.layouts[item] for item in items]
+            row = next((layout.plane for layout in layouts), row)  # the same for all
+            starts = [self.placed.offsets[item] + layout.base for item, layout in zip(items, layouts, strict=True)]
+            found += [*(start + step.state.first * row for start in starts), -1, -1][:2]
+        return [*found, row]
 
     def _recurrent(self, step: Recurrent) -> None:
         x, y, value = self.placed.layouts[step.x], self.placed.layouts[step.y], self.placed.values[step.x]
@@ -376,7 +381,8 @@ class _Planner:
             (len(self.records) - 1, 14, 0),
             (len(self.records) - 1, 15, _rounded(shared[0])),
         ]
-        self.records[-1][2] += step.channel * y.plane
+        self.records[-1][1] += x.base
+        self.records[-1][2] += y.base + step.channel * y.plane
         connections = step.input_taps.count + step.hidden_taps.count
         how = f"panels of {lanes}" if lanes > 1 else f"steps together, then one vector a step, {kernel}"
         self._line(step, step.kind.replace("_", " "), how, step.dense_size, connections)

@@ -299,6 +299,7 @@ TRANSLATIONS: dict[Any, Translation] = {
     aten.squeeze.dims: _reshape,
     aten.squeeze.default: _reshape,
     aten.unsqueeze.default: _reshape,
+    aten.unflatten.int: _reshape,
     aten.transpose.int: _turn,
     aten.permute.default: _turn,
     aten.cat.default: _concat,
