@@ -137,6 +137,7 @@ def _options(run: Run, settings: Settings) -> Options:
         decay=run.decay,
         l2=settings.l2,
         removed_gradient=settings.removed_gradient,
+        midpoint=0.5 / (1.0 - run.momentum) if settings.halfway else 0.0,
     )
 
 
