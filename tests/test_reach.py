@@ -58,7 +58,8 @@ def test_the_size_of_past_gradients_shortens_the_reach(name: str) -> None:
 
 def test_groups_have_their_own_rates_and_share_a_number_within() -> None:
     weights = [nn.Parameter(torch.zeros(2)) for _ in range(4)]
-    optimizer = torch.optim.SGD([{"params": weights[:2]}, {"params": weights[2:], "lr": 0.5}], lr=0.1, momentum=0.5)
+    groups: list[dict[str, Any]] = [{"params": weights[:2]}, {"params": weights[2:], "lr": 0.5}]
+    optimizer = torch.optim.SGD(groups, lr=0.1, momentum=0.5)
     first, second, other, _ = reaches(optimizer, [weights[0], weights[1], weights[3], weights[2]])
     assert first is second
     assert float(first) == pytest.approx(0.2)

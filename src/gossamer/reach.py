@@ -35,7 +35,7 @@ def reaches(optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> list[Te
 def _plain(group: Mapping[str, Any], like: Tensor) -> Tensor:
     """η/(1 − μ). The running mean of Adam weighs a gradient by 1 − β1 first, so that in all it is 1."""
     factor = (1.0 - group.get("dampening", 0.0)) / (1.0 - group.get("momentum", 0.0))
-    rate = group["lr"]
+    rate: Tensor | float = group["lr"]
     if isinstance(rate, Tensor):  # that of a captured step, which is set before each replay
         return (rate * factor).to(like.device)
     return torch.full((), rate * factor, dtype=like.dtype, device=like.device)
@@ -45,7 +45,8 @@ def _reach(plain: Tensor, group: Mapping[str, Any], state: Mapping[str, Any]) ->
     name = next((each for each in _SQUARES if each in state), None)
     if name is None:
         return plain
-    squares = local(state[name])
+    squares: Tensor = local(state[name])
     if "betas" in group:
         squares = squares / (1.0 - group["betas"][1] ** state["step"])
-    return plain / (squares.sqrt() + group.get("eps", 0.0))
+    reach: Tensor = plain / (squares.sqrt() + group.get("eps", 0.0))
+    return reach
