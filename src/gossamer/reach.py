@@ -37,7 +37,8 @@ def _plain(group: Mapping[str, Any], like: Tensor) -> Tensor:
     factor = (1.0 - group.get("dampening", 0.0)) / (1.0 - group.get("momentum", 0.0))
     rate: Tensor | float = group["lr"]
     if isinstance(rate, Tensor):  # that of a captured step, which is set before each replay
-        return (rate * factor).to(like.device)
+        moved: Tensor = (rate * factor).to(like.device)
+        return moved
     return torch.full((), rate * factor, dtype=like.dtype, device=like.device)
 
 
