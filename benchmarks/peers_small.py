@@ -11,7 +11,7 @@ run; runs that have one are not trained again.
 import argparse
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -104,15 +104,24 @@ def check_settings(path: Path, text: str, member: Member) -> None:
 
 
 def race(
-    out: Path, net: str, methods: Sequence[str], sparsity: float, seeds: int, epochs: int, images: ImageSet
+    out: Path,
+    net: tuple[str, Callable[[], nn.Module]],
+    methods: Sequence[str],
+    sparsity: float,
+    seeds: int,
+    epochs: int,
+    images: ImageSet,
+    **usual: float,
 ) -> list[Path]:
-    """Train what has no record yet, each seed of all methods side by side; returns the files of all."""
-    name_of_net, make_network = NETWORKS[net]
-    phases = Comparison(net, images.name, epochs=epochs).race()
+    """Train what has no record yet, each seed of all methods side by side; returns the files of all.
+
+    `usual` are settings of runs that say nothing else."""
+    name_of_net, make_network = net
+    phases = Comparison(name_of_net, images.name, epochs=epochs).race()
     found = []
     for seed in range(seeds):
         told = [(text, *entrant(text)) for text in methods]
-        members = {text: Member.of(seed, name, sparsity, **settings) for text, name, settings in told}
+        members = {text: Member.of(seed, name, sparsity, **{**usual, **settings}) for text, name, settings in told}
         paths = {text: path_of(out, text, member, epochs) for text, member in members.items()}
         missing = [text for text in members if not paths[text].exists()]
         for text in members.keys() - set(missing):
@@ -125,7 +134,7 @@ def race(
         for text, member, outcome in zip(missing, runs, outcomes, strict=True):
             about = {"tier": "small", "net": name_of_net, "data": images.name, "images": len(images.train)}
             about["accuracy_on"] = f"{len(images.test)} images held out of the training set"
-            content = {**about, **record(member, outcome, phases, seconds, len(runs))}
+            content = {**about, **record(member, outcome, phases, seconds, len(runs), torch.device("cpu"))}
             write_json(paths[text], content)
         found += [*paths.values()]
     return found
@@ -149,7 +158,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     files = [
         file
         for sparsity in told.sparsity
-        for file in race(told.out, told.net, told.methods, sparsity, told.seeds, told.epochs, images)
+        for file in race(told.out, NETWORKS[told.net], told.methods, sparsity, told.seeds, told.epochs, images)
     ]
     for _, head, rows in race_blocks([json.loads(file.read_text()) for file in files]):
         print(table(head, rows))

@@ -6,13 +6,15 @@
     python benchmarks/screen.py --stage damping --sparsity 0.95 0.98
     python benchmarks/screen.py --stage plain --net vgg16_cifar --epochs 20
     python benchmarks/screen.py --stage decay --sparsity 0.5 0.7 0.9 0.95 --epochs 100
+    python benchmarks/screen.py --stage sinking --sparsity 0.5 0.95 --epochs 60
 
 Screening: 50 epochs, 5,000 images held out, three seeds each; the table is by accuracy on those images, with the
 difference to the default in runs of the same seed (same trunk, same batches). The test accuracy is in the records and
 is not looked at. Normalisation: the same for the paper's scale of mask gradients, with the exact budget and with fixed
 λ1, in which the sparsity is what comes out. Damping: less gradient for removed weights, alone and with what may go with
-it. Final: the chosen settings at 50 to 98 % zeros with the dense network and two peers, on all training images. One
-JSON record a run; a run that has one is not trained again, and a race that was cut short goes on.
+it. Sinking: what keeps masks of noisy layers from going down in long runs. Final: the chosen settings at 50 to 98 %
+zeros with the dense network and two peers, on all training images. One JSON record a run; a run that has one is not
+trained again, and a race that was cut short goes on.
 """
 
 import argparse
@@ -36,6 +38,7 @@ from gossamer.data.sets import ImageSet, Labelled
 from gossamer.results.records import BEFORE
 from gossamer.side_by_side import Member, Race, run_race
 from gossamer.side_by_side.compare import Comparison, record
+from gossamer.side_by_side.entries import teachers_of
 from gossamer.training.result import write_json
 
 SEEDS = (0, 1, 2)
@@ -182,6 +185,31 @@ DECAY = tuple(
         ("strong, with what is left", {**STRONG, "weight_decay_power": 1.0}),
     )
 )
+# Masks sink by the noise of their weights, first layers most of all: the more weight decay and the longer the run, the
+# worse. With 5e-4 sixty epochs show what a long run does.
+HALFWAY = {"midpoint": 5.0}  # 1/2 · 1/(1 - momentum)
+SINKING = tuple(
+    Hypothesis(name, {**STRONG, **settings}, seeds=(0, 1))
+    for name, settings in (
+        ("default", {}),
+        ("dense", {"method": "dense"}),
+        ("str", {"method": "str"}),
+        ("gradual", {"method": "gradual"}),
+        ("rest", REST),
+        ("quarter", QUARTER),
+        ("rest, no decay either", {**REST, "removed_weight_decay": 0.0}),
+        ("rest, halfway", {**REST, **HALFWAY}),
+        ("rest, half of halfway", {**REST, "midpoint": 2.5}),
+        ("quarter, halfway", {**QUARTER, **HALFWAY}),
+        ("halfway", HALFWAY),
+        ("rest, rate 3e-4", {**REST, "mask_lr": 3e-4}),
+        ("rest, anchor 1e-3, rate 1e-3", {**REST, "anchor": 1e-3, "mask_lr": 1e-3}),
+        ("rest, anchor 1e-3, rate 3e-4", {**REST, "anchor": 1e-3, "mask_lr": 3e-4}),
+        ("rest, anchor 1e-4, rate 3e-4", {**REST, "anchor": 1e-4, "mask_lr": 3e-4}),
+        ("rest, halfway, anchor 1e-3, rate 1e-3", {**REST, **HALFWAY, "anchor": 1e-3, "mask_lr": 1e-3}),
+        ("rest, curvature 1", {**REST, "curvature": 1.0}),
+    )
+)
 STAGES = {
     "screening": HYPOTHESES,
     "normalisation": NORMALISATION,
@@ -189,6 +217,7 @@ STAGES = {
     "teaching": TEACHING,
     "plain": PLAIN,
     "decay": DECAY,
+    "sinking": SINKING,
 }
 
 
@@ -255,10 +284,7 @@ def chunks(runs: Sequence[Run], together: int) -> list[list[Run]]:
 
 def teachers(runs: Sequence[Run]) -> list[Member]:
     """Dense runs that others learn from and that are not among them: they are trained, and get no record."""
-    there = {run.member for run in runs}
-    taught = [run.member for run in runs if run.member.training.distil and run.member.training.teacher == "dense"]
-    wanted = [Member(each.seed, "dense", 0.0, each.training.teacher_weight_decay) for each in taught]
-    return [member for member in dict.fromkeys(wanted) if member not in there]
+    return teachers_of([run.member for run in runs])
 
 
 class Budget:

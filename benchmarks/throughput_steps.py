@@ -98,8 +98,8 @@ def case_of(name: str, device: torch.device, *, tiny: bool) -> Case:
     recipes = (recipe.run for recipe in RECIPES if recipe.run.model == name and recipe.run.sparsity is not None)
     run = next(recipes, Run(model=name, data=entry.data, method="scl", sparsity=0.95))
     if tiny:
-        options = {"hidden": TINY_WORDS} if entry.tokens else {}
-        run = replace(run, batch_size=4, bptt=5, model_options=options)
+        words: dict[str, Any] = {"bptt": 5, "model_options": {"hidden": TINY_WORDS}}
+        run = replace(run, batch_size=4, **(words if entry.tokens else {"model_options": {}}))
     return Case(entry, run, device)
 
 

@@ -1,8 +1,12 @@
+import errno
 import io
 import json
 import os
 import re
 import signal
+import subprocess
+import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,9 +17,10 @@ from safetensors.torch import load_file
 import gossamer
 from gossamer import cli, data, models, tables
 from gossamer.models.digits_cnn import QUICK_START_CONNECTIONS, DigitsNet
-from gossamer.recipes import RECIPES
+from gossamer.recipes import RECIPES, find
+from gossamer.side_by_side import runs_of
 from gossamer.training import networks
-from gossamer.training.progress import JsonLines, Status
+from gossamer.training.progress import JsonLines, PlainLines, Status
 
 SHORT = ["--set", "epochs=2", "log_steps=4", "--set", "model_options.width=4"]
 
@@ -92,6 +97,13 @@ def test_list_shows_everything_with_its_count(capsys: pytest.CaptureFixture[str]
     assert all(f"{entry.connections:,}" in shown for entry in models.MODELS)
 
 
+def test_signs_that_a_terminal_does_not_know_are_no_error() -> None:
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    shown = subprocess.run([sys.executable, "-m", "gossamer", "list"], env=environment, capture_output=True, text=True)
+    assert (shown.returncode, shown.stderr) == (0, "")
+    assert " 2 ? " in shown.stdout  # 2 × LSTM
+
+
 def test_the_small_network_of_the_quick_start_has_the_count_that_is_listed() -> None:
     matrices = [each for each in DigitsNet().parameters() if each.ndim > 1]
     assert sum(each.numel() for each in matrices) == QUICK_START_CONNECTIONS
@@ -111,9 +123,21 @@ def test_the_small_network_of_the_quick_start_has_the_count_that_is_listed() -> 
         (["train", "cifar10-resnet20", "--out", "OUT", "--set", "data_root=OUT"], "to name a folder with data sets"),
         (["train", "NEW", "--out", "OUT"], "written by a newer version of gossamer"),
         (["sweep", "digits", "--out", "OUT"], "add --grid seed=0,1,2"),
+        (["train", "digits", "--out", "OUT", "--epochs", "3"], "got --epochs: gossamer train … --set epochs=3"),
+        (
+            ["train", "digits", "--batch-size=8", "--out", "OUT"],
+            "got --batch-size: gossamer train … --set batch_size=8",
+        ),
+        (["sweep", "digits", "--out", "OUT", "--warmup", "1ep"], "gossamer sweep … --set settings.warmup=1ep"),
+        (["train", "digits", "--out", "OUT", "--nesterov", "--debug"], "--set nesterov=VALUE"),
         (["compare", "--out", "OUT", "--sparsity", "95"], "such as 0.95, got [95.0]"),
         (["speed", "NEW", "--out", "OUT/nowhere/speed.json"], "make it first"),
-        (["report", "OUT"], "expected a finished run with a result.json in it"),
+        (["report", "OUT"], "expected the folder of a finished run, got "),
+        (["report", "EMPTY"], "expected a finished run with a result.json in it"),
+        (["train", "digits", "--out", "NEW"], "is a file: choose another name"),
+        (["train", "digits", "--out", "NEW/deeper"], "is a file: choose another name"),
+        (["train", "digits", "--out", "OUT", "--set", ""], "expected key=value, such as lr=0.05, got ''"),
+        (["sweep", "digits", "--out", "NEW", "--grid", "seed=0"], "which is a file: choose another name (--out)"),
     ],
 )
 def test_an_error_is_one_message_without_a_traceback(
@@ -123,12 +147,103 @@ def test_an_error_is_one_message_without_a_traceback(
         pytest.skip("there is a GPU here")
     new = tmp_path / "new.json"
     new.write_text('{"format": 7}')
-    places = {"OUT": str(tmp_path / "out"), "NEW": str(new)}
-    assert run(*(places.get(each, each.replace("OUT", places["OUT"])) for each in arguments)) == 2
+    (tmp_path / "empty").mkdir()
+    for name, place in {"OUT": tmp_path / "out", "NEW": new, "EMPTY": tmp_path / "empty"}.items():
+        arguments = [each.replace(name, str(place)) for each in arguments]
+    assert run(*arguments) == 2
     said = capsys.readouterr().err
     assert message in said
     assert "gossamer: " in said
     assert "Traceback" not in said
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), "device: free some space on the disk, and give"),
+        (PermissionError(errno.EACCES, "Permission denied", "x"), "'x': choose another place, or change its perm"),
+        (OSError("expected a folder"), "gossamer: expected a folder\n"),
+        (FileNotFoundError(errno.ENOENT, "No such file or directory", "x"), "directory: 'x'\n"),
+    ],
+)
+def test_an_error_of_the_system_comes_with_advice(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, error: OSError, said: str
+) -> None:
+    def fail(self: object, console: object) -> None:
+        raise error
+
+    monkeypatch.setattr(cli.List, "carry_out", fail)
+    assert run("list") == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_run_that_has_finished_before_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["train", "digits", "--out", str(tmp_path), "--set", "epochs=1", "model_options.width=4"]
+    said = "nothing was trained"
+    assert run(*command) == 0
+    shown = capsys.readouterr().out
+    assert said not in shown
+    assert str(tmp_path / "model.safetensors") in shown  # in one piece
+    assert run(*command) == 0
+    assert said in capsys.readouterr().out
+    assert run(*command, "--set", "seed=1") == 2
+    assert f"gossamer train {tmp_path / 'run.json'} --out {tmp_path} goes on" in capsys.readouterr().err
+
+
+def test_the_home_of_the_user_is_found_where_the_shell_leaves_it_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    assert run("train", "digits", "--out=~/mine", "--set", "epochs=1", "model_options.width=2") == 0
+    assert (tmp_path / "mine" / "result.json").is_file()
+    assert not (tmp_path / "~").exists()
+
+
+def test_without_a_terminal_there_is_a_line_now_and_then() -> None:
+    told = io.StringIO()
+    console = Console(file=told, width=20)  # narrower than a line
+    often, seldom = PlainLines("mine", console, every=0.0), PlainLines("mine", console, every=1e9)
+    statuses = [
+        Status(step=step, total_steps=4, epoch=step / 2, epochs=2, phase="dense", lr=0.1, seconds=60.0 * step)
+        for step in range(5)
+    ]
+    often.begin(statuses[0])
+    often.tell(replace(statuses[1], loss=0.5, validation=0.9))
+    often.tell(statuses[2])
+    often.close()
+    assert told.getvalue().splitlines() == [
+        "mine: 1/2 dense",
+        "mine: 1/2 dense · loss 0.500 · 90.00% · 0:03:00 left",
+        "mine: 2/2 dense · 90.00% · 0:02:00 left",
+    ]
+    told.seek(told.truncate(0))
+    seldom.begin(statuses[0])
+    for status in statuses[1:]:
+        seldom.tell(status)
+    assert told.getvalue().splitlines() == ["mine: 1/2 dense", "mine: 2/2 dense"]
+
+
+def test_the_number_of_the_paper_is_told_for_the_same_run_wherever_it_was_computed() -> None:
+    recipe = find("cifar10-resnet20-dense")
+    for change, told in (("device=cpu", "reached within"), ("seed=1", "for the recipe as it stands")):
+        run = recipe.run.with_settings([change])
+        result = {"accuracy": 0.92, "run_id": run.run_id, "config": run.to_dict()}
+        assert told in tables.against_paper(recipe, result)
+
+
+def test_a_sweep_tells_what_is_there_and_its_example_can_be_trained(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("sweep", "--help") == 0
+    grid = re.findall(r"[a-z_.]+=[a-z0-9.]+(?:,[a-z0-9.]+)+(?=[ .])", capsys.readouterr().out)
+    assert len(grid) == 3
+    assert len(runs_of(find("digits").run, [each.rstrip(".") for each in grid])) == 12
+    sweep = ["sweep", "digits", "--out", str(tmp_path), "--set", "epochs=1", "model_options.width=2", "--grid"]
+    assert run(*sweep, "seed=0") == 0
+    assert "not trained again" not in capsys.readouterr().out
+    assert run(*sweep, "seed=0,1") == 0
+    assert "1 of 2 runs have their record in" in capsys.readouterr().out
 
 
 def test_debug_shows_where_an_error_comes_from(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

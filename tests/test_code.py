@@ -16,7 +16,7 @@ SOURCE = ROOT / "src" / "gossamer"
 
 # From the bottom up. A module may import from its own layer and from those below.
 LAYERS = (
-    {"method", "_json", "distillation", "schedule", "sharding", "tune", "_selectors", "_engines", "_hooks"},
+    {"method", "_json", "distillation", "schedule", "sharding", "tune", "_selectors", "_engines", "_hooks", "reach"},
     {"settings", "budget_kernels", "budget", "select", "_forward"},
     {"flops", "target", "store", "moments", "models", "data", "_claims", "keep_zeros", "sparsefile"},
     {"learning_kernels", "learning", "health", "_resume", "report", "verify", "checkpoint", "runtime", "methods"},

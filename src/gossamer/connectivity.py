@@ -112,11 +112,17 @@ class Connectivity:
     # --- a step ---
 
     def learn(
-        self, *, unscale: Tensor | None = None, found_inf: Tensor | None = None, loss_scale: float | None = None
+        self,
+        *,
+        unscale: Tensor | None = None,
+        found_inf: Tensor | None = None,
+        loss_scale: float | None = None,
+        reaches: Sequence[Tensor] | None = None,
     ) -> None:
         """Update mask variables from the gradients of the parameters, then the masks. Leaves w̃ in the parameters, as
         `hide` does. `unscale` is what the gradients have still to be multiplied by; `loss_scale`
-        what the loss was multiplied by, which only the per-sample scale needs to know."""
+        what the loss was multiplied by, which only the per-sample scale needs to know; `reaches`
+        is for masks that learn half-way."""
         store = self.store
         outcome = learn_masks_(
             store,
@@ -130,6 +136,7 @@ class Connectivity:
             unscale=unscale,
             found_inf=found_inf,
             moments=None if self._samples is None else self._samples.take(loss_scale),
+            reaches=reaches,
             group=self._group,
         )
         decay, flips = self.set_masks(outcome.healthy)

@@ -47,6 +47,7 @@ class _Block:
     mask_variable: Tensor
     mask: Tensor
     velocity: Tensor | None
+    reach: Tensor | None
     work: Tensor
 
 
@@ -66,17 +67,18 @@ def learn_masks_(
     unscale: Tensor | None = None,
     found_inf: Tensor | None = None,
     moments: Moments | None = None,
+    reaches: Sequence[Tensor] | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> Outcome:
     """Update the mask variables from the gradients of the weights. Leaves w̃ in `scratch`, and in the gradients what
-    the optimizer shall apply to it."""
+    the optimizer shall apply to it. With `reaches` (reach.py) masks learn half-way."""
     common = settings.scale in ("none", "global") and settings.estimator == "identity" and not settings.l2
-    plain = store.velocity is None and moments is None and group is None
+    plain = store.velocity is None and moments is None and group is None and reaches is None
     if common and plain and has_kernels(store, scratch) and _alike(store, gradients):
         return _learn_in_two_passes_(
             store, gradients, scratch, settings, decay, learning_rate, connections, unscale, found_inf
         )
-    parts, views = _lay_out(store, gradients, scratch)
+    parts, views = _lay_out(store, gradients, scratch, reaches)
     blocks = [block for part in parts for block in part]
     if store.device.type == "cpu":
         squares = torch.stack([_sum_of_squares(part, settings, unscale) for part in parts])
@@ -230,7 +232,7 @@ def _descend_(block: _Block, work: Tensor, settings: Settings, decay: float, lea
 
 
 def _lay_out(
-    store: Store, gradients: Sequence[Tensor | None], scratch: Sequence[Tensor]
+    store: Store, gradients: Sequence[Tensor | None], scratch: Sequence[Tensor], reaches: Sequence[Tensor] | None
 ) -> tuple[list[list[_Block]], list[Tensor]]:
     """The blocks of each tensor (on an accelerator one for all), and where their work lies, a view a tensor."""
     if store.device.type != "cpu":
@@ -238,14 +240,26 @@ def _lay_out(
         views = store.views(work)
         present = [(view, gradient) for view, gradient in zip(views, gradients, strict=True) if gradient is not None]
         torch._foreach_copy_([view for view, _ in present], [gradient for _, gradient in present])
-        return [[_Block(work, store.dense, store.mask_variable, store.mask, store.velocity, work)]], views
+        reach = None if reaches is None else _one_reach(store, reaches)
+        return [[_Block(work, store.dense, store.mask_variable, store.mask, store.velocity, reach, work)]], views
     works = [
         tensor if tensor.dtype == store.dtype else torch.empty_like(view)
         for tensor, view in zip(scratch, store.dense_views, strict=True)
     ]
     velocities = [None] * len(works) if store.velocity is None else store.views(store.velocity)
-    kinds = (gradients, store.dense_views, store.mask_variable_views, store.mask_views, velocities, works)
+    reaches = [None] * len(works) if reaches is None else reaches  # type: ignore[list-item]
+    kinds = (gradients, store.dense_views, store.mask_variable_views, store.mask_views, velocities, reaches, works)
     return [list(_pieces(_Block(*parts))) for parts in zip(*kinds, strict=True)], works
+
+
+def _one_reach(store: Store, reaches: Sequence[Tensor]) -> Tensor:
+    """The reach of all weights: one number where they share it."""
+    if all(each is reaches[0] and each.dim() == 0 for each in reaches):
+        return reaches[0]
+    vector = store.vector()
+    for view, each in zip(store.views(vector), reaches, strict=True):
+        view.copy_(each)
+    return vector
 
 
 def _pieces(block: _Block) -> Iterator[_Block]:
@@ -255,11 +269,14 @@ def _pieces(block: _Block) -> Iterator[_Block]:
     if size <= _PIECE or not all(tensor is None or tensor.is_contiguous() for tensor in tensors.values()):
         yield block
         return
+    reach = tensors.pop("reach")
+    one = reach is None or reach.dim() == 0
+    tensors |= {} if one else {"reach": reach}
     flat: dict[str, Any] = {name: None if tensor is None else tensor.view(-1) for name, tensor in tensors.items()}
     for start in range(0, size, _PIECE):
         part = slice(start, start + _PIECE)
         pieces: dict[str, Any] = {name: None if tensor is None else tensor[part] for name, tensor in flat.items()}
-        yield _Block(**pieces)
+        yield _Block(**({"reach": reach} | pieces))
 
 
 def _mask_gradient_(block: _Block, settings: Settings, unscale: Tensor | None) -> None:
@@ -270,9 +287,12 @@ def _mask_gradient_(block: _Block, settings: Settings, unscale: Tensor | None) -
     if unscale is not None:
         # First of all, as the L2 term is not scaled; and in the type of the work, where half precision has no room.
         gradient = block.work.copy_(gradient).mul_(unscale)
+    weight = block.weight
+    if block.reach is not None:
+        weight = method.halfway(weight, gradient.to(weight.dtype), block.mask, block.reach)
     method.mask_gradient(
         gradient,
-        block.weight,
+        weight,
         block.mask_variable,
         estimator=settings.estimator,
         alpha=settings.alpha,

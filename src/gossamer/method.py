@@ -117,6 +117,15 @@ def mask_gradient(
     return result
 
 
+def halfway(weight: Tensor, gradient: Tensor, mask: Tensor, reach: Tensor) -> Tensor:
+    """The weight variable, where it is kept half-way along what its gradient will move it by, −reach·∂L/∂w (ours).
+
+    A weight that noise pulls to and fro around its best is pulled back by the loss, so that E[∂L/∂w · w̃] is half of
+    reach·E[(∂L/∂w)²]: masks would sink by the noise of their weights. Half-way, the two cancel.
+    """
+    return torch.where(mask, weight - gradient * (0.5 * reach), weight)
+
+
 # --- the scale of the mask gradient ---
 
 

@@ -123,8 +123,8 @@ def make_plan(
     left = total_steps - sum(lengths)
     if left < 0:
         raise ValueError(
-            f"the phases warm-up {warmup}, sparsify {sparsify} and stabilise {stabilise} take {sum(lengths)} steps, "
-            f"but the run has only {total_steps}: shorten them or train longer; a duration such as "
+            f"the phases warmup={warmup}, sparsify={sparsify} and stabilise={stabilise} take {sum(lengths)} steps, "
+            f"but the run has only {total_steps}: shorten these settings or train longer; a duration such as "
             "'0.3run' follows the length of the run"
         )
     return Plan(lengths[0], lengths[1], lengths[2], left)

@@ -7,6 +7,7 @@ from types import MappingProxyType
 from typing import Any
 
 from gossamer.method import ESTIMATORS
+from gossamer.schedule import steps_of
 
 SCALES = ("none", "global", "batch", "per_sample")
 STARTS = ("magnitude", "constant")
@@ -27,6 +28,7 @@ class Settings:
     start: str = "magnitude"  # of the mask variables: |w̃| of the warmed-up weights, or one constant
     start_value: float = 1.0  # that constant
     removed_gradient: float = 0.0  # share of their gradient that removed weights follow: they rest; 1 is the paper's
+    halfway: bool = False  # mask gradient of kept weights half-way along their step, so that noise does not sink masks
     l2: float = 0.0  # λ2 in the mask gradient, for the reading where the L2 term acts on the masks
     floor: float = 0.001  # share of each tensor that is never removed, at least one connection; 0 switches it off
     warmup: str = "0.25run"
@@ -62,8 +64,21 @@ class Settings:
             )
             if not good
         ]
+        problems += [
+            f"{name}: {problem}"
+            for name in ("warmup", "sparsify", "stabilise")
+            if (problem := _wrong_duration(getattr(self, name))) is not None
+        ]
         if problems:
             raise ValueError("settings that cannot be used:\n  " + "\n  ".join(problems))
+
+
+def _wrong_duration(duration: str) -> str | None:
+    try:
+        steps_of(duration, total_steps=1, steps_per_epoch=1)
+    except ValueError as error:
+        return str(error)
+    return None
 
 
 PRESETS: Mapping[str, Settings] = MappingProxyType(

@@ -71,7 +71,7 @@ def against_paper(recipe: Recipe, result: Mapping[str, Any]) -> str:
     expected = recipe.expected()
     if expected is None:
         return "The paper has no number for this run."
-    if result["config"] != recipe.run.to_dict():
+    if result["run_id"] != recipe.run.run_id:  # the same on another device, or with another log, is the same run
         return f"The paper's number for the recipe as it stands is {_metric(metric, expected.value)}."
     verdict = "reached" if recipe.agrees(metric, result[metric]) else "not reached"
     tolerance = f"{recipe.tolerance:.2f}" if metric == "perplexity" else f"{100 * recipe.tolerance:.1f} points"

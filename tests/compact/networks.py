@@ -30,6 +30,25 @@ def mobile() -> nn.Module:
     )
 
 
+class ResNeXt(nn.Module):
+    """Grouped convolutions of several channels a group: on the input, padded inside a residual block, transposed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.norm = nn.Conv2d(3, 12, 3, padding=1, groups=3), nn.BatchNorm2d(12)
+        self.narrow, self.norm1 = nn.Conv2d(12, 16, 1, bias=False), nn.BatchNorm2d(16)
+        self.grouped, self.norm2 = nn.Conv2d(16, 24, 3, padding=1, groups=4, bias=False), nn.BatchNorm2d(24)
+        self.wide = nn.Conv2d(24, 12, 1)
+        self.down, self.up = nn.Conv2d(12, 8, 2, 2, groups=2), nn.ConvTranspose2d(8, 12, 2, 2, groups=4)
+        self.head = nn.Linear(12, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.norm(self.stem(x)))
+        y = F.relu(self.norm2(self.grouped(F.relu(self.norm1(self.narrow(x))))))
+        x = F.relu(x + self.wide(y))
+        return self.head(F.relu(self.up(F.relu(self.down(x)))).mean((2, 3)))
+
+
 class Residual(nn.Module):
     """Two blocks with a shortcut that subsamples and pads channels, one with a convolution, a gate, a scale."""
 

@@ -281,3 +281,26 @@ def test_a_size_that_could_not_be_left_open_is_insisted_on(monkeypatch: pytest.M
     torch.testing.assert_close(small(x), model(x), rtol=1e-6, atol=1e-6)
     with pytest.raises(AssertionError, match="expected 2 at dimension 0 of inputs_0, the only size"):
         small(torch.randn(3, 7, 4))
+
+
+class Steps(nn.Module):
+    """A loop over time, which is written out for the length of the example."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 6), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        h = torch.zeros_like(y[:, 0])
+        for step in range(x.shape[1]):
+            h = torch.tanh(y[:, step] + h)
+        return self.last(h)
+
+
+def test_a_loop_over_time_is_for_the_length_of_the_example() -> None:
+    model = Steps().double().eval()
+    small = compact(model, torch.randn(2, 7, 4).double()).model
+    assert_same(small, model, torch.randn(5, 7, 4).double(), 1e-14)
+    with pytest.raises(AssertionError, match="expected 7 at dimension 1 of x, the only size"):
+        small(torch.randn(5, 9, 4).double())

@@ -12,13 +12,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from compact.networks import Attentive, Concatenated, Residual, convolutions, mlp, mobile, prepare, sparsify_, tagger
+from compact.networks import (
+    Attentive,
+    Concatenated,
+    Residual,
+    ResNeXt,
+    convolutions,
+    mlp,
+    mobile,
+    prepare,
+    sparsify_,
+    tagger,
+)
 from gossamer import compact
 
 NETWORKS: dict[str, Callable[[], nn.Module]] = {
     "mlp": mlp,
     "convolutions": convolutions,
     "mobile": mobile,
+    "resnext": ResNeXt,
     "residual": Residual,
     "concatenated": Concatenated,
     "lstm": partial(tagger, nn.LSTM),

@@ -70,7 +70,7 @@ def test_a_missing_set_says_where_and_what(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_is_none_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(DataNotFound, match="expected root to name a folder"):
+    with pytest.raises(DataNotFound, match=r"expected root \(data_root of a run\) to name a folder"):
         read_first("s", [LAYOUT], [], root=tmp_path / "nowhere")
     monkeypatch.setenv("GOSSAMER_DATA", str(tmp_path / "nowhere"))
     with pytest.raises(DataNotFound, match="expected GOSSAMER_DATA to name a folder"):

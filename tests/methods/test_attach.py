@@ -64,7 +64,7 @@ def test_the_budget_is_met_exactly_and_zeros_stay(method: str) -> None:
 
 
 @pytest.mark.parametrize("method", NAMES)
-@pytest.mark.parametrize("at", [5, 17, 35])
+@pytest.mark.parametrize("at", [5, 17, 30, 35])
 def test_a_loaded_state_goes_on_bit_for_bit(method: str, at: int) -> None:
     whole = Training(method)
     whole.steps(0, at)
@@ -98,3 +98,27 @@ def test_what_is_not_known_is_refused() -> None:
         training.attached.load_state_dict(Training("dpf").attached.state_dict())
     with pytest.raises(ValueError, match=r"share from 0 to below 1, such as 0\.95, got 1"):
         Attached(network(), training.optimizer, "dpf", sparsity=1, total_steps=4)
+
+
+def test_what_a_rule_refuses_is_refused_at_once() -> None:
+    """And not after the warm-up, where masks begin."""
+    model = nn.Sequential(nn.Conv2d(2, 8, 3), nn.Flatten(), nn.Linear(8 * 16, 6))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for method, sparsity, message in (
+        ("slimming", 0.01, "slimming needs a batch norm behind every convolution, got none behind 0.weight"),
+        ("soft_filter", 0.9, "sparsity=0.9 cannot be met by whole filters"),
+        ("dpf", 0.999, "sparsity=0.999 leaves 1 connections, but the floor keeps 2"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Attached(model, optimizer, method, sparsity=sparsity, total_steps=STEPS)
+    Attached(model, optimizer, "dpf", sparsity=0.5, total_steps=STEPS)  # nobody has claimed the weights
+
+
+def test_parameters_without_gradient_stay_as_they_are() -> None:
+    """Also with a method that presses on parameters that are no connections."""
+    training = Training("slimming")
+    bias = training.model.get_parameter("4.bias").requires_grad_(False)
+    before = bias.clone()
+    training.steps(0, 30)
+    assert torch.equal(bias, before)
+    assert bias.grad is None

@@ -28,7 +28,17 @@ KNOBS: dict[str, dict[str, Any]] = {
     "curvature": {"curvature": 0.8, "second_moment": 0.9},
     "remembered score": {"score_memory": 0.7},
     "hysteresis": {"hysteresis": 0.5},
-    "all": {"curvature": 0.3, "score_memory": 0.6, "hysteresis": 0.2, "scale_memory": 0.9, "layer_power": 0.3},
+    "halfway": {"midpoint": 2.0},
+    "anchored": {"anchor": 0.2},
+    "all": {
+        "midpoint": 1.0,
+        "anchor": 0.1,
+        "curvature": 0.3,
+        "score_memory": 0.6,
+        "hysteresis": 0.2,
+        "scale_memory": 0.9,
+        "layer_power": 0.3,
+    },
 }
 
 
@@ -57,7 +67,9 @@ class ByHand:
 
     def step(self, g: Array, w: Array, number: int) -> None:
         told = self.options
-        self.m = self.m - told.mask_lr * self.direction(g * w) * 0.5 * (1 + math.cos(math.pi * number / 15))
+        seen = np.where(self.mask, w - told.midpoint * RATE * g, w)
+        self.m = self.m - told.mask_lr * self.direction(g * seen) * 0.5 * (1 + math.cos(math.pi * number / 15))
+        self.m = (1 - told.anchor) * self.m + told.anchor * np.abs(w)
         self.variables.append(self.m)
         deviation = np.sqrt(mean([each**2 for each in self.directions], told.second_moment))
         score = mean(self.variables, told.score_memory) + told.hysteresis * self.unit * self.mask
@@ -122,6 +134,23 @@ def test_rows_keep_their_own_settings() -> None:
             own.clock += 1
             assert torch.equal(given[0], gradient[row])
             assert torch.equal(rule.mask[0], together.mask[row]), (row, number)
+
+
+def test_noise_makes_masks_sink_and_the_halfway_weight_takes_that_out() -> None:
+    """Weights at rest in a parabola, pulled to and fro by noise: SGD with momentum, written out here."""
+    draw, curvature, rate, momentum = np.random.default_rng(0), 0.5, 0.02, 0.9
+    for best in (0.0, 0.3):
+        w, v = np.full(4000, best), np.zeros(4000)
+        sinking, halfway, noise = 0.0, 0.0, 0.0
+        for number in range(3000):
+            g = curvature * (w - best) + draw.standard_normal(4000)
+            if number >= 1000:
+                sinking, noise = sinking + np.mean(g * w) / 2000, noise + np.mean(g**2) / 2000
+                halfway += np.mean(g * (w - rate * g / 2 / (1 - momentum))) / 2000
+            v = momentum * v + g
+            w = w - rate * v
+        assert sinking == pytest.approx(rate / 2 / (1 - momentum) * noise, rel=0.1)
+        assert abs(halfway) < 0.1 * sinking
 
 
 @pytest.mark.parametrize("above", [0.0, 0.5])
@@ -209,3 +238,22 @@ def test_a_step_can_be_captured(name: str, monkeypatch: pytest.MonkeyPatch) -> N
 def test_what_makes_no_sense_is_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         SCLOptions(**settings)
+
+
+@pytest.mark.parametrize("settings", KNOBS.values(), ids=KNOBS)
+def test_a_rule_that_began_with_other_weights_goes_on_from_a_state(settings: dict[str, Any]) -> None:
+    """As after a cut: what was measured where masks began, such as the size of the weights, is part of the state."""
+    whole, weights, timeline = begin("scl", 0.6, **settings)
+    for number in range(4):
+        step(whole, weights, timeline, number)
+    other, there, clock = begin("scl", 0.6, seed=1, **settings)
+    other.learn_(gradient_like(there, 9), there * 3.0)
+    there.copy_(weights)
+    clock.clock.copy_(timeline.clock)
+    for name, tensor in other.state().items():
+        tensor.copy_(whole.state()[name])
+    for number in range(4, 12):
+        step(whole, weights, timeline, number)
+        step(other, there, clock, number)
+    assert torch.equal(there, weights)
+    assert all(torch.equal(tensor, whole.state()[name]) for name, tensor in other.state().items())

@@ -10,7 +10,7 @@ from models.conftest import torchvision_or_skip  # noqa: F401
 from torch import nn
 
 from gossamer import models
-from gossamer.data import FolderSet, ImageSet, Labelled, TextSet
+from gossamer.data import FolderSet, ImageSet, Labelled, TextSet, kind_of
 from gossamer.data.folder import load_folder
 from gossamer.models.wide_resnet import WideResNet
 from gossamer.recipes import RECIPES, Recipe, names
@@ -85,7 +85,8 @@ def test_two_steps(
     dataset = data_of(recipe.run, tmp_path / "images")
     monkeypatch.setattr(task.data, "load", lambda name, root=None: dataset)
     monkeypatch.setattr(networks, "create", small)
-    changes = ["batch_size=2", "bptt=5", "image_size=32", "workers=0", "log_steps=1", "device=cpu"]
+    smaller = {"folder": ["image_size=32"], "text": ["bptt=5"]}.get(kind_of(recipe.run.data) or "", [])
+    changes = ["batch_size=2", *smaller, "workers=0", "log_steps=1", "device=cpu"]
     changes += ["validation=2"] if recipe.run.validation else []
     run = recipe.run.with_settings([*changes, "settings.warmup=1it"])
     run = Run.from_dict({**run.to_dict(), "model_options": SMALLER.get(run.model, {})})  # no download of weights

@@ -6,7 +6,7 @@ import pytest
 
 from gossamer import data
 from gossamer.recipes import RECIPES, Published, Recipe, find, names
-from gossamer.schedule import make_plan
+from gossamer.schedule import Plan, make_plan
 from gossamer.training import Run, networks
 from gossamer.training.methods import METHODS
 
@@ -59,6 +59,44 @@ def test_the_schedule_of_the_paper_on_cifar() -> None:
     assert (settings.warmup, settings.stabilise, settings.scale) == ("150ep", "20ep", "batch")
 
 
+def steps(recipe: Recipe, steps_per_epoch: int) -> Plan:
+    settings = recipe.run.mask_settings
+    phases = {name: getattr(settings, name) for name in ("warmup", "sparsify", "stabilise")}
+    return make_plan(recipe.run.epochs * steps_per_epoch, steps_per_epoch=steps_per_epoch, **phases)
+
+
+@pytest.mark.parametrize("steps_per_epoch", [781, 703, 390])  # batch 64, with 5,000 images held out, batch 128
+@pytest.mark.parametrize("name", ["cifar10-resnet20", "cifar10-densenet40-dense", "cifar100-wrn28-10"])
+def test_our_phases_on_cifar_are_whole_epochs_at_the_length_of_the_recipe(name: str, steps_per_epoch: int) -> None:
+    plan = steps(find(name), steps_per_epoch)
+    found = (plan.warmup, plan.sparsify, plan.stabilise, plan.finetune)
+    assert found == tuple(epochs * steps_per_epoch for epochs in (80, 90, 26, 64))
+
+
+def test_our_phases_on_imagenet_are_whole_epochs_at_the_length_of_the_recipe() -> None:
+    plan = steps(find("imagenet-resnet50"), 1_281_167 // 128)
+    found = (plan.warmup, plan.sparsify, plan.stabilise, plan.finetune)
+    assert found == tuple(epochs * 10_009 for epochs in (0, 70, 20, 60))
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=names())
+@pytest.mark.parametrize("epochs", [1, 12])
+def test_phases_shrink_with_the_run_or_it_is_told_what_to_set(recipe: Recipe, epochs: int) -> None:
+    given = {name: getattr(recipe.run.mask_settings, name) for name in ("warmup", "sparsify", "stabilise")}
+    in_epochs = any(duration.endswith("ep") for duration in given.values())
+    assert in_epochs == (recipe.name.endswith("-paper") and recipe.run.data != "wikitext2")
+    if not in_epochs:
+        shorter = replace(recipe, run=recipe.run.with_settings([f"epochs={epochs}"]))
+        whole, part = steps(recipe, 781), steps(shorter, 781)
+        assert part.sparsify == pytest.approx(whole.sparsify * epochs / recipe.run.epochs, abs=1)
+        return
+    with pytest.raises(ValueError, match=f"but the run has epochs={epochs}: shorten them") as refused:
+        recipe.run.with_settings([f"epochs={epochs}"])
+    remedy = [word for word in str(refused.value).split() if word.startswith("settings.") and word.endswith("run")]
+    assert [word.partition("=")[0] for word in remedy] == [f"settings.{name}" for name in given]
+    assert recipe.run.with_settings([f"epochs={epochs}", *remedy]).epochs == epochs
+
+
 def test_agreement_is_one_sided() -> None:
     recipe = Recipe("x", "", Run(), (Published("t", accuracy=0.9, sparsity=0.0),), tolerance=0.01)
     assert recipe.agrees("accuracy", 0.95)
@@ -78,9 +116,26 @@ def test_a_recipe_can_be_a_file(tmp_path: Path) -> None:
     assert find(str(path)).run == find("digits").run
 
 
+def test_a_recipe_can_be_the_folder_of_a_run_and_is_called_like_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    with pytest.raises(ValueError, match=r"expected the name of a recipe or a \.json file"):
+        find(str(folder))
+    (folder / "run.json").write_text(json.dumps(find("digits").run.to_dict()))
+    for given in (folder, folder / "run.json"):
+        assert (find(str(given)).name, find(str(given)).run) == ("mine", find("digits").run)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert find("~/mine").run == find("digits").run
+    (tmp_path / "other.json").write_text("{}")
+    assert find(str(tmp_path / "other.json")).name == "other"
+
+
 def test_what_is_no_recipe_is_an_error_with_the_nearest_name(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="did you mean digits"):
-        find("digit")
+    for wrong in ("digit", "DIGITS"):
+        with pytest.raises(ValueError, match="did you mean digits"):
+            find(wrong)
     with pytest.raises(FileNotFoundError, match="does not exist"):
         find(str(tmp_path / "none.json"))
     (tmp_path / "list.json").write_text("[]")

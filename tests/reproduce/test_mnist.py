@@ -192,7 +192,7 @@ def test_records_tables_and_picture(
     (tmp_path / "shorter.json").write_text(json.dumps({**dense, "epochs": 2, "accuracy": 0.0}))
     section = mnist_section(root)
     assert "117,152 connections, 3 epochs" in section
-    assert f"| dense | 0.0 % | 98.35 | – | – | 0.0 % | {dense['accuracy']:.2f} ± 0.00 |" in section
+    assert f"| dense | 0.0 % | 98.35 | – | – | 0.0 % | {dense['accuracy']:.2f} |" in section
     (tmp_path / "shorter.json").unlink()
 
     stored = {path.name: json.loads(path.read_text()) for path in tmp_path.glob("*.json")}
@@ -205,6 +205,14 @@ def test_records_tables_and_picture(
     shown = capsys.readouterr().out
     assert "98.47" in shown
     assert "softplus" in shown
+    assert f"thepicture{mnist.PICTURE}arein{tmp_path}" in "".join(shown.split())  # however it is folded
+    broken = next(tmp_path.glob("decay-*.json"))
+    broken.write_text("{}")
+    with pytest.raises(
+        ValueError, match=rf"expected the record of a run in .*{broken.name}, got one without part, con"
+    ):
+        mnist.reproduce(tmp_path, seeds=1, epochs=3, device=CPU)
+    broken.write_text(json.dumps(stored[broken.name]))
 
     # A record from before removed weights rested is of other defaults: it is called so, and trained again.
     assert "our defaults: zeros" in mnist_section(root)

@@ -9,6 +9,7 @@ import pytest
 
 from gossamer.methods import METHODS
 from gossamer.results import labels, plot, race_blocks, race_page
+from gossamer.results.pages import drawings
 from gossamer.results.races import race_table, races
 
 
@@ -27,7 +28,7 @@ def record(method: str, sparsity: float, accuracy: float, seed: int = 0, **more:
     }
     outcome = {"accuracy": accuracy, "validation_accuracy": accuracy + 1, "train_loss": 0.25}
     return {
-        "method": method, "asked_sparsity": sparsity, "seed": seed, "settings": settings, "race": race,
+        "method": method, "sparsity": sparsity, "asked_sparsity": sparsity, "seed": seed, "settings": settings, "race": race,
         **about, **outcome, **more,
     }  # fmt: skip
 
@@ -40,13 +41,21 @@ def test_a_row_a_method_and_a_column_a_sparsity() -> None:
     assert head == ["method", "0 %", "50 %", "95 %", "98 %"]
     titles = {name: METHODS[name].title for name in ("dense", "scl", "dpf", "rigl")}
     assert rows == [  # best first at 95 %, where most can be compared
-        [titles["dense"], "92.00 ± 0.00 (1)", "–", "–", "–"],
-        [titles["scl"], "–", "91.50 ± 0.71", "90.00 ± 0.00 (1)", "–"],
+        [titles["dense"], "92.00 (1)", "–", "–", "–"],
+        [titles["scl"], "–", "91.50 ± 0.71", "90.00 (1)", "–"],
         [titles["dpf"], "–", "–", "89.50 ± 0.71", "–"],
         [titles["rigl"], "–", "–", "–", "80.00 ± 0.00"],
     ]
     assert race_table(runs, "train_loss")[1][0][1] == "0.250 (1)"
     assert race_table([record("scl", 0.9, 90.0, validation_accuracy=None)], "validation_accuracy")[1][0][1] == "–"
+
+
+def test_runs_that_have_diverged_are_counted() -> None:
+    runs = [record("dpf", 0.9, 90.0), record("dpf", 0.9, 10.0, seed=1, train_loss=None), record("scl", 0.9, 91.0)]
+    rows = {row[0]: row[1] for row in race_table(runs)[1]}
+    assert rows[METHODS["dpf"].title] == "50.00 ± 56.57 (1 diverged)"
+    assert rows[METHODS["scl"].title] == "91.00 (1)"
+    assert race_table(runs, "train_loss")[1][1][1] == "0.250 (1) (1 diverged)"
 
 
 def test_a_record_from_before_a_setting_tells_what_it_was_then() -> None:
@@ -83,6 +92,9 @@ def test_a_page_names_tier_and_length() -> None:
     assert race_page([record("scl", 0.5, 90.0)]).startswith(
         "Screening of resnet20 on cifar10: 50 epochs, 5,000 training images held out; "
     )
+    assert race_page([record("scl", 0.5, 90.0)]).splitlines()[0].endswith("share of zeros, one seed.")
+    pair = race_page([record("scl", 0.5, 90.0, seed=seed) for seed in (0, 1)])
+    assert pair.splitlines()[0].endswith("mean ± standard deviation over 2 seeds.")
     final = race_page([record("scl", 0.5, 90.0, tier="final", epochs=350, validation_images=0)])
     assert final.startswith("Final of resnet20 on cifar10: 350 epochs, all training images; ")
 
@@ -128,6 +140,25 @@ def test_every_network_has_its_section(tmp_path: Path) -> None:
     assert [line for line in page.splitlines() if line.startswith("## ")] == ["## ResNet-20 on CIFAR-10", "## aaa on CIFAR-10"]
     assert "(../results/race-resnet20/screening.svg)" in page
     assert "race-aaa" not in page
+
+
+def test_data_sets_are_not_mixed(tmp_path: Path) -> None:
+    """A network that raced on two of them has a section and a plot for each."""
+    folder = tmp_path / "results" / "race-resnet20"
+    folder.mkdir(parents=True)
+    runs = [record("scl", 0.95, 87.0), record("dpf", 0.95, 86.0), record("scl", 0.95, 61.0, data="cifar100")]
+    for number, each in enumerate(runs):
+        (folder / f"{number}.json").write_text(json.dumps(each))
+    first, second = races(tmp_path / "results").split("\n## ")
+    assert first.startswith("## ResNet-20 on CIFAR-10")
+    assert second.startswith("ResNet-20 on CIFAR-100")
+    assert "61.00" not in first
+    assert "61.00" in second
+    drawn = {path.name: [each["accuracy"] for each in own] for path, own in drawings(tmp_path).items()}
+    assert drawn == {"screening.svg": [87.0, 86.0], "screening-resnet20-cifar100.svg": [61.0]}
+    (folder / "other.json").write_text('{"tier": "screening"}')
+    with pytest.raises(ValueError, match=r"expected the record of a run in .*other\.json, got one without net, data"):
+        races(tmp_path / "results")
 
 
 def test_runs_that_try_settings_are_in_no_race(page: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +15,8 @@ from torch.nn import functional as F
 
 from gossamer.runtime.graph import (
     FUNCTIONS,
+    GATES,
+    Cell,
     Embed,
     Function,
     Graph,
@@ -24,6 +26,7 @@ from gossamer.runtime.graph import (
     Recurrent,
     Softmax,
     Source,
+    Spread,
     Value,
     dense_taps,
 )
@@ -109,6 +112,44 @@ def test_softmax(shape: tuple[int, ...], logarithm: bool, batch: int, lanes: int
     assert_near(run(graph, x, variant, lanes), expected, x.double().abs() + 1 if logarithm else torch.ones(1))
 
 
+@drawn
+@given(
+    channels=st.integers(1, 4),
+    size=st.tuples(st.integers(1, 6), st.integers(1, 17)),
+    factor=st.tuples(st.integers(1, 4), st.integers(1, 4)),
+    cut=st.tuples(st.integers(0, 3), st.integers(0, 3)),
+    copies=st.booleans(),
+    batch=st.sampled_from([1, 3, 20]),
+    lanes=st.sampled_from([1, 2, 4, 8, 16, 32]),
+    variant=any_variant,
+    seed=st.integers(0, 99),
+)
+def test_spread(
+    channels: int,
+    size: tuple[int, int],
+    factor: tuple[int, int],
+    cut: tuple[int, int],
+    copies: bool,
+    batch: int,
+    lanes: int,
+    variant: str,
+    seed: int,
+) -> None:
+    """Pixels repeated, or dealt out of the planes of their phases, without the last rows and columns."""
+    phases = factor[0] * factor[1]
+    x = sparse((batch, channels * (1 if copies else phases), *size), 0, seed)
+    if copies:
+        wide = x.repeat_interleave(factor[0], 2).repeat_interleave(factor[1], 3)
+    else:
+        wide = x.view(batch, channels, *factor, *size).permute(0, 1, 4, 2, 5, 3)
+        wide = wide.reshape(batch, channels, size[0] * factor[0], size[1] * factor[1])
+    height, width = (wide.shape[2 + i] - min(cut[i], factor[i] - 1) for i in range(2))
+    expected = wide[:, :, :height, :width]
+    values = [value_of(x), Value(channels, height, width)]
+    graph = graph_of(x, values, [Spread(0, 1, factor, copies, "s")], tuple(expected.shape))
+    assert torch.equal(run(graph, x, variant, lanes), expected)
+
+
 def recur(kind: str, x: Tensor, weights: list[Tensor], biases: list[Tensor]) -> Tensor:
     """One direction over (batch, steps, features), written out from the definition of the cells."""
     units = weights[1].shape[1]
@@ -120,6 +161,8 @@ def recur(kind: str, x: Tensor, weights: list[Tensor], biases: list[Tensor]) -> 
             i, f, g, o = (a + b).split(units, 1)
             c = f.sigmoid() * c + i.sigmoid() * g.tanh()
             h = o.sigmoid() * c.tanh()
+        elif kind != "gru":
+            h = (a + b).tanh() if kind == "rnn_tanh" else (a + b).relu()
         else:
             (ar, az, an), (br, bz, bn) = a.split(units, 1), b.split(units, 1)
             z = (az + bz).sigmoid()
@@ -130,7 +173,7 @@ def recur(kind: str, x: Tensor, weights: list[Tensor], biases: list[Tensor]) -> 
 
 @drawn
 @given(
-    kind=st.sampled_from(["lstm", "gru"]),
+    kind=st.sampled_from(list(GATES)),
     features=st.integers(1, 20),
     units=st.integers(1, 40),
     steps=st.sampled_from([1, 2, 7, 40, 130]),
@@ -144,7 +187,7 @@ def recur(kind: str, x: Tensor, weights: list[Tensor], biases: list[Tensor]) -> 
     seed=st.integers(0, 99),
 )
 def test_recurrent(
-    kind: Literal["lstm", "gru"],
+    kind: Cell,
     features: int,
     units: int,
     steps: int,
@@ -157,14 +200,15 @@ def test_recurrent(
     kernel: Kernel,
     seed: int,
 ) -> None:
-    rows = (4 if kind == "lstm" else 3) * units
+    rows = GATES[kind] * units
     weights = [sparse((rows, features), sparsity, seed), sparse((rows, units), sparsity, seed + 1) / units**0.5]
+    weights[1] *= 0.5 if kind == "rnn_relu" else 1.0  # nothing else keeps its state from growing
     biases = [sparse((rows,), 0, seed + 2), sparse((rows,), 0, seed + 3)]
     x = sparse((batch, steps, features), 0, seed + 4)
     turned = x.flip(1) if reverse else x
     expected = recur(kind, turned.double(), [w.double() for w in weights], [b.double() for b in biases])
     expected = expected.flip(1) if reverse else expected
-    inside, hidden = (biases[0] + biases[1], 0 * biases[1]) if kind == "lstm" else biases
+    inside, hidden = biases if kind == "gru" else (biases[0] + biases[1], 0 * biases[1])
     taps = [dense_taps(w.numpy()[:, :, None, None]) for w in weights]
     layer = Recurrent(
         *(0, 1, kind, units, taps[0], inside.numpy(), taps[1], hidden.numpy()),
@@ -180,7 +224,8 @@ def test_recurrent(
     source = Source("sequence", tuple(x.shape))
     shape = tuple(expected.shape)
     graph = Graph(values, [Input(0, 0), layer], (1,), ("sequence",), (shape,), (source,), time_major)
-    assert_near(run(graph, x, variant, lanes, kernel), expected, torch.full((1,), 10.0))  # 1e-5 of 1
+    largest = expected.abs().max() if kind == "rnn_relu" else torch.ones(1)
+    assert_near(run(graph, x, variant, lanes, kernel), expected, 10 * largest)  # 1e-5
 
 
 @drawn

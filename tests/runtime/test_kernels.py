@@ -20,7 +20,7 @@ from drawn import (
     sparse,
     value_of,
 )
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
@@ -101,6 +101,7 @@ def test_linear(
     fused=st.booleans(),
     seed=st.integers(0, 99),
 )
+@example((1, 1), 1, (1, 1), (1, 1), (1, 1), (1, 0), (1, 1), 1, 1, 0.0, "portable", "panels", False, 0)  # a lone pixel
 def test_convolution(
     channels: tuple[int, int],
     groups: int,

@@ -31,7 +31,7 @@ if pytest.main(["-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", *drawn])
     raise SystemExit("a drawn test failed under the sanitizers")
 sys.path.insert(0, sys.argv[2])
 from test_networks import CASES, kernel_choices, make_sparse
-for name in ("resnet, odd size", "densenet", "mobile", "lstm"):
+for name in ("resnet, odd size", "densenet", "mobile", "lstm", "borders", "waves", "decoder", "generator"):
     make, draw, lane_choices = CASES[name]
     torch.manual_seed(0)
     model = make_sparse(make())

@@ -211,10 +211,68 @@ class Cells(nn.Module):
         return self.head(self.gru(h, self.gru(c)))  # type: ignore[no-any-return]
 
 
+class PlainCells(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tanh, self.relu, self.head = nn.RNNCell(14, 11), nn.RNNCell(11, 13, nonlinearity="relu"), nn.Linear(13, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.tanh(x, self.tanh(x))
+        return self.head(self.relu(h, self.relu(1 - h)))  # type: ignore[no-any-return]
+
+
+def waves() -> nn.Module:
+    """Convolutions over time: strided, dilated, grouped, gated, pooled."""
+    layers = [nn.Conv1d(2, 12, 7, 3, 2), nn.BatchNorm1d(12), nn.ReLU(), nn.MaxPool1d(2), nn.Conv1d(12, 16, 3, groups=4)]
+    layers += [nn.GLU(1), nn.Conv1d(8, 10, 3, padding="same", dilation=2), nn.PReLU(10), nn.AdaptiveAvgPool1d(1)]
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(10, 5))
+
+
+def generator() -> nn.Module:
+    """A vector to a picture, the first layer seeing nothing but the vector and zeros."""
+    layers = [nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Unflatten(1, (8, 1, 1)), nn.Sigmoid()]
+    layers += [nn.ConvTranspose2d(8, 6, 4), nn.BatchNorm2d(6), nn.ReLU(), nn.ConvTranspose2d(6, 3, 4, 2, 1)]
+    return nn.Sequential(*layers, nn.Tanh())
+
+
+def decoder() -> nn.Module:
+    """Small pictures to large ones, in three ways."""
+    layers = [nn.ConvTranspose2d(6, 12, 4, 2, 1), nn.BatchNorm2d(12), nn.ReLU(), nn.Upsample(scale_factor=2)]
+    layers += [nn.Conv2d(12, 12, 3, padding=1), nn.PixelShuffle(2), nn.ReLU(), nn.ConvTranspose2d(3, 2, 3, (3, 1), 1)]
+    return nn.Sequential(*layers, nn.Sigmoid())
+
+
+class Bordered(nn.Module):
+    """Single pixels, looked up or recurrent steps, and states, all with the zeros around them that a window reads."""
+
+    def __init__(self, batch_first: bool) -> None:
+        super().__init__()
+        self.embedding, self.batch_first = nn.Embedding(50, 6), batch_first
+        self.first, self.second = nn.Conv1d(6, 7, 3, padding=1), nn.Conv1d(5, 4, 5, padding=2)
+        self.lstm, self.cell = nn.LSTM(7, 5, batch_first=batch_first), nn.GRUCell(5, 5)
+        self.grow, self.around = nn.ConvTranspose2d(5, 3, 3), nn.Conv2d(5, 3, 3, padding=2)
+        self.head = nn.Linear(3 + 3 + 4 + 5, 4)
+
+    def turned(self, x: Tensor) -> Tensor:
+        return x.transpose(1, 2) if self.batch_first else x.permute(1, 2, 0)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.turned(self.embedding(tokens))
+        x = torch.relu(self.first(x) + self.first(x))
+        y, (h, c) = self.lstm(x.transpose(1, 2) if self.batch_first else x.permute(2, 0, 1))
+        y = self.second(self.turned(y))
+        state = h.squeeze(0)
+        again = self.cell(state, c.squeeze(0))
+        pixel = F.softmax(torch.tanh(again) + state, 1)[:, :, None, None]
+        grown, around = self.grow(pixel), self.around(state[:, :, None, None] * 2)
+        parts = [grown.mean((2, 3)), around.mean((2, 3)), y.amax(2), self.cell(again, pixel.flatten(1))]
+        return self.head(torch.cat(parts, 1))  # type: ignore[no-any-return]
+
+
 class Last(nn.Module):
     """The last step of the outputs, and the last state of both layers."""
 
-    def __init__(self, kind: type[nn.LSTM] | type[nn.GRU], batch_first: bool) -> None:
+    def __init__(self, kind: Callable[..., nn.RNNBase], batch_first: bool) -> None:
         super().__init__()
         self.rnn, self.head = kind(6, 10, 2, batch_first=batch_first), nn.Linear(30, 5)
         self.batch_first = batch_first
@@ -254,6 +312,13 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Tensor], tuple[i
     "gated": (Gated, pictures(3, 11, 14), ALL_LANES),
     "cells": (Cells, pictures(14), STEP_LANES),
     "last of an lstm": (lambda: Last(nn.LSTM, False), lambda b: torch.randn(9, b, 6), STEP_LANES),
+    "borders": (lambda: Bordered(True), lambda b: torch.randint(0, 50, (b, 11)), STEP_LANES),
+    "borders, time first": (lambda: Bordered(False), lambda b: torch.randint(0, 50, (11, b)), STEP_LANES),
+    "generator": (generator, pictures(6), ALL_LANES),
+    "last of a plain one": (lambda: Last(nn.RNN, True), pictures(9, 6), STEP_LANES),
+    "plain cells": (PlainCells, pictures(14), STEP_LANES),
+    "waves": (waves, pictures(2, 61), ALL_LANES),
+    "decoder": (decoder, pictures(6, 5, 4), ALL_LANES),
     "last of a gru": (lambda: Last(nn.GRU, True), pictures(9, 6), STEP_LANES),
 }
 
@@ -306,7 +371,7 @@ def test_network(case: tuple[Any, ...]) -> None:
 
 
 class Stateful(nn.Module):
-    def __init__(self, kind: type[nn.LSTM] | type[nn.GRU], both: bool) -> None:
+    def __init__(self, kind: Callable[..., nn.RNNBase], both: bool) -> None:
         super().__init__()
         self.rnn = kind(7, 12, 2, bidirectional=both)
         self.head = nn.Linear(24 if both else 12, 5)
@@ -316,7 +381,7 @@ class Stateful(nn.Module):
         return self.head(y), state
 
 
-@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
 @pytest.mark.parametrize("both", [False, True])
 @pytest.mark.parametrize("lanes", STEP_LANES)
 @torch.no_grad()

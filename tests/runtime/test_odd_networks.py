@@ -88,7 +88,7 @@ LEFT: dict[str, tuple[tuple[int, ...], Callable[[Any, Tensor], Any], str]] = {
     "last samples": (VECTOR, lambda m, x: m.linear(x)[-3:], "some samples"),
     "mean over features": (SEQUENCE, lambda m, x: m.linear(x).reshape(-1, 8).mean(1), r"makes \(15,\)"),
     "steps for samples": (SEQUENCE, lambda m, x: m.linear(x).view(5, -1, 8), r"makes \(5, 3, 8\)"),
-    "samples at the end": (VECTOR, lambda m, x: m.linear(x).view(1, 8, -1), r"makes \(1, 8, 3\)"),
+    "samples at the end": (VECTOR, lambda m, x: m.linear(x).view(1, 8, -1), "a view from"),
     "layers in one view with samples": (SEQUENCE, lambda m, x: m.both(x)[1].view(x.shape[0], -1), "a view from"),
     "linear on two layers' state": (SEQUENCE, lambda m, x: m.by_four(m.deep(x)[1]), r"makes \(2, 3, 4\)"),
     "in place through a view": (PICTURE, in_place_through_a_view, "in place of a part"),

@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 
 import gossamer
 from gossamer import cli, models
+from gossamer.cli import many
 from gossamer.methods import METHODS
 from gossamer.side_by_side import Member, Race
 from gossamer.side_by_side import compare as module
@@ -107,6 +109,78 @@ def test_variants_of_a_method_race_each_other(tmp_path: Path) -> None:
             compare(replace(SMALL, methods=(wrong,)), tmp_path, device=CPU)
 
 
+@pytest.mark.usefixtures("tiny")
+def test_a_teacher_is_trained_again_where_it_is_not_among_the_runs(tmp_path: Path) -> None:
+    """Because it has its record already, or because the runs are too many for one stack."""
+    taught = ("dense", "dpf", "scl:distil=0.5")
+    together = compare(replace(SMALL, methods=taught), tmp_path / "together", device=CPU, save_models=True)
+    told: list[str] = []
+    later = tmp_path / "later"
+    compare(replace(SMALL, methods=("dense",)), later, device=CPU)
+    records = compare(
+        replace(SMALL, methods=taught), later, device=CPU, together=1, save_models=True, progress=told.append
+    )
+    assert [each["accuracy"] for each in records] == [each["accuracy"] for each in together]
+    assert records[2]["train_loss"] == pytest.approx(together[2]["train_loss"], rel=1e-4)
+    assert len(list(later.glob("*.json"))) == 3
+    assert sum("1 dense beside them, as teachers" in line for line in told) == 1
+    assert [records[number]["runs_together"] for number in (1, 2)] == [1, 2]
+    assert len(list(later.glob("*.safetensors"))) == 2  # of the runs that were asked for now
+
+
+@pytest.mark.usefixtures("tiny")
+def test_what_a_later_stack_cannot_do_is_refused_before_the_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Running, "epoch", lambda self, number: pytest.fail("trained"))
+    with pytest.raises(ValueError, match="rigl has no trunk"):
+        compare(replace(SMALL, methods=("dense", "rigl:distil=0.5,teacher=trunk")), tmp_path, device=CPU, together=1)
+    with pytest.raises(ValueError, match=r"run scl with seed 0: expected the target to be met in the 6 steps"):
+        compare(replace(SMALL, methods=("dense", "scl:ramp_share=3")), tmp_path, device=CPU)
+    with pytest.raises(ValueError, match=r"expected a plot whose name ends in one of .*svg.*, got 'race\.xyz'"):
+        compare(SMALL, tmp_path, device=CPU, plot=tmp_path / "race.xyz")
+    file = tmp_path / "file"
+    file.touch()
+    with pytest.raises(ValueError, match=r"expected a folder for records, got .*file, which is a file"):
+        compare(SMALL, file, device=CPU)
+
+
+@pytest.mark.usefixtures("tiny")
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [("{}", "got one without tier, net, data, method"), ('{"settings": {}}', "got one without tier, net")],
+)
+def test_a_record_that_lacks_something_is_named(tmp_path: Path, content: str, message: str) -> None:
+    compare(SMALL, tmp_path, device=CPU)
+    path = next(tmp_path.glob("*scl*.json"))
+    path.write_text(content)
+    with pytest.raises(ValueError, match=f"expected the record of a run in .*{path.name}, {message}.*: delete it"):
+        compare(SMALL, tmp_path, device=CPU)
+
+
+@pytest.mark.usefixtures("tiny")
+def test_the_table_is_where_it_is_said_to_be(tmp_path: Path) -> None:
+    """Also where the records are of runs that another tier had asked for."""
+    compare(SMALL, tmp_path, device=CPU)
+    told: list[str] = []
+    compare(replace(SMALL, tier="final"), tmp_path, device=CPU, progress=told.append)
+    assert told == [f"the records and their table, final.md, are in {tmp_path}"]
+    assert (tmp_path / "final.md").exists()
+
+
+@pytest.mark.usefixtures("tiny")
+def test_all_methods_and_variants_of_some(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Comparison] = []
+    monkeypatch.setattr(many, "compare", lambda comparison, *args, **how: asked.append(comparison))
+    cli.Compare(tmp_path, methods=("all", "autoprune:two_pass=True", "dpf"), device="cpu").carry_out(Console())
+    assert asked[0].methods == (*METHODS, "autoprune:two_pass=True")
+
+
+def test_a_setting_that_is_nearly_one_is_asked_about() -> None:
+    with pytest.raises(ValueError, match=r"got 'scl:mask_rl=1'; did you mean mask_lr\?$"):
+        entrant("scl:mask_rl=1")
+
+
 def test_a_setting_with_several_values() -> None:
     assert entrant("scl:phases=0.1/0.4/0.25/0.25,mask_lr=0.03") == (
         "scl",
@@ -142,7 +216,7 @@ def test_a_command_that_is_stopped_says_how_to_go_on(
     monkeypatch.setattr(Running, "epoch", stopped)
     command = cli.Compare(tmp_path, net="lenet300", data="mnist", epochs=4, seeds=1, validation=16, device="cpu")
     assert cli.run(command) == 130
-    assert "the same command goes on" in capsys.readouterr().err
+    assert "nothing is lost: run the same command again; its runs begin again" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("tiny")
@@ -217,7 +291,7 @@ def test_checkpoints_of_other_races_and_other_files_are_refused(tmp_path: Path) 
     begun = running(race)
     assert begun.go_on_from(path) == 0
     begun.epoch(0)
-    begun.save(path, 1)
+    begun.save(path)
     assert running(race).go_on_from(path) == 1
     with pytest.raises(ValueError, match="of another race: delete it"):
         running(replace(race, learning_rate=0.2)).go_on_from(path)
@@ -274,10 +348,13 @@ def test_what_whole_filters_cannot_do_is_left_out(tmp_path: Path) -> None:
     records = compare(comparison, tmp_path, device=CPU, progress=told.append)
     assert [record["method"] for record in records] == ["dense"]
     assert "left out: l1_filter with seed 0: sparsity=0.9 cannot be met by whole filters" in told[0]
+    no_norms = replace(SMALL, net="lenet5", methods=("dense", "slimming"), sparsity=(0.01,))
+    assert [record["method"] for record in compare(no_norms, tmp_path, device=CPU, progress=told.append)] == ["dense"]
+    assert any("left out: slimming with seed 0: slimming needs a batch norm behind every conv" in line for line in told)
 
 
 def test_too_few_epochs_and_no_gpu_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(ValueError, match="expected at least 4 epochs"):
+    with pytest.raises(ValueError, match="expected at least 3 epochs, one for each phase before fine-tuning, got 2"):
         Comparison("lenet300", "mnist", epochs=2).race()
     if not torch.cuda.is_available():
         with pytest.raises(SystemExit) as exit_:

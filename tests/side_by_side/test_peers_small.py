@@ -3,19 +3,26 @@
 import importlib.util
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from gossamer.data.sets import ImageSet, Labelled
 
-SPEC = importlib.util.spec_from_file_location(
-    "peers_small", Path(__file__).parents[2] / "benchmarks" / "peers_small.py"
-)
-assert SPEC is not None
-assert SPEC.loader is not None
-small = importlib.util.module_from_spec(SPEC)
-SPEC.loader.exec_module(small)
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+def load(name: str) -> Any:
+    spec = importlib.util.spec_from_file_location(name, BENCHMARKS / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+small = load("peers_small")
 
 
 def images() -> ImageSet:
@@ -41,15 +48,33 @@ def test_the_networks_have_the_counts_that_are_told() -> None:
 
 
 def test_a_record_a_run_and_none_twice(tmp_path: Path) -> None:
-    files = small.race(tmp_path, "residual", ["dpf", "str:rate=50"], 0.9, 1, 4, images())
+    files = small.race(tmp_path, small.NETWORKS["residual"], ["dpf", "str:rate=50"], 0.9, 1, 4, images())
     assert [file.name for file in files] == ["dpf-90-4ep-s0.json", "str-rate-50-90-4ep-s0.json"]
     told = [json.loads(file.read_text()) for file in files]
     assert [each["method"] for each in told] == ["dpf", "str"]
     assert told[1]["settings"]["rate"] == 50
     assert all(abs(each["sparsity"] - 0.9) < 1e-4 for each in told)
     times = [file.stat().st_mtime_ns for file in files]
-    assert small.race(tmp_path, "residual", ["dpf", "str:rate=50"], 0.9, 1, 4, images()) == files
+    assert small.race(tmp_path, small.NETWORKS["residual"], ["dpf", "str:rate=50"], 0.9, 1, 4, images()) == files
     assert [file.stat().st_mtime_ns for file in files] == times
     files[1].write_text(json.dumps({**told[1], "settings": {**told[1]["settings"], "rate": 7.0}}))
     with pytest.raises(ValueError, match=r"expected a run of str:rate=50 .* another rate: its default has changed"):
-        small.race(tmp_path, "residual", ["dpf", "str:rate=50"], 0.9, 1, 4, images())
+        small.race(tmp_path, small.NETWORKS["residual"], ["dpf", "str:rate=50"], 0.9, 1, 4, images())
+
+
+def test_the_small_network_for_long_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    sinking = load("sinking")
+    network = sinking.SmallNetwork()
+    count = sum(each.numel() for each in network.parameters() if each.dim() > 1)
+    assert f"{count:,} connections" in network.__doc__
+    generator = torch.Generator().manual_seed(0)
+    pixels = torch.randint(0, 256, (96, 3, 32, 32), dtype=torch.uint8, generator=generator)
+    part = Labelled(pixels, torch.arange(96) % 10)
+    whole = ImageSet("cifar10", part, part, tuple("0123456789"), (0.5,) * 3, (0.25,) * 3)
+    tiny = sinking.tiny_images(whole, held_out=32)
+    torch.testing.assert_close(tiny.test.images[0, 0, 0, 0].double(), pixels[64, 0, :4, :4].double().mean().round())
+    net = ("six convolutions", sinking.SmallNetwork)
+    (file,) = sinking.race(tmp_path, net, ["scl:midpoint=5"], 0.9, 1, 4, tiny, weight_decay=1e-3)
+    told = json.loads(file.read_text())["settings"]
+    assert (told["weight_decay"], told["midpoint"]) == (1e-3, 5.0)

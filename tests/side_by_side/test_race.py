@@ -1,5 +1,6 @@
 """Runs trained side by side give what each gives alone with a Sparsifier and torch's SGD."""
 
+import math
 from dataclasses import asdict
 
 import pytest
@@ -80,6 +81,7 @@ def alone(member: Member) -> tuple[nn.Module, float]:
             estimator=options.estimator,
             anneal=options.anneal,
             removed_gradient=options.removed_gradient,
+            halfway=options.midpoint > 0,
             floor=RACE.floor,
         )
     elif member.method != "dense":
@@ -135,6 +137,7 @@ def test_the_papers_settings_equal_the_sparsifier_too() -> None:
         Member.of(seed=2, sparsity=0.6, mask_lr=0.03, feature_power=0.5, global_power=0.0, anneal="constant"),
         Member.of(seed=1, sparsity=0.7, removed_gradient=0.25),
         Member.of(seed=2, sparsity=0.7, removed_gradient=0.0),
+        Member.of(seed=1, sparsity=0.7, midpoint=0.5 / (1 - RACE.momentum)),
     ]
     fixed = _all_equal_their_runs_alone(members)[:2]
     assert all(0.05 < outcome.sparsity < 0.95 for outcome in fixed)
@@ -152,9 +155,14 @@ def test_a_race_without_a_trunk_and_one_with_seeds_of_both_kinds() -> None:
 
 
 def _all_equal_their_runs_alone(members: list[Member]) -> list[Outcome]:
-    outcomes = run_race(RACE, members, data(), network, device=CPU, dtype=torch.float64)
-    for member, outcome in zip(members, outcomes, strict=True):
+    raced: dict[int, nn.Module] = {}
+    outcomes = run_race(RACE, members, data(), network, device=CPU, dtype=torch.float64, keep=raced.__setitem__)
+    for number, (member, outcome) in enumerate(zip(members, outcomes, strict=True)):
         net, accuracy = alone(member)
+        for ours, theirs in zip(raced[number].parameters(), net.parameters(), strict=True):
+            torch.testing.assert_close(
+                ours.double(), theirs, rtol=1e-5, atol=1e-6, msg=lambda m, of=member: f"{of}: {m}"
+            )
         weights = [net.get_parameter(name) for name in ("0.weight", "3.weight", "8.weight")]
         assert outcome.connections_by_tensor == tuple(int((weight != 0).sum()) for weight in weights), member
         assert outcome.accuracy == pytest.approx(accuracy)
@@ -203,6 +211,26 @@ def test_an_unknown_method_is_refused() -> None:
         Member.of(seed=0, mask_rate=3)
     with pytest.raises(ValueError, match="expected Options as the settings of dpf, got SCLOptions"):
         Member(seed=0, method="dpf", settings=SCLOptions())
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("sparsity", 1.0),
+        ("sparsity", math.nan),
+        ("weight_decay", -1e-4),
+        ("weight_decay", math.nan),
+        ("peak_rate", 0.0),
+        ("peak_rate", math.nan),
+        ("restart", -1.0),
+        ("temperature", math.nan),
+        ("teacher_weight_decay", -1.0),
+        ("finetune_weight_decay", math.inf),
+    ],
+)
+def test_numbers_that_make_no_sense_are_refused(name: str, value: float) -> None:
+    with pytest.raises(ValueError, match=f"^{name}: expected a .*, got {value}$"):
+        Member.of(0, **{name: value})  # type: ignore[arg-type]
 
 
 def classifier() -> nn.Module:

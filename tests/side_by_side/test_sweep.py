@@ -1,6 +1,7 @@
 """Sweeps: grids of runs, trunks that are shared, records, what is refused, going on after an interruption."""
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -196,6 +197,48 @@ def test_a_grid_is_every_combination() -> None:
         runs_of(BASE, ["seed=1", "seed=2"])
 
 
+def test_a_setting_goes_to_the_methods_that_have_it() -> None:
+    """The example of the docstring; runs that go without are not repeated for every value."""
+    told = r"^method=dense does not take settings\.mask_lr; method=dpf does not take settings\.mask_lr: such runs"
+    with pytest.warns(UserWarning, match=told):
+        runs = runs_of(BASE, ["seed=0,1", "method=dense,scl,dpf,autoprune", "settings.mask_lr=0.01,0.03"])
+    assert [(run.seed, run.method, run.settings.get("mask_lr")) for run in runs] == [
+        (seed, method, rate)
+        for seed in (0, 1)
+        for method, rates in (
+            ("dense", (None,)),
+            ("scl", (0.01, 0.03)),
+            ("dpf", (None,)),
+            ("autoprune", (0.01, 0.03)),
+        )
+        for rate in rates
+    ]
+    assert len(runs_of(BASE, ["method=dense,dpf,scl", "settings.warmup=1ep,2ep"])) == 6  # phases are everybody's
+    with pytest.warns(UserWarning, match=r"^method=rigl does not take settings\.momentum"):  # also a key of the run
+        runs_of(BASE, ["method=rigl,str", "settings.momentum=0.5"])
+    with pytest.warns(UserWarning, match=r"^method=scl does not take settings\.fraction: such"):
+        runs = runs_of(BASE, ["settings.fraction=0.1,0.2", "method=rigl,scl"])
+    assert [(run.method, run.settings.get("fraction")) for run in runs] == [("rigl", 0.1), ("scl", None), ("rigl", 0.2)]
+
+
+@pytest.mark.parametrize(
+    ("grid", "message"),
+    [
+        (
+            ["method=dpf,rigl", "settings.mask_lr=0.1"],
+            r"no run of the grid takes settings\.mask_lr \(method=d",
+        ),
+        (["method=dense", "settings.mask_lr=0.1,0.2"], "leave it out, or add a method that does"),
+        (["method=dense,scl", "settings.masklr=0.1"], r"did you mean settings\.mask_lr\?"),
+        (["method=dpf,scl", "settings.lr=0.1"], "lr is a key of the run, not of its settings: lr=0.1"),
+        (["method=rigle,scl", "settings.mask_lr=0.1"], "unknown method 'rigle': did you mean 'rigl'"),
+    ],
+)
+def test_a_setting_that_no_method_has_is_refused(grid: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        runs_of(BASE, grid)
+
+
 @pytest.mark.usefixtures("tiny")
 def test_one_record_a_run_and_none_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     base = replace(BASE, validation=20)
@@ -263,7 +306,7 @@ def test_a_run_that_diverges_leaves_the_others_alone(tmp_path: Path) -> None:
     assert [good[key] for key in ("accuracy", "train_loss")] == [expected[key] for key in ("accuracy", "train_loss")]
     head, rows = sweep_table([good, bad])
     assert head[0] == "lr"
-    assert [row[:2] for row in rows] == [["0.1", f"{100 * good['accuracy']:.2f} ± 0.00"], ["1e+30", "diverged"]]
+    assert [row[:2] for row in rows] == [["0.1", f"{100 * good['accuracy']:.2f}"], ["1e+30", "diverged"]]
 
 
 def test_what_a_stack_cannot_do_is_named(tmp_path: Path) -> None:
@@ -324,7 +367,24 @@ def test_a_table_has_the_settings_that_differ() -> None:
     head, rows = sweep_table([record(0, 0.9, mask_lr=0.1), record(1, 0.91, mask_lr=0.1), record(0, 0.8)])
     assert head == ["settings.mask_lr", "test", "validation", "zeros", "loss", "seeds"]
     assert rows[0] == ["0.1", "90.50 ± 0.71", "–", "80.00%", "0.250", "2"]
-    assert rows[1][:2] == ["–", "80.00 ± 0.00"]
+    assert rows[1][:2] == ["–", "80.00"]
+
+
+@pytest.mark.usefixtures("tiny")
+def test_phases_that_a_dense_run_has_not_do_not_refuse_it(tmp_path: Path) -> None:
+    """Its learning rate follows the phases until the run ends within them."""
+    long = {"warmup": "1ep", "sparsify": "40ep", "stabilise": "20ep"}
+    run = replace(BASE, method="dense", sparsity=None, epochs=2, schedule="phases_cosine", lr_factor=0.5, settings=long)
+    with pytest.warns(UserWarning, match=r"settings\.sparsify=40ep.* take 244 steps, and the run ends after 8"):
+        lane = lane_of(run, 4)
+    assert lane.plan is None
+    falling = [0.1 * (0.5 + 0.25 * (1 + math.cos(math.pi * step / 240))) for step in range(4)]
+    assert lane.rates.tolist() == pytest.approx([0.1] * 4 + falling)
+    with pytest.warns(UserWarning, match="the run ends after 12"):
+        (record,) = sweep([run], tmp_path)
+    assert (record["run_id"], record["diverged"]) == (run.run_id, False)
+    with pytest.raises(ValueError, match="the phases take 61 epochs, but the run has epochs=2"):
+        replace(run, method="scl", sparsity=0.5)
 
 
 def test_phases_of_a_lane_have_to_fit_its_rates() -> None:

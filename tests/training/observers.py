@@ -1,5 +1,8 @@
 """Observers of a run that the tests put beside it."""
 
+from collections.abc import Callable
+from typing import Any
+
 from gossamer.training.progress import Status
 
 
@@ -14,5 +17,20 @@ class Dies:
     def tell(self, status: Status) -> None:
         if status.step == self._step:
             raise MemoryError
+
+    def close(self) -> None: ...
+
+
+class Acts:
+    """Does something when the run reaches a step."""
+
+    def __init__(self, step: int, action: Callable[[], Any]) -> None:
+        self._step, self._action = step, action
+
+    def begin(self, status: Status) -> None: ...
+
+    def tell(self, status: Status) -> None:
+        if status.step == self._step:
+            self._action()
 
     def close(self) -> None: ...

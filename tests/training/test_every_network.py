@@ -44,7 +44,8 @@ def test_a_few_steps(
     dataset = random_set(entry)
     monkeypatch.setattr(task.data, "load", lambda name, root=None: dataset)
     options = SMALLER.get(entry.name, {})
-    run = Run(model=entry.name, model_options=options, data=entry.data, batch_size=2, lr=1e-3, bptt=20, device="cpu")
+    bptt = 20 if entry.tokens else 35
+    run = Run(model=entry.name, model_options=options, data=entry.data, batch_size=2, lr=1e-3, bptt=bptt, device="cpu")
     run = run if method == "dense" else run.with_settings(["method=scl", "sparsity=0.9"])
     found = train(run, tmp_path)
     if not options:

@@ -15,8 +15,9 @@ from torch.nn import functional
 
 from gossamer.data import Batches, ImageSet, TextSet
 from gossamer.models import create
-from gossamer.training import Interrupted, LossNotFinite, Run, loop, networks, result, train
+from gossamer.training import Interrupted, LossNotFinite, Run, networks, result, train
 from gossamer.training.progress import JsonLines, Status, TensorBoard
+from gossamer.training.stopping import StopSignal
 
 DENSE = Run(
     model="digits_cnn", model_options={"width": 4}, data="digits", epochs=4, batch_size=8, log_steps=3, device="cpu"
@@ -201,13 +202,13 @@ def test_a_second_signal_counts_only_where_no_launcher_repeats_the_first(request
     # A shell lets what it runs in the background ignore interrupts.
     inherited = signal.signal(signal.SIGINT, signal.default_int_handler)
     request.addfinalizer(lambda: signal.signal(signal.SIGINT, inherited))
-    with loop._StopSignal(launched=False) as alone:
+    with StopSignal(launched=False) as alone:
         os.kill(os.getpid(), signal.SIGINT)
         assert alone.asked
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
     before = signal.getsignal(signal.SIGINT)
-    with loop._StopSignal(launched=True) as one_of_several:
+    with StopSignal(launched=True) as one_of_several:
         for _ in range(2):
             os.kill(os.getpid(), signal.SIGINT)
             assert one_of_several.asked
@@ -232,7 +233,9 @@ def test_a_loss_that_is_not_finite_stops_the_run(images: ImageSet, tmp_path: Pat
         ("model=resnet2", "did you mean resnet20"),
         ("model_options.height=3", "digits_cnn does not take model_options.height: it takes width"),
         ("model_options.widht=3", "digits_cnn does not take model_options.widht: did you mean 'width'"),
-        ("model_options.width=wide", "digits_cnn does not take model_options={'width': 'wide'}"),
+        ("model_options.width=wide", r"digits_cnn cannot be built with model_options\.width=wide \(.*: change or drop"),
+        ("model_options.width=-3", r"digits_cnn cannot be built with model_options\.width=-3 \(.*negative dimension"),
+        ("model_options.width=2.5", r"digits_cnn cannot be built with model_options\.width=2\.5 \("),
         ("device=cuda", "device=cuda was asked for, but torch .* finds 0 CUDA devices here: set device=cpu"),
         ("device=mps", "expected a device such as auto, cpu, cuda or cuda:1, got 'mps'"),
         ("device=gpu", "expected a device such as auto, cpu, cuda or cuda:1, got 'gpu'"),
@@ -245,9 +248,8 @@ def test_what_cannot_be_trained_is_refused_before_training(
 ) -> None:
     if change == "device=cuda" and torch.cuda.is_available():
         pytest.skip("there is a GPU here")
-    run = DENSE.with_settings([change])
-    if change.startswith("model="):
-        run = Run.from_dict({**run.to_dict(), "model_options": {}})
+    plain = Run.from_dict({**DENSE.to_dict(), "model_options": {}}) if change.startswith("model=") else DENSE
+    run = plain.with_settings([change])
     with pytest.raises(ValueError, match=message):
         train(run, tmp_path / "out")
     assert not (tmp_path / "out").exists()
@@ -293,6 +295,19 @@ def test_the_log_has_every_step_once_whatever_happened(images: ImageSet, tmp_pat
     assert [line["phase"] for line in lines] == ["warm-up"] * 2 + ["sparsify"] * 3 + ["stabilise"] + ["fine-tune"] * 2
     assert all("decay" in line for line in lines if line["phase"] in ("sparsify", "stabilise"))
     assert lines[-1]["sparsity"] == pytest.approx(0.8, abs=0.001)
+
+
+def test_the_learning_rate_that_is_told_is_the_one_that_was_taken(images: ImageSet, tmp_path: Path) -> None:
+    """Also by a method that has its own: down to nothing, a cut half-way, and again from the peak."""
+    seen = At(0, die)
+    run = DENSE.with_settings(["method=lottery", "sparsity=0.8", "log_steps=1"])  # 20 steps, masks from 5 to 15
+    train(run, tmp_path, observers=[seen])
+    rates = {status.step - 1: status.lr for status in seen.seen}
+    start = run.lr * 0.5 * (1 + math.cos(math.pi * 5 / 20))
+    for step in range(5, 10):
+        assert rates[step] == pytest.approx(start * 0.5 * (1 + math.cos(math.pi * (step - 5) / 5)))
+    for step in range(10, 20):
+        assert rates[step] == pytest.approx(run.lr * 0.5 * (1 + math.cos(math.pi * (step - 10) / 10)))
 
 
 def test_tensorboard_gets_its_scalars(images: ImageSet, tmp_path: Path) -> None:
@@ -364,6 +379,11 @@ def test_a_rate_that_fell_on_a_plateau_stays_low_after_a_death(text: TextSet, tm
     train(run, tmp_path / "torn", observers=[torn])
     assert [status.lr for status in torn.seen] == rates[-len(torn.seen) :]
     assert_same(weights(tmp_path / "whole"), weights(tmp_path / "torn"))
+
+
+def test_drops_of_the_learning_rate_after_the_end_are_told(images: ImageSet, tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="lr_drops=9ep comes after the end of the run, of 20 steps"):
+        train(DENSE.with_settings(["schedule=steps", "lr_drops=2ep,9ep"]), tmp_path)
 
 
 def test_a_dense_run_of_one_step_and_one_with_the_rates_of_a_sparse_one(images: ImageSet, tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from gossamer.schedule import Plan
-from gossamer.training.optimise import Plateau, learning_rate, make_optimizer
+from gossamer.training.optimise import Plateau, learning_rate, make_optimizer, out_of_reach, plan_without_masks
 from gossamer.training.run import Run
 
 PLAN = Plan(warmup=10, sparsify=6, stabilise=4, finetune=20)
@@ -51,6 +51,33 @@ def test_restart_finishes_the_warm_up_and_begins_anew(again: float | None) -> No
 def test_the_learning_rate_rises_in_equal_steps() -> None:
     run = Run(schedule="constant", lr=1.0, lr_warmup="4it")
     assert rates(run)[:6] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0, 1.0])
+
+
+def test_a_dense_run_is_not_refused_for_phases_of_masks_that_it_has_not() -> None:
+    phases = {"warmup": "80ep", "sparsify": "90ep", "stabilise": "26ep"}
+    run = Run(schedule="phases_cosine", lr=1.0, settings=phases)
+    assert plan_without_masks(run, 2600, 10) == Plan(800, 900, 260, 640)
+    with pytest.warns(UserWarning, match=r"settings\.warmup=80ep.* take 1960 steps, and the run ends after 1000"):
+        plan = plan_without_masks(run, 1000, 10)
+    whole = plan_without_masks(run, 2600, 10)
+    assert [learning_rate(run, plan, step, total_steps=1000, steps_per_epoch=10) for step in range(1000)] == [
+        learning_rate(run, whole, step, total_steps=2600, steps_per_epoch=10) for step in range(1000)
+    ]
+    assert plan_without_masks(Run(schedule="phases", preset="paper"), 5, 5) == Plan(2, 1, 0, 2)
+    assert plan_without_masks(run, 10, 10, leads=False) is not None
+    assert plan_without_masks(Run(), 10, 10) is None
+
+
+def test_what_the_learning_rate_never_comes_to_is_told() -> None:
+    run = Run(schedule="steps", lr_drops=("4it", "0.5run", "1ep", "3ep"), lr_warmup="9it")
+    assert out_of_reach(run, 20, 10) == [
+        "lr_drops=3ep comes after the end of the run, of 20 steps, so the learning rate does not fall then: give it as "
+        "a share of the run, such as 0.5run"
+    ]
+    rates = [learning_rate(Run(lr_warmup="2ep"), None, step, total_steps=20, steps_per_epoch=10) for step in range(20)]
+    assert max(rates) < 0.1
+    assert ["never reaches lr=0.1" in told for told in out_of_reach(Run(lr_warmup="2ep"), 20, 10)] == [True]
+    assert out_of_reach(Run(), 1, 1) == []
 
 
 def test_optimizers_have_the_settings_of_the_run() -> None:

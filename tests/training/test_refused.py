@@ -63,9 +63,9 @@ def test_a_checkpoint_of_another_run(torn: Path) -> None:
 @pytest.mark.skipif(sys.platform == "win32", reason="files are not locked there")
 def test_a_folder_in_which_another_process_trains(torn: Path) -> None:
     hold = (
-        "import fcntl, sys; file = open(sys.argv[1], 'r+'); fcntl.lockf(file, fcntl.LOCK_EX); print('held', flush=True)"
+        "import fcntl, sys; file = open(sys.argv[1], 'a'); fcntl.lockf(file, fcntl.LOCK_EX); print('held', flush=True)"
     )
-    other = [sys.executable, "-c", f"{hold}; sys.stdin.read()", str(torn / "run.json")]
+    other = [sys.executable, "-c", f"{hold}; sys.stdin.read()", str(torn / ".lock")]
     with subprocess.Popen(other, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         process.stdout.readline()
@@ -124,6 +124,11 @@ def test_files_of_a_run_that_are_not_its_own(tmp_path: Path, content: str) -> No
         with pytest.raises(ValueError, match=f"expected a JSON object in .*{name}"):
             read()
         (tmp_path / name).unlink()
+
+
+def test_layers_of_a_sweep(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="gossamer train leaves them, a sweep does not"):
+        result.read_layers(tmp_path / "0123456789.json")
 
 
 @pytest.mark.parametrize("content", ["{}", '{"rows": 3}', '{"rows": [1]}', '{"rows": [{"shape": [2]}]}'])

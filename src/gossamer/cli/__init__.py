@@ -5,6 +5,8 @@ Errors are one message on stderr and exit code 2; `--debug` shows the traceback.
 and goes on when the same command is given again.
 """
 
+import errno
+import io
 import platform
 import sys
 import traceback
@@ -17,12 +19,15 @@ import tyro
 from rich.console import Console
 
 import gossamer
+from gossamer.cli.arguments import at_home, keys_as_options
 from gossamer.cli.deploy import Export, Speed
 from gossamer.cli.many import Compare, Sweep
 from gossamer.cli.paper import Reproduce
 from gossamer.cli.show import List, Report
+from gossamer.cli.telling import tell
 from gossamer.cli.train import Quickstart, Train, leads
 from gossamer.training import Interrupted
+from gossamer.training.checkpoint import Checkpoints
 
 # What a user's input or machine can cause. Anything else is a fault of ours and keeps its traceback.
 _EXPECTED = (ValueError, OSError, ImportError, ArithmeticError, RuntimeError)
@@ -52,10 +57,24 @@ class Executable(Protocol):
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run one command and exit with its code."""
-    given = sys.argv[1:] if arguments is None else list(arguments)
+    try:
+        _main(sys.argv[1:] if arguments is None else list(arguments))
+    except KeyboardInterrupt:
+        tell("gossamer: stopped")  # before there was a command
+        sys.exit(130)
+
+
+def _main(given: list[str]) -> None:
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # λ and × are not in every encoding, and not worth an error
+            stream.reconfigure(errors="replace")
     if given == ["--version"]:
         print(f"gossamer {gossamer.__version__}, torch {torch.__version__}, Python {platform.python_version()}")
         sys.exit(0)
+    misplaced = keys_as_options(given)
+    if misplaced:
+        tell(f"gossamer: {misplaced}")
+        sys.exit(2)
     command: Executable = tyro.cli(
         Command,
         args=given,
@@ -75,17 +94,43 @@ def run(command: Executable) -> int:
         return 0
     except Interrupted as stopped:
         if leads():  # all have stopped
-            print(stopped, file=sys.stderr)
+            tell(stopped)
         return 130
     except KeyboardInterrupt:
-        print("gossamer: stopped; what was finished is kept, and the same command goes on from there", file=sys.stderr)
+        tell(f"gossamer: stopped{_afterwards(command)}")
         return 130
     except _EXPECTED as error:
         if command.debug:
             traceback.print_exc()
         else:
-            print(f"gossamer: {error}", file=sys.stderr)
+            tell(f"gossamer: {error}{_remedy(error)}")
         return 2
+
+
+_REMEDIES = {
+    errno.ENOSPC: "free some space on the disk",
+    errno.EDQUOT: "free some space on the disk",
+    errno.EACCES: "choose another place, or change its permissions",
+    errno.EPERM: "choose another place, or change its permissions",
+    errno.EROFS: "choose a place that can be written",
+    errno.ENOTDIR: "choose a folder, as a file is in the way",
+    errno.EEXIST: "choose a folder, as a file is in the way",
+}
+
+
+def _remedy(error: Exception) -> str:
+    """What to do about an error of the system, which has no advice in it."""
+    advice = _REMEDIES.get(error.errno or 0) if isinstance(error, OSError) else None
+    return f": {advice}, and give the command again" if advice else ""
+
+
+def _afterwards(command: Executable) -> str:
+    """What the same command would do after a stop at once, by a second Ctrl-C or before the first step."""
+    if isinstance(command, Train):
+        return f" at once; when the same command is given again {Checkpoints(at_home(command.out)).next_time()}"
+    if isinstance(command, Quickstart | Sweep | Compare | Reproduce):
+        return "; finished runs are kept, and the same command goes on with the rest, from a checkpoint if there is one"
+    return ""
 
 
 def _show_warning(
@@ -96,4 +141,4 @@ def _show_warning(
     file: TextIO | None = None,
     line: str | None = None,
 ) -> None:
-    print(f"warning: {message}", file=sys.stderr)
+    tell(f"warning: {message}")

@@ -1,10 +1,13 @@
 """Kinds of arguments that several commands have, with the names that their help shows."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import tyro
 from tyro.conf import arg
+
+from gossamer.training.run import full_key
 
 RecipeName = Annotated[tyro.conf.Positional[str], arg(metavar="RECIPE")]
 Assignments = Annotated[
@@ -16,6 +19,27 @@ OptionalFile = Annotated[Path | None, arg(metavar="FILE")]
 NetworkFile = Annotated[tyro.conf.Positional[Path], arg(metavar="FILE")]
 OptionalName = Annotated[str | None, arg(metavar="NAME")]
 OptionalNumber = Annotated[int | None, arg(metavar="INT")]
+
+
+def at_home(path: Path) -> Path:
+    """The path with ~ resolved, which a shell leaves alone in --out=~/runs."""
+    return path.expanduser()
+
+
+def keys_as_options(given: Sequence[str]) -> str | None:
+    """What is wrong with a command line that has keys of a run as options: --epochs 3 for --set epochs=3."""
+    own = {"train": ("out", "set", "debug"), "sweep": ("out", "grid", "set", "together", "device", "debug")}
+    if not given or given[0] not in own:
+        return None
+    for number, argument in enumerate(given):
+        name, _, value = argument.removeprefix("--").partition("=")
+        key = full_key(name.replace("-", "_"))
+        if not argument.startswith("--") or name in own[given[0]] or key is None:
+            continue
+        following = given[number + 1 : number + 2]
+        told = value or next((each for each in following if not each.startswith("-")), "VALUE")
+        return f"expected the keys of a run behind --set, got --{name}: gossamer {given[0]} … --set {key}={told}"
+    return None
 
 
 def joined(given: tuple[tuple[str, ...], ...]) -> list[str]:

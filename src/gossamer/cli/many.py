@@ -14,13 +14,16 @@ from gossamer.cli.arguments import (
     OptionalFolder,
     OptionalNumber,
     RecipeName,
+    at_home,
     joined,
 )
+from gossamer.cli.telling import lines_to
 from gossamer.methods import METHODS
 from gossamer.recipes import find
 from gossamer.results import about, race_blocks, sweep_table
 from gossamer.side_by_side import runs_of, sweep
 from gossamer.side_by_side.compare import TIERS, Comparison, compare
+from gossamer.side_by_side.sweeps import record_path
 from gossamer.training.place import join
 from gossamer.training.result import commit
 
@@ -34,7 +37,7 @@ class Sweep:
     out: Folder
     """Folder for one record a run; runs that have one are not trained again."""
     grid: Assignments
-    """What the runs differ in, as key=value,value: seed=0,1,2 method=scl,dpf settings.mask_lr=0.01,0.03."""
+    """What the runs differ in, as key=value,value: seed=0,1,2 method=scl,dpf sparsity=0.9,0.95."""
     set: Assignments = ()
     """Changes to the recipe, as key=value, for all runs."""
     together: int = 32
@@ -52,13 +55,19 @@ class Sweep:
                 "expected what the runs differ in, got nothing: add --grid seed=0,1,2, or train one run alone"
             )
         base = find(self.recipe).run.with_settings(joined(self.set))
+        runs, out = runs_of(base, joined(self.grid)), at_home(self.out)
+        there = sum(record_path(out, run).exists() for run in runs)
+        if there:
+            console.print(
+                f"{there} of {len(runs)} runs have their record in {out} and are not trained again", soft_wrap=True
+            )
         records = sweep(
-            runs_of(base, joined(self.grid)),
-            self.out,
+            runs,
+            out,
             device=base.device if self.device == "auto" else self.device,
             together=self.together,
             save_models=self.save_models,
-            progress=console.print,
+            progress=lines_to(console),
         )
         console.print(tables.of_rows(*sweep_table(records)))
 
@@ -74,7 +83,7 @@ class Compare:
     data: str = "cifar10"
     """Set of images out of `gossamer list`."""
     methods: tuple[str, ...] = ("scl", "dpf")
-    """Names out of `gossamer list`, or all, or with settings: autoprune:two_pass=True. dense always runs with them."""
+    """Names out of `gossamer list`, all, or with settings: autoprune:two_pass=True. dense always runs with them."""
     sparsity: tuple[float, ...] = (0.9, 0.95, 0.98)
     """Shares of zeros: 0.95 is 95 %."""
     seeds: int = 3
@@ -101,7 +110,7 @@ class Compare:
         comparison = Comparison(
             self.net,
             self.data,
-            tuple(dict.fromkeys(("dense", *(METHODS if self.methods == ("all",) else self.methods)))),
+            tuple(dict.fromkeys(("dense", *(name for each in self.methods for name in _named(each))))),
             self.sparsity,
             self.seeds,
             tier.epochs if self.epochs is None else self.epochs,
@@ -109,7 +118,7 @@ class Compare:
             commit() or "unknown",
             self.tier,
         )
-        out = self.out or Path("results") / f"race-{self.net}"
+        out = at_home(self.out or Path("results") / f"race-{self.net}")
 
         def show(records: list[dict[str, Any]]) -> None:
             console.print(about(records), highlight=False)
@@ -123,6 +132,10 @@ class Compare:
             together=self.together,
             save_models=self.save_models,
             plot=self.plot,
-            progress=console.print,
+            progress=lines_to(console),
             finished=show,
         )
+
+
+def _named(text: str) -> tuple[str, ...]:
+    return tuple(METHODS) if text == "all" else (text,)

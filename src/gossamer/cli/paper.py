@@ -8,7 +8,8 @@ import tyro
 from rich.console import Console
 
 from gossamer import tables
-from gossamer.cli.arguments import OptionalFolder
+from gossamer.cli.arguments import OptionalFolder, at_home
+from gossamer.cli.telling import lines_to
 from gossamer.reproduce import map_fitting, mnist
 from gossamer.results import map_fitting_rows, mnist_decay_table, mnist_estimator_table
 from gossamer.training.place import join
@@ -33,12 +34,14 @@ class Reproduce:
     """Show the traceback of an error."""
 
     def carry_out(self, console: Console) -> None:
-        out = self.out or Path("results") / self.exhibit
+        out = at_home(self.out or Path("results") / self.exhibit)
         if self.exhibit == "map-fitting":
-            records = map_fitting.reproduce(out, seeds=self.seeds, steps=self.steps, progress=console.print)
+            records = map_fitting.reproduce(out, seeds=self.seeds, steps=self.steps, progress=lines_to(console))
             console.print(tables.of_map_fitting(map_fitting_rows(records)))
+            console.print(f"the records and, where matplotlib is installed, their curves are in {out}")
             return
         device = join(self.device).device
-        records = mnist.reproduce(out, seeds=self.seeds, epochs=self.epochs, device=device, progress=console.print)
+        records = mnist.reproduce(out, seeds=self.seeds, epochs=self.epochs, device=device, progress=lines_to(console))
         for head, rows in (mnist_decay_table(records), mnist_estimator_table(records)):
             console.print(tables.of_rows(head, rows))
+        console.print(f"the records and, where matplotlib is installed, the picture {mnist.PICTURE} are in {out}")

@@ -10,11 +10,11 @@ import torch
 from rich.console import Console
 
 from gossamer import tables
-from gossamer.cli.arguments import Assignments, Folder, RecipeName, joined
+from gossamer.cli.arguments import Assignments, Folder, RecipeName, at_home, joined
 from gossamer.recipes import Recipe, find
 from gossamer.training import train
-from gossamer.training.progress import JsonLines, LiveLine, Observer, TensorBoard
-from gossamer.training.result import MODEL, SPARSE_MODEL, read_layers
+from gossamer.training.progress import JsonLines, LiveLine, Observer, PlainLines, TensorBoard
+from gossamer.training.result import MODEL, RESULT, SPARSE_MODEL, read_layers
 
 
 @dataclass(frozen=True)
@@ -31,12 +31,15 @@ class Train:
     """Show the traceback of an error."""
 
     def carry_out(self, console: Console) -> None:
-        recipe = find(self.recipe)
-        result = _train(recipe, self.out, joined(self.set))
+        recipe, out = find(self.recipe), at_home(self.out)
+        written_before = _written(out / RESULT)
+        result = _train(recipe, out, joined(self.set))
         if leads():
+            if _written(out / RESULT) == written_before:
+                _say(console, f"This run has finished before, in {out}: nothing was trained.")
             console.print(tables.of_results([(recipe.name, result)]))
             console.print(tables.against_paper(recipe, result))
-            console.print(f"The model is in {self.out / MODEL}")
+            _say(console, f"The model is in {out / MODEL}")
 
 
 @dataclass(frozen=True)
@@ -50,23 +53,35 @@ class Quickstart:
 
     def carry_out(self, console: Console) -> None:
         torch.set_num_threads(1)  # so small a network gains nothing from a second one, and loses much on a busy machine
-        folders = {name: self.out / name for name in ("digits-dense", "digits")}
+        folders = {name: at_home(self.out) / name for name in ("digits-dense", "digits")}
         results = [(name, _train(find(name), folder)) for name, folder in folders.items()]
         console.print(tables.of_results(results))
         console.print(tables.of_layers(read_layers(folders["digits"]), "The connections that are left"))
         plain, small = (folders["digits"] / name for name in (MODEL, SPARSE_MODEL))
         smaller = plain.stat().st_size / small.stat().st_size
-        console.print(
+        _say(
+            console,
             f"The sparse network is in {plain}, for any PyTorch program, and {smaller:.0f} times smaller in {small}, "
-            "for gossamer.load. Next: gossamer list, then gossamer train RECIPE --out DIR"
+            "for gossamer.load. Next: gossamer list, then gossamer train RECIPE --out DIR",
         )
 
 
 def _train(recipe: Recipe, out: Path, changes: Sequence[str] = ()) -> dict[str, Any]:
-    observers: list[Observer] = [LiveLine(recipe.name), JsonLines(out)]
+    on_terminal = Console(stderr=True).is_terminal
+    observers: list[Observer] = [(LiveLine if on_terminal else PlainLines)(recipe.name), JsonLines(out)]
     if TensorBoard.is_installed():
         observers.append(TensorBoard(out))
     return train(recipe.run.with_settings(changes), out, observers=observers)
+
+
+def _say(console: Console, sentence: str) -> None:
+    """A line with a path in it, which a terminal may break but we do not: it can then be copied."""
+    console.print(sentence, soft_wrap=True, highlight=False)
+
+
+def _written(path: Path) -> int | None:
+    """When a file was written, None where it is not there."""
+    return path.stat().st_mtime_ns if path.is_file() else None
 
 
 def leads() -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -33,6 +34,15 @@ class Rule(Protocol):
         """Take the features that go out of the operation's tensors and arguments."""
 
 
+@dataclass(frozen=True, eq=False)
+class EqualGroups:
+    """The features of each group of a layer, as (groups, features of one). Groups that stay have as many inputs, and as
+    many outputs, as the others. Inputs of None all stay."""
+
+    inputs: Tensor | None
+    outputs: Tensor
+
+
 class Analysis:
     """What is known of every tensor of a graph. ``rules`` are those of its nodes."""
 
@@ -43,8 +53,9 @@ class Analysis:
         self.needed: dict[fx.Node, Tensor] = {}
         self.equal_numbers: list[list[Tensor]] = []
         """Sets of features of which the same number has to stay, as in the layers of one LSTM."""
-        self.representatives: dict[fx.Node, int] = {}
-        """The input feature of a padded layer that stands for all its constants."""
+        self.equal_groups: dict[fx.Node, EqualGroups] = {}
+        self.representatives: dict[fx.Node, list[int]] = {}
+        """The input features of a padded layer that stand for all its constants, one for each group (-1: none)."""
         self.folded: dict[str, int] = {}
         """How many constants a layer took into its bias, or into the weights of its representative."""
         self._rules: dict[fx.Node, Rule] = {}
@@ -117,15 +128,26 @@ class Analysis:
                 if not self.groups.kept(features.ids).any():
                     self.groups.hold(features.ids[:1], Reason(Hold.LAST, self.name(node)))
             for sets in self.equal_numbers:
-                self._even_out(sets)
+                self._even_out(sets, Reason(Hold.LAYERS, ""))
+            for node, groups in self.equal_groups.items():
+                self._even_out_groups(groups, Reason(Hold.GROUPS, self.name(node)))
             changed = self._held() != before
 
-    def _even_out(self, sets: list[Tensor]) -> None:
+    def _even_out_groups(self, groups: EqualGroups, reason: Reason) -> None:
+        """Groups of which nothing is held go as a whole."""
+        sides = [groups.outputs] if groups.inputs is None else [groups.inputs, groups.outputs]
+        kept = [self.groups.kept(ids.flatten()).reshape(ids.shape) for ids in sides]
+        stay = torch.stack([each.any(1) for each in kept]).any(0) | (groups.inputs is None)
+        for ids, held in zip(sides, kept, strict=True):
+            missing = (held.sum(1)[stay].max().clamp_min(1) - held.sum(1)) * stay
+            self.groups.hold(ids[~held & ((~held).cumsum(1) <= missing[:, None])], reason)
+
+    def _even_out(self, sets: list[Tensor], reason: Reason) -> None:
         stay = max(int(self.groups.kept(ids).sum()) for ids in sets)
         for ids in sets:
             kept = self.groups.kept(ids)
             missing = max(stay, 1) - int(kept.sum())
-            self.groups.hold(ids[~kept][:missing], Reason(Hold.LAYERS, ""))
+            self.groups.hold(ids[~kept][:missing], reason)
 
     def _held(self) -> int:
         tensors = [features.ids for features in self.features.values()]

@@ -18,7 +18,7 @@ from torch import fx, nn
 from gossamer._forward import check_example
 from gossamer.compaction.analysis import Analysis
 from gossamer.compaction.expand import expand_attention
-from gossamer.compaction.nodes import measure, shape
+from gossamer.compaction.nodes import copied, measure, shape
 from gossamer.compaction.pointwise import ADDITIONS, changes_what_others_see
 from gossamer.compaction.rows import merge_zero_rows
 from gossamer.compaction.rules import rules_of
@@ -40,7 +40,7 @@ def compact(model: nn.Module, example_input: object, *, tolerance: float | None 
     ``tolerance`` times the largest output, as they do for a model whose output is random. None means 1e-4, and more
     for half precision.
     """
-    check_example(model, example_input)
+    check_example(model, copied(example_input))
     smaller, tool = trace(copy.deepcopy(model).eval(), example_input)
     _tidy(smaller)
     before, parameters_before = sizes(model), _parameters(model)

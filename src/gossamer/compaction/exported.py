@@ -20,11 +20,14 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch.export import Dim, ExportedProgram, export
+from torch.fx.experimental.symbolic_shapes import is_concrete_int
 from torch.nn import functional
 from torch.utils._pytree import tree_map
 
 from gossamer._forward import arguments
 from gossamer.compaction.expand import write_out
+from gossamer.compaction.functional import simplify, without_writes
+from gossamer.compaction.writes import show_writes
 
 _ATEN = torch.ops.aten
 
@@ -65,6 +68,10 @@ _TRANSPOSED: dict[object, type[nn.ConvTranspose1d | nn.ConvTranspose2d | nn.Conv
 _NORMS = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}
 
 
+class StateChangedError(ValueError):
+    """The forward pass changes tensors of the model."""
+
+
 def trace_by_export(model: nn.Module, example_input: object) -> fx.GraphModule:
     """The graph of a model in evaluation mode, of layers where there were layers. Raises what the exporter raises.
 
@@ -73,11 +80,15 @@ def trace_by_export(model: nn.Module, example_input: object) -> fx.GraphModule:
     written = copy.deepcopy(model)
     folded = write_out(written)
     program = _export(written, example_input)
-    exported = program.module(check_guards=False)
-    assert isinstance(exported, fx.GraphModule)
+    exported = _plain_module(program)
+    hidden = show_writes(exported, example_input)
+    if hidden is not None and hidden.state:
+        raise StateChangedError(str(hidden))
+    if hidden is not None:
+        program = without_writes(program)
+        exported = _plain_module(program)
+        simplify(exported.graph)
     graph = exported.graph
-    _insist_on_fixed_sizes(graph)
-    _write_plainly(graph, program)
     for node in list(graph.nodes):
         if node.op == "call_function":
             _translate(exported, node)
@@ -87,6 +98,14 @@ def trace_by_export(model: nn.Module, example_input: object) -> fx.GraphModule:
     result = fx.GraphModule(exported, graph, type(model).__name__)
     result.meta["folded"] = folded
     return result
+
+
+def _plain_module(program: ExportedProgram) -> fx.GraphModule:
+    found = program.module(check_guards=False)
+    assert isinstance(found, fx.GraphModule)
+    _insist_on_fixed_sizes(found.graph)
+    _write_plainly(found.graph, program)
+    return found
 
 
 def _export(model: nn.Module, example_input: object) -> ExportedProgram:
@@ -142,8 +161,8 @@ def _insist_on_fixed_sizes(graph: fx.Graph) -> None:
     fixed = [(node, axis, node.meta["val"].shape[axis]) for node in inputs for axis in _open(node.meta["val"]) or ()]
     with graph.inserting_before(next(node for node in graph.nodes if node.op.startswith(("call", "output")))):
         for node, axis, size in fixed:
-            if isinstance(size, int):
-                same = graph.call_function(operator.eq, (graph.call_method("size", (node, axis)), size))
+            if is_concrete_int(size):  # a number, or a symbol that turned out to be one
+                same = graph.call_function(operator.eq, (graph.call_method("size", (node, axis)), int(size)))
                 told = f"expected {size} at dimension {axis} of {node.name}, the only size that could be traced"
                 graph.call_function(torch._assert, (same, f"{told}; compact with an example of the size you need"))
 

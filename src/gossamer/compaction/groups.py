@@ -20,9 +20,10 @@ class Hold(IntEnum):
     LIVE = 0
     LAST = 1
     LAYERS = 2
-    PADDING = 3
-    UNKNOWN = 4
-    OUTPUT = 5
+    GROUPS = 3
+    PADDING = 4
+    UNKNOWN = 5
+    OUTPUT = 6
 
 
 @dataclass(frozen=True, order=True)
@@ -37,6 +38,7 @@ class Reason:
             Hold.LIVE: f"tied to a live feature that {self.where} reads",
             Hold.LAST: f"the last one of {self.where}, which cannot be empty",
             Hold.LAYERS: "another layer of the same recurrent module needs as many",
+            Hold.GROUPS: f"all groups of {self.where} have one size, and another needs as many",
             Hold.PADDING: f"it stands for the constants that meet the zero padding of {self.where}",
             Hold.UNKNOWN: f"read by {self.where}, which cannot do without it",
             Hold.OUTPUT: "part of the model's output",

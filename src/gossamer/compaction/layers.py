@@ -31,7 +31,7 @@ def _by_output(module: nn.Linear | _ConvNd) -> Tensor:
     return weight.transpose(0, 1) if isinstance(module, _ConvTransposeNd) else weight
 
 
-def _keeps_constants(module: nn.Linear | _ConvNd) -> bool:
+def keeps_constants(module: nn.Linear | _ConvNd) -> bool:
     """Whether a constant input gives the same at every position: no zeros beyond the border."""
     if isinstance(module, nn.Linear):
         return True
@@ -44,7 +44,7 @@ def _keeps_constants(module: nn.Linear | _ConvNd) -> bool:
     return not any(cast(tuple[int, ...], module.padding))
 
 
-def _feature_axis(module: nn.Linear | _ConvNd) -> int:
+def feature_axis(module: nn.Linear | _ConvNd) -> int:
     return -1 if isinstance(module, nn.Linear) else 1 - module.weight.ndim
 
 
@@ -53,13 +53,13 @@ class Weighted:
 
     def forward(self, analysis: Analysis, node: fx.Node) -> Features | None:
         module = cast(nn.Linear | _ConvNd, analysis.module(node))
-        axis = _feature_axis(module)
+        axis = feature_axis(module)
         source = analysis.of(node.args[0])
         if len(node.args) > 1 or node.kwargs or (source is not None and source.dim != axis):
             return None
         weight = _by_output(module).double().cpu()
         constant = torch.zeros(weight.shape[1], dtype=torch.float64) if source is None else source.constant
-        known = torch.zeros_like(constant, dtype=torch.bool) if source is None else _usable(source, module)
+        known = torch.zeros_like(constant, dtype=torch.bool) if source is None else usable(source, module)
         bias = 0 if module.bias is None else module.bias.detach().double().cpu()
         values = weight.sum(2) @ constant.where(known, 0) + bias
         varies = (weight != 0).any(2)[:, ~known].any(1)
@@ -73,12 +73,12 @@ class Weighted:
         reads = (_by_output(module).cpu()[needed] != 0).any(2).any(0)
         analysis.read(node.args[0], reads)
         analysis.groups.hold(source.ids[reads & ~source.is_constant], Reason(Hold.LIVE, analysis.name(node)))
-        blocked = reads & source.is_constant & ~_usable(source, module)
+        blocked = reads & source.is_constant & ~usable(source, module)
         if blocked.any():
             candidates = blocked & analysis.groups.kept(source.ids)
             size = source.constant.abs().where(candidates if candidates.any() else blocked, 0)
             chosen = int(size.argmax())
-            analysis.representatives[node] = chosen
+            analysis.representatives[node] = [chosen]
             analysis.groups.hold(source.ids[chosen : chosen + 1], Reason(Hold.PADDING, analysis.name(node)))
 
     def rewrite(self, analysis: Analysis, node: fx.Node) -> None:
@@ -89,17 +89,17 @@ class Weighted:
             gone = ~columns & source.is_constant & (source.constant != 0)
             gone &= (_by_output(module).cpu()[analysis.needed[node]] != 0).any(2).any(0)
             if gone.any():
-                _fold(module, source.constant, gone, analysis.representatives.get(node))
+                _fold(module, source.constant, gone, *analysis.representatives.get(node, []))
                 analysis.folded[analysis.name(node)] = int(gone.sum())
             _take_inputs(module, columns)
         if not rows.all():
             _take_outputs(module, rows)
 
 
-def _fold(module: nn.Linear | _ConvNd, constant: Tensor, gone: Tensor, representative: int | None) -> None:
+def _fold(module: nn.Linear | _ConvNd, constant: Tensor, gone: Tensor, representative: int | None = None) -> None:
     """Take constants into the bias, or into the weights of another constant that stays."""
     weight = _by_output(module).double().cpu()
-    if _keeps_constants(module):
+    if keeps_constants(module):
         shift = weight.sum(2)[:, gone] @ constant[gone]
         old = module.bias.detach().double().cpu() if module.bias is not None else torch.zeros_like(shift)
         module.bias = parameter_like(module.weight, (old + shift).to(module.weight.device))
@@ -110,9 +110,9 @@ def _fold(module: nn.Linear | _ConvNd, constant: Tensor, gone: Tensor, represent
             _by_output(module)[:, representative] = column.to(module.weight.device, module.weight.dtype)
 
 
-def _usable(source: Features, module: nn.Linear | _ConvNd) -> Tensor:
+def usable(source: Features, module: nn.Linear | _ConvNd) -> Tensor:
     """Which input features are constants that can move into the bias."""
-    return source.is_constant if _keeps_constants(module) else source.constant == 0
+    return source.is_constant if keeps_constants(module) else source.constant == 0
 
 
 def _take_inputs(module: nn.Linear | _ConvNd, columns: Tensor) -> None:
@@ -135,44 +135,6 @@ def _take_outputs(module: nn.Linear | _ConvNd, rows: Tensor) -> None:
         module.out_features = int(rows.sum())
     else:
         module.out_channels = int(rows.sum())
-
-
-class Grouped:
-    """Grouped and depth-wise convolutions: the inputs and outputs of one group go together or stay."""
-
-    def forward(self, analysis: Analysis, node: fx.Node) -> Features | None:
-        module = cast(_ConvNd, analysis.module(node))
-        source = analysis.of(node.args[0])
-        if len(node.args) > 1 or node.kwargs or source is None or source.dim != _feature_axis(module):
-            return None
-        groups, weight = module.groups, _by_output(module).double().cpu()
-        known = _usable(source, module).reshape(groups, 1, -1)
-        constant = source.constant.where(_usable(source, module), 0).reshape(groups, 1, -1)
-        windows = weight.reshape(groups, -1, *weight.shape[1:])
-        varies = ((windows != 0).any(3) & ~known).any(2).flatten()
-        values = (windows.sum(3) * constant).sum(2).flatten()
-        if module.bias is not None:
-            values = values + module.bias.detach().double().cpu()
-        ids = analysis.groups.fresh(weight.shape[0])
-        for inputs, outputs in zip(source.ids.reshape(groups, -1), ids.reshape(groups, -1), strict=True):
-            together = torch.cat((inputs, outputs))
-            analysis.groups.join(together[:1].expand(len(together)), together)
-        return Features(source.dim, ids, values.where(~varies, torch.nan))
-
-    def backward(self, analysis: Analysis, node: fx.Node, needed: Tensor) -> None:
-        module = cast(_ConvNd, analysis.module(node))
-        linked = (_by_output(module).cpu() != 0).any(2) & needed[:, None]
-        analysis.read(node.args[0], linked.reshape(module.groups, -1, linked.shape[1]).any(1).flatten())
-
-    def rewrite(self, analysis: Analysis, node: fx.Node) -> None:
-        module = cast(_ConvNd, analysis.module(node))
-        rows, columns = analysis.kept(node), analysis.kept(node.args[0])
-        assert rows is not None
-        assert columns is not None
-        if not rows.all():
-            module.groups = int(rows.reshape(module.groups, -1)[:, 0].sum())
-            module.in_channels = int(columns.sum())
-            _take_outputs(module, rows)
 
 
 class Normalised:

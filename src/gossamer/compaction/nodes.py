@@ -7,12 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch.fx.passes.shape_prop import ShapeProp
+from torch.utils._pytree import tree_map
 
 from gossamer._forward import arguments
 
 
-def measure(graph_module: fx.GraphModule, example_input: object) -> None:
-    """Note the shape of every tensor in the graph, by one run."""
+def inputs_of(graph_module: fx.GraphModule, example_input: object) -> list[Any]:
+    """What a graph is run on, one value for each of its inputs: copies, since a model may change what it is
+    given."""
     positional, named = arguments(example_input)
     values: list[Any] = list(positional)
     for node in [node for node in graph_module.graph.nodes if node.op == "placeholder"][len(positional) :]:
@@ -22,8 +24,18 @@ def measure(graph_module: fx.GraphModule, example_input: object) -> None:
             values.append(node.args[0])
         else:
             raise TypeError(f"the model needs an input {node.target!r}; add it to example_input")
+    return list(copied(values))
+
+
+def copied(values: Any) -> Any:
+    """Values, however nested, with copies of the tensors."""
+    return tree_map(lambda value: value.clone() if isinstance(value, Tensor) else value, values)
+
+
+def measure(graph_module: fx.GraphModule, example_input: object) -> None:
+    """Note the shape of every tensor in the graph, by one run."""
     with torch.no_grad():
-        ShapeProp(graph_module).propagate(*values)
+        ShapeProp(graph_module).propagate(*inputs_of(graph_module, example_input))
 
 
 def shape(node: fx.Node) -> tuple[int, ...] | None:

@@ -31,7 +31,10 @@ UNARY_FUNCTIONS: tuple[Callable[..., Any], ...] = (
     *(torch.relu, torch.relu_, torch.sigmoid, torch.tanh, torch.abs, torch.clamp, torch.square, torch.neg),
     *_DROPOUT,
 )
-UNARY_METHODS = ("relu", "relu_", "sigmoid", "tanh", "abs", "clamp", "contiguous", "clone", "detach", "square", "neg")
+UNARY_METHODS = (
+    *("relu", "sigmoid", "tanh", "abs", "clamp", "square", "neg", "contiguous", "clone", "detach"),
+    *("relu_", "sigmoid_", "tanh_", "abs_", "clamp_", "square_", "neg_"),
+)
 ADDITIONS: tuple[Any, ...] = (operator.add, operator.iadd, torch.add, "add", "add_")
 PRODUCTS: tuple[Any, ...] = (operator.mul, operator.imul, torch.mul, "mul", "mul_")
 BINARY: tuple[Any, ...] = (*ADDITIONS, *PRODUCTS, operator.sub, operator.isub, torch.sub, "sub", "sub_")

@@ -7,11 +7,12 @@ from collections import Counter
 
 from torch import Tensor, fx, nn
 from torch.nn import functional
-from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
+from torch.nn.modules.conv import _ConvNd
 
 from gossamer.compaction import heads, pointwise, reshapes, shapes
 from gossamer.compaction.analysis import Rule
-from gossamer.compaction.layers import Attribute, Embedded, Grouped, Normalised, Weighted
+from gossamer.compaction.grouped import Grouped
+from gossamer.compaction.layers import Attribute, Embedded, Normalised, Weighted
 from gossamer.compaction.recurrent import Item, Recurrent
 
 _MODULES: dict[type[nn.Module], Rule] = {
@@ -77,7 +78,7 @@ def _rule_of_module(module: nn.Module) -> Rule | None:
     if type(module) in (nn.LSTM, nn.GRU, nn.RNN):
         return Recurrent()
     if type(module) in _MODULES and isinstance(module, _ConvNd) and module.groups > 1:
-        return None if isinstance(module, _ConvTransposeNd) else Grouped()
+        return Grouped()
     return _MODULES.get(type(module))
 
 

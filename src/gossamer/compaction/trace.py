@@ -11,7 +11,8 @@ import torch
 from torch import fx, nn
 
 from gossamer._forward import arguments
-from gossamer.compaction.exported import trace_by_export
+from gossamer.compaction.exported import StateChangedError, trace_by_export
+from gossamer.compaction.writes import show_writes
 
 
 class UntraceableError(ValueError):
@@ -21,22 +22,79 @@ class UntraceableError(ValueError):
 def trace(model: nn.Module, example_input: object) -> tuple[fx.GraphModule, str]:
     """The graph of a model, which shares the model's tensors, and the tool that made it: torch.fx, or torch.export
     where that cannot follow the model's code. Inputs that the example leaves at None stay None."""
+    name = type(model).__name__
+    try:
+        found, problem, advice = _by_symbols(model, example_input)
+        return (found, "torch.fx") if found is not None else (_by_export(model, example_input), "torch.export")
+    except StateChangedError as error:
+        raise UntraceableError(
+            f"expected a forward pass that leaves the model as it is, but in {name} {error}. The model is left as it "
+            "is; keep the forward pass from changing it in evaluation mode (if self.training: ...)"
+        ) from error
+    except _ExportError as error:
+        raise UntraceableError(
+            f"expected a forward pass that can be traced, but in {name} {problem}; and torch.export says: {error}. "
+            f"The model is left as it is. {advice}"
+        ) from error
+
+
+class _ExportError(ValueError):
+    """What torch.export said."""
+
+
+def _by_export(model: nn.Module, example_input: object) -> fx.GraphModule:
+    try:
+        with _no_fast_path():
+            return trace_by_export(model, example_input)
+    except StateChangedError:
+        raise
+    except Exception as error:
+        raise _ExportError(_short(error)) from error
+
+
+def _by_symbols(model: nn.Module, example_input: object) -> tuple[fx.GraphModule | None, str, str]:
+    """The graph by torch.fx; or None, why there is none, and what could be done about it."""
+    tensors = _own_tensors(model)
     try:
         # The fused kernel for inference would look at the values of its input.
         with _no_fast_path():
             graph = _Tracer().trace(model, _absent(model, example_input))
-        return fx.GraphModule(model, graph, type(model).__name__), "torch.fx"
     except Exception as error:
-        first = error
-    try:
-        with _no_fast_path():
-            return trace_by_export(model, example_input), "torch.export"
-    except Exception as error:
-        raise UntraceableError(
-            f"expected a forward pass that can be traced, but in {type(model).__name__} torch.fx says: "
-            f"{_short(first)}; and torch.export: {_short(error)}. The model is left as it is. Usual causes are "
-            "branches or loops that depend on the values of tensors; compact the traceable parts one by one"
-        ) from error
+        advice = (
+            "Usual causes are branches or loops that depend on the values of tensors; compact the traceable parts "
+            "one by one"
+        )
+        return None, f"torch.fx says: {_short(error)}", advice
+    finally:
+        replaced = _put_back(model, tensors)
+    if replaced:
+        raise StateChangedError(f"its tensor {replaced[0]} is replaced by another")
+    found = fx.GraphModule(model, graph, type(model).__name__)
+    hidden = show_writes(found, example_input)
+    if hidden is None:
+        return found, "", ""
+    if hidden.state:
+        raise StateChangedError(str(hidden))
+    return None, str(hidden), "Write that line so that it makes a new tensor, with torch.cat of the parts, say"
+
+
+def _own_tensors(model: nn.Module) -> dict[tuple[str, str], Any]:
+    return {
+        (path, name): value
+        for path, module in model.named_modules()
+        for name, value in {**module._parameters, **module._buffers}.items()
+    }
+
+
+def _put_back(model: nn.Module, tensors: dict[tuple[str, str], Any]) -> list[str]:
+    """Undo what tracing a forward pass did to the tensors of a model; gives the names of those that it replaced."""
+    found = []
+    for (path, name), value in tensors.items():
+        module = model.get_submodule(path)
+        if getattr(module, name) is not value:
+            (module._parameters if name in module._parameters else module._buffers)[name] = value
+            found.append(f"{path}.{name}".lstrip("."))
+    return found
 
 
 def _short(error: Exception) -> str:
@@ -47,6 +105,7 @@ class _Tracer(fx.Tracer):
     """Looks into the transformer layers of torch, which otherwise count as one call each."""
 
     proxy_buffer_attributes = True  # so that a mask can be cut to the length of the input
+    record_stack_traces = True  # so that a call can be named by its line of code
     _INSIDE = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:

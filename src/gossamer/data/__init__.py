@@ -3,7 +3,7 @@
 from gossamer.data.batches import Batches, Position
 from gossamer.data.files import CorruptData, DataNotFound
 from gossamer.data.folder import FolderBatches, FolderSet
-from gossamer.data.registry import DataSet, load, names, table
+from gossamer.data.registry import DataSet, kind_of, load, names, table
 from gossamer.data.sets import ImageSet, Labelled, TextSet
 from gossamer.data.text import TextBatches
 
@@ -19,6 +19,7 @@ __all__ = [
     "Position",
     "TextBatches",
     "TextSet",
+    "kind_of",
     "load",
     "names",
     "table",

@@ -133,8 +133,8 @@ class Batches(BatchSource):
             raise ValueError(f"expected {images.shape[1]} channel means and stds, got {len(mean)} and {len(std)}")
         if len(images) < (batch_size if drop_last else 1):
             raise ValueError(
-                f"expected at least one batch of {batch_size}, got {len(images)} images; "
-                "lower batch_size or set drop_last=False"
+                f"expected at least one batch of {batch_size}, got {len(images)} images: lower batch_size, or hold "
+                "fewer of them out"
             )
         self._data = data if device is None else data.to(device)
         self.device = self._data.images.device

@@ -62,7 +62,7 @@ def cache_folder() -> Path:
 def search_folders(root: Path | str | None = None) -> tuple[Path, ...]:
     """The folders to search, in order. An explicit `root` is the only one."""
     if root is not None:
-        return (_existing(Path(root), "root"),)
+        return (_existing(Path(root).expanduser(), "root (data_root of a run)"),)
     folders = []
     if named := os.environ.get("GOSSAMER_DATA"):
         folders.append(_existing(Path(named).expanduser(), "GOSSAMER_DATA"))

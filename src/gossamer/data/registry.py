@@ -15,18 +15,20 @@ from gossamer.data.idx import FASHION_MNIST, MNIST, load_idx
 from gossamer.data.sets import ImageSet, TextSet
 from gossamer.data.text import PTB, WIKITEXT2, load_text
 
-__all__ = ["DATA_SETS", "DataEntry", "DataSet", "load", "names", "table"]
+__all__ = ["DATA_SETS", "DataEntry", "DataSet", "kind_of", "load", "names", "table"]
 
 DataSet: TypeAlias = ImageSet | TextSet | FolderSet
 
 
 @dataclasses.dataclass(frozen=True)
 class DataEntry:
-    """A registered set: its name, what it is, how it is read from a root (None: wherever it is found)."""
+    """A registered set: its name, what it is, how it is read from a root (None: wherever it is found), and whether it
+    is images that fit the device, a folder of images that is streamed, or text."""
 
     name: str
     description: str
     load: Callable[[Path | str | None], DataSet]
+    kind: Literal["images", "folder", "text"] = "images"
 
 
 DATA_SETS: tuple[DataEntry, ...] = (
@@ -35,14 +37,21 @@ DATA_SETS: tuple[DataEntry, ...] = (
     DataEntry("fashion_mnist", "60,000 + 10,000 grey images, 28 × 28", lambda root: load_idx(FASHION_MNIST, root)),
     DataEntry("cifar10", "50,000 + 10,000 colour images, 32 × 32", lambda root: load_cifar(CIFAR10, root)),
     DataEntry("cifar100", "50,000 + 10,000 colour images, 32 × 32", lambda root: load_cifar(CIFAR100, root)),
-    DataEntry("imagefolder", "colour images in train/<class>/ and val/<class>/", load_folder),
-    DataEntry("wikitext2", "2,088,628 training words, 33,278 different", lambda root: load_text(WIKITEXT2, root)),
-    DataEntry("ptb", "929,589 training words, 10,000 different", lambda root: load_text(PTB, root)),
+    DataEntry("imagefolder", "colour images in train/<class>/ and val/<class>/", load_folder, "folder"),
+    DataEntry(
+        "wikitext2", "2,088,628 training words, 33,278 different", lambda root: load_text(WIKITEXT2, root), "text"
+    ),
+    DataEntry("ptb", "929,589 training words, 10,000 different", lambda root: load_text(PTB, root), "text"),
 )
 
 
 def names() -> tuple[str, ...]:
     return tuple(entry.name for entry in DATA_SETS)
+
+
+def kind_of(name: str) -> Literal["images", "folder", "text"] | None:
+    """What a set consists of, None for one that is not there."""
+    return next((entry.kind for entry in DATA_SETS if entry.name == name), None)
 
 
 def table() -> list[tuple[str, str]]:

@@ -90,6 +90,7 @@ class Attached:
         self._rule: Rule[Any] | None = None
         self._timeline: Timeline | None = None
         self._removed: Tensor | None = None
+        self._make_rule()  # what it refuses is refused now, and not where masks begin
         claim(self, self.weights)
         before, after = uncompiled(self._before_step), uncompiled(self._after_step)
         self._handles = [optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)]
@@ -131,7 +132,7 @@ class Attached:
                 group["lr"] = self._rate(self.plan, self.step)
         self.step += 1
         if self.phase is Phase.FINETUNE:
-            self._freeze()
+            self._freeze()  # of a state that was saved before its masks were final
         if not self.phase.masks_train:
             return
         rule, timeline = self._begin()
@@ -156,6 +157,8 @@ class Attached:
                 if self._rule.due(done):
                     self._forget(self._rule.refresh_(self._variables, done))
                 self._show(self._rule)
+                if self.plan.at(self.step).phase is Phase.FINETUNE:
+                    self._freeze()  # so that the next forward pass reads the final weights, as in a race
             elif self.plan.at(self.step).phase.masks_train:
                 self._begin()  # so that the next forward pass reads what the rule shows
 
@@ -163,16 +166,17 @@ class Attached:
         """The rule begins with what the parameters hold, if it has not begun yet."""
         if self._rule is None or self._timeline is None:
             with torch.no_grad():
-                self._variables = self._row(self._parameters)
+                self._rule, self._timeline, self._variables = self._make_rule()
                 self._shown = self._variables.clone()
-                self._timeline = Timeline(
-                    self.plan, rows=1, device=self._device, dtype=self._variables.dtype, epoch=self._epoch
-                )
-                requests = [self._request]
-                self._rule = self._kind(self._layout, requests, self._timeline, self._variables, floor=self._floor)
                 self._rule.settle_(self._variables)  # what is not there from the start
                 self._show(self._rule)
         return self._rule, self._timeline
+
+    def _make_rule(self) -> tuple[Rule[Any], Timeline, Tensor]:
+        """A rule that begins with what the parameters hold, and its weight variables."""
+        variables = self._row(self._parameters)
+        timeline = Timeline(self.plan, rows=1, device=self._device, dtype=variables.dtype, epoch=self._epoch)
+        return self._kind(self._layout, [self._request], timeline, variables, floor=self._floor), timeline, variables
 
     def _show(self, rule: Rule[Any]) -> None:
         rule.show_(self._variables, self._shown)
@@ -200,7 +204,8 @@ class Attached:
         rule.penalise_(gradient, others)
         sizes = [each.numel() for each in self._others]
         for each, part in zip(self._others, gradient[0].split(sizes), strict=True):  # type: ignore[no-untyped-call]
-            each.grad = part.view(each.shape).to(each.dtype).clone()
+            if each.grad is not None:  # no gradient, no step: as optimizers do
+                each.grad.copy_(part.view(each.shape))
 
     def _forget(self, fresh: Tensor | None) -> None:
         """Zero what the optimizer remembers of these connections: its momentum, its squares."""

@@ -6,9 +6,11 @@ passes.
 Reference: Xiao, Wang & Rajasekaran 2019, AutoPrune: Automatic Network Pruning by Regularizing Auxiliary Parameters.
 Ours: the constant is solved for, so that the budget is met; m starts at |w| of the warmed-up network and its gradient
 is divided by its root mean square over the network, as for SCL. One pass by default, which leaves all batches to the
-weights; `two_pass` gives every other batch to the masks instead.
+weights; `two_pass` gives every other batch to the masks instead: weights then move by their momentum alone, and biases
+and norms learn from all batches.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,7 +18,7 @@ from torch import Tensor
 
 from gossamer import method
 from gossamer.methods.budgets import ByBudget, GlobalBudget, magnitude
-from gossamer.methods.rule import Layout, Options, Request, Timeline
+from gossamer.methods.rule import Layout, Options, Request, Timeline, expect, is_rate
 
 ESTIMATORS = ("leaky_relu", "softplus")
 
@@ -31,6 +33,11 @@ class AutoPruneOptions(Options):
     def __post_init__(self) -> None:
         if self.estimator not in ESTIMATORS:
             raise ValueError(f"estimator: expected one of {', '.join(ESTIMATORS)}, got {self.estimator!r}")
+        expect(
+            self,
+            mask_lr=(is_rate(self.mask_lr), "a number of at least 0"),
+            alpha=(0 < self.alpha < math.inf, "a number above 0"),
+        )
 
 
 class AutoPrune(ByBudget[AutoPruneOptions]):

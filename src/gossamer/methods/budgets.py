@@ -36,12 +36,8 @@ class GlobalBudget:
         self.score = score
         self.mask = torch.ones_like(score, dtype=torch.bool)
         keep = [layout.keep(request.sparsity) for request in requests]
-        for request, left in zip(requests, keep, strict=True):
-            if sum(self._floors) > left:
-                raise ValueError(
-                    f"sparsity={request.sparsity} leaves {left} connections, but the floor keeps {sum(self._floors)} "
-                    "of them: ask for less, or lower floor= (0 lets whole tensors die)"
-                )
+        for request in requests:
+            check_floor(layout, request.sparsity, self._floors)
         shapes = [ramp] * len(keep) if isinstance(ramp, str) else list(ramp)
         self._table = None if ramp == "none" else timeline.budgets(layout.count, keep, shapes, ramp_share)
         self._final = torch.tensor(keep, device=score.device)
@@ -91,6 +87,16 @@ class GlobalBudget:
             found.append(part.topk(share, dim=1).indices + offset)
             offset += part.shape[1]
         return torch.cat(found, dim=1)
+
+
+def check_floor(layout: Layout, sparsity: float, floors: Sequence[int]) -> None:
+    """Refuse a sparsity that leaves fewer connections than the floors of the tensors keep."""
+    left = layout.keep(sparsity)
+    if sum(floors) > left:
+        raise ValueError(
+            f"sparsity={sparsity} leaves {left} connections, but the floor keeps {sum(floors)} of them: ask for less, "
+            "or lower floor= (0 lets whole tensors die)"
+        )
 
 
 def magnitude(weights: Tensor) -> Tensor:

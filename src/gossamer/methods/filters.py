@@ -28,7 +28,7 @@ from torch.nn.modules.conv import _ConvNd
 
 from gossamer import method
 from gossamer.methods.budgets import largest
-from gossamer.methods.rule import Layout, Options, RemovedIsZero, Request, Rule, Timeline, column
+from gossamer.methods.rule import Layout, Options, RemovedIsZero, Request, Rule, Timeline, column, expect, is_rate
 
 
 def equal_share(layout: Layout, sparsity: float) -> list[int]:
@@ -89,6 +89,14 @@ def check_reach(layout: Layout, sparsity: float) -> None:
             f"sparsity={sparsity} cannot be met by whole filters, of which each convolution keeps at least one: "
             f"at most {most / layout.count:.4f} of the weights can go"
         )
+
+
+def check_gains(layout: Layout) -> None:
+    """Raise an error where a convolution has no gains behind it by which its channels could be judged."""
+    filters = [index for index, shape in enumerate(layout.shapes) if len(shape) > 2]
+    alone = [layout.names[index] for index in filters if not layout.gains or layout.gains[index] is None]
+    if alone:
+        raise ValueError(f"slimming needs a batch norm behind every convolution, got none behind {alone[0]}")
 
 
 class L1Filter(RemovedIsZero[Options]):
@@ -175,6 +183,9 @@ def _limit_(filters: Tensor, stays: Tensor) -> None:
 class SlimmingOptions(Options):
     penalty: float = 1e-4  # on the gains
 
+    def __post_init__(self) -> None:
+        expect(self, penalty=(is_rate(self.penalty), "a number of at least 0"))
+
 
 class Slimming(Rule[SlimmingOptions]):
     name, title, options = "slimming", "channels by batch-norm gain (network slimming)", SlimmingOptions
@@ -191,9 +202,7 @@ class Slimming(Rule[SlimmingOptions]):
         floor: float,
     ) -> None:
         filters = [index for index, shape in enumerate(layout.shapes) if len(shape) > 2]
-        alone = [layout.names[index] for index in filters if not layout.gains or layout.gains[index] is None]
-        if alone:
-            raise ValueError(f"slimming needs a batch norm behind every convolution, got none behind {alone[0]}")
+        check_gains(layout)
         for request in requests:
             check_reach(layout, request.sparsity)
         self._layout, self._requests, self._filters = layout, requests, filters

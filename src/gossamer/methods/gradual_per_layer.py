@@ -14,13 +14,16 @@ import torch
 from torch import Tensor
 
 from gossamer.methods.budgets import largest, shares
-from gossamer.methods.rule import Layout, Options, RemovedIsZero, Request, Timeline
+from gossamer.methods.rule import Layout, Options, RemovedIsZero, Request, Timeline, expect
 from gossamer.schedule import connections_left
 
 
 @dataclass(frozen=True)
 class PerLayerOptions(Options):
     every: int = 100  # steps between two cuts
+
+    def __post_init__(self) -> None:
+        expect(self, every=(self.every >= 1, "at least 1 step"))
 
 
 class GradualPerLayer(RemovedIsZero[PerLayerOptions]):

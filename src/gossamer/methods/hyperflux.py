@@ -13,6 +13,7 @@ many as the budget, so that what regrows takes the place of the weakest. The lea
 goes to zero on a cosine. Weights are those of our warmed-up network instead of a fully trained one.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -21,7 +22,7 @@ from torch import Tensor
 
 from gossamer.methods.budgets import GlobalBudget
 from gossamer.methods.noise import uniform
-from gossamer.methods.rule import DenseGradient, Layout, Options, Request, Timeline, column
+from gossamer.methods.rule import DenseGradient, Layout, Options, Request, Timeline, column, expect, is_rate
 
 _FIRST, _SECOND, _EPSILON = 0.9, 0.999, 1e-8  # Adam's
 _LOOKS = 100  # of the controller, in the phase in which connections go
@@ -34,6 +35,14 @@ class HyperfluxOptions(Options):
     mask_lr: float = 1e-3  # in a phase of 12,500 steps, in others in proportion
     start: float = 0.2  # the smallest t
     step: float = 0.3  # of the controller
+
+    def __post_init__(self) -> None:
+        expect(
+            self,
+            mask_lr=(is_rate(self.mask_lr), "a number of at least 0"),
+            start=(0 < self.start < math.inf, "a number above 0"),
+            step=(0 < self.step < math.inf, "a number above 0"),
+        )
 
 
 class Hyperflux(DenseGradient[HyperfluxOptions]):

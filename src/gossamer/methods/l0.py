@@ -10,7 +10,9 @@ Reference: Louizos, Welling & Kingma 2018, Learning Sparse Neural Networks throu
 Ours: gates of single weights, begun open at the warmed-up network. λ is set in every step so that, to first order, its
 gradient brings the expected count to the budget of the step (it never pushes gates open). The gradient of the loss on
 log α is divided by its root mean square over the network, which makes `gate_lr` fit any network: with the weights'
-learning rate gates hardly move. At the end the largest log α stay, exactly as many as the budget.
+learning rate gates hardly move. At the end the largest log α stay, exactly as many as the budget. Where the expected
+count is met by many gates that are hardly ever open, fewer than that are open after training: then all log α are raised
+together, until as many are, so that what stays does not begin its fine-tuning at zero.
 """
 
 import math
@@ -23,15 +25,23 @@ from torch import Tensor
 from gossamer import method
 from gossamer.methods.budgets import GlobalBudget
 from gossamer.methods.noise import uniform
-from gossamer.methods.rule import Layout, Options, Request, Rule, Timeline, column
+from gossamer.methods.rule import Layout, Options, Request, Rule, Timeline, column, expect, is_rate
 
 BETA, GAMMA, ZETA = 2.0 / 3.0, -0.1, 1.1
+_CLOSED = math.log(-GAMMA / ZETA)  # the largest log α with which the gate is zero after training
 
 
 @dataclass(frozen=True)
 class L0Options(Options):
     gate_lr: float = 0.1
     open: float = 0.9  # σ(log α) at the start
+
+    def __post_init__(self) -> None:
+        expect(
+            self,
+            gate_lr=(is_rate(self.gate_lr), "a number of at least 0"),
+            open=(0 < self.open < 1, "a chance above 0 and below 1"),
+        )
 
 
 def sample_gate(log_alpha: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
@@ -99,8 +109,8 @@ class L0(Rule[L0Options]):
     def freeze_(self, weights: Tensor) -> Tensor:
         self._budget.score.copy_(self._log_alpha)
         self._budget.choose_floor_()
-        self._budget.cut_()
-        weights.mul_(final_gate(self._log_alpha))
+        largest_gone = self._budget.cut_()[:, None]
+        weights.mul_(final_gate(self._log_alpha + (_CLOSED - largest_gone).clamp_min(0.0)))
         return self._budget.mask
 
     def state(self) -> dict[str, Tensor]:

@@ -13,6 +13,7 @@ rule has no budget and its result is off-round; here a common factor of all q is
 |w|/q) where the lines end, and no earlier threshold takes more than that.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor
 
 from gossamer.budget import meet_budgets_
-from gossamer.methods.rule import Layout, Options, RemovedIsZero, Request, Timeline
+from gossamer.methods.rule import Layout, Options, RemovedIsZero, Request, Timeline, expect
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,14 @@ class NarangOptions(Options):
     every: int = 100  # steps between two looks at the thresholds: freq
     ramp: float = 0.25  # where the slope changes, as a share of the way; published: a quarter
     slope: float = 1.5  # φ/θ
+
+    def __post_init__(self) -> None:
+        expect(
+            self,
+            every=(self.every >= 1, "at least 1 step"),
+            ramp=(0 <= self.ramp <= 1, "a share from 0 to 1"),
+            slope=(0 < self.slope < math.inf, "a number above 0"),
+        )
 
 
 def threshold(step: int, end: int, *, ramp: int, slope: float) -> float:

@@ -3,8 +3,8 @@
 import difflib
 from collections.abc import Mapping
 from dataclasses import fields
-from types import MappingProxyType
-from typing import Any
+from types import MappingProxyType, NoneType
+from typing import Any, get_args, get_type_hints
 
 from gossamer.methods.autoprune import AutoPrune
 from gossamer.methods.dense import Dense
@@ -45,6 +45,7 @@ _RULES: tuple[type[Rule[Any]], ...] = (
 )
 
 METHODS: Mapping[str, type[Rule[Any]]] = MappingProxyType({rule.name: rule for rule in _RULES})
+_SAID = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", NoneType: "none"}
 ALIASES: Mapping[str, str] = MappingProxyType({"magnitude": "dpf"})
 
 
@@ -67,4 +68,9 @@ def make_options(rule: type[Rule[Any]], values: Mapping[str, Any]) -> Options:
             there = f"its settings are {', '.join(known)}" if known else "it has none"
             hint = f"did you mean {near[0]!r}?" if near else there
             raise ValueError(f"unknown setting {name!r} of {rule.name}: {hint}")
+    for name, kind in get_type_hints(rule.options).items():
+        allowed = get_args(kind) or (kind,)
+        if name in values and type(values[name]) not in (*allowed, *([int] if float in allowed else [])):
+            said = " or ".join(_SAID[each] for each in allowed)
+            raise ValueError(f"{name}: expected {said}, got {values[name]!r}")
     return rule.options(**values)

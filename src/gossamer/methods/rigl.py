@@ -18,7 +18,7 @@ from torch import Tensor
 
 from gossamer.methods.budgets import largest, shares
 from gossamer.methods.noise import uniform
-from gossamer.methods.rule import Layout, Options, RemovedIsZero, Request, Timeline
+from gossamer.methods.rule import Layout, Options, RemovedIsZero, Request, Timeline, expect
 
 DISTRIBUTIONS = ("erk", "uniform")
 
@@ -32,6 +32,11 @@ class RigLOptions(Options):
     def __post_init__(self) -> None:
         if self.distribution not in DISTRIBUTIONS:
             raise ValueError(f"distribution: expected one of {', '.join(DISTRIBUTIONS)}, got {self.distribution!r}")
+        expect(
+            self,
+            fraction=(0 <= self.fraction <= 1, "a share from 0 to 1"),
+            every=(self.every >= 1, "at least 1 step"),
+        )
 
 
 def erdos_renyi(layout: Layout, keep: int) -> list[float]:

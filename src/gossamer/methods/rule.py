@@ -38,6 +38,20 @@ class Options:
 S = TypeVar("S", bound=Options)
 
 
+def expect(options: Options, **asked: tuple[bool, str]) -> None:
+    """Refuse settings that make no sense: for each by name whether it is good, and what was expected of it."""
+    wrong = [
+        f"{name}: expected {what}, got {getattr(options, name)!r}" for name, (good, what) in asked.items() if not good
+    ]
+    if wrong:
+        raise ValueError("; ".join(wrong))
+
+
+def is_rate(value: float) -> bool:
+    """Whether it is a number of at least 0 and below infinity; NaN is none."""
+    return 0 <= value < math.inf
+
+
 @dataclass(frozen=True)
 class Layout:
     """Which columns are which tensor. Output features come first in every shape."""

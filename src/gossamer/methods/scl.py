@@ -14,10 +14,15 @@ To be tried out; each has a default that changes nothing. With d the mask gradie
     score       what the budget sees: m̃, or its running mean (`score_memory`), + u·`curvature`·√v̄ / mean √v̄ (√v̄ is |w̃|
                 times the root of the diagonal Fisher information: what the loss would rise by, which the mean of d does
                 not tell), + u·`hysteresis` for what is kept already
+    mask gradient   of what is kept at w̃ − `midpoint`·η·g. Where noise pulls weights to and fro around their best,
+                E[g·w̃] = η/2·E[g²]/(1 − momentum), so that masks sink by the noise of their weights, in long runs and
+                first layers most of all; `midpoint` = 1/2/(1 − momentum) takes that out
+    m̃           goes back to |w̃| by the share `anchor` a step, so that it remembers 1/`anchor` steps
     gradient    of what is removed, times `removed_gradient` (1 in the paper), in rows that are sparser than
                 `removed_gradient_above`
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -26,7 +31,7 @@ from torch import Tensor
 
 from gossamer import method
 from gossamer.methods.budgets import RAMPS, GlobalBudget, layer_magnitude, magnitude
-from gossamer.methods.rule import DenseGradient, Layout, Options, Request, Timeline, column
+from gossamer.methods.rule import DenseGradient, Layout, Options, Request, Timeline, column, expect, is_rate
 from gossamer.methods.running import RunningMean, Scale
 from gossamer.settings import ANNEALS
 
@@ -54,6 +59,8 @@ class SCLOptions(Options):
     hysteresis: float = 0.0
     removed_gradient: float = 0.0
     removed_gradient_above: float = 0.0
+    midpoint: float = 0.0
+    anchor: float = 0.0
     start: str = "magnitude"  # layer_magnitude: over the root mean square of its tensor
     ramp: str = "cubic"  # shape of the budget on its way to the target
     ramp_share: float = 1.0  # of the sparsify phase, at the end of which the target is met; above 1 it goes on
@@ -68,14 +75,32 @@ class SCLOptions(Options):
         ):
             if value not in choices:
                 raise ValueError(f"{name}: expected one of {', '.join(choices)}, got {value!r}")
-        for name in ("scale_memory", "mask_momentum", "second_moment", "score_memory"):
+        for name in ("scale_memory", "mask_momentum", "second_moment", "score_memory", "anchor"):
             if not 0.0 <= getattr(self, name) < 1.0:
                 raise ValueError(f"{name}: expected a decay from 0 to below 1, got {getattr(self, name)}")
         for name in ("removed_gradient", "removed_gradient_above"):
             if not 0.0 <= getattr(self, name) <= 1.0:
                 raise ValueError(f"{name}: expected a number from 0 to 1, got {getattr(self, name)}")
-        if self.ramp_share <= 0:
-            raise ValueError(f"ramp_share: expected a number above 0, got {self.ramp_share}")
+        rates = (
+            "mask_lr",
+            "global_power",
+            "feature_power",
+            "layer_power",
+            "noise_power",
+            "l2",
+            "curvature",
+            "hysteresis",
+            "midpoint",
+        )
+        expect(
+            self,
+            **{name: (is_rate(getattr(self, name)), "a number of at least 0") for name in rates},
+            alpha=(0 < self.alpha < math.inf, "a number above 0"),
+            start_value=(self.start_value is None or 0 < self.start_value < math.inf, "a number above 0, or none"),
+            decay=(self.decay is None or is_rate(self.decay), "a number of at least 0, or none"),
+            floor=(self.floor is None or 0 <= self.floor < 1, "a share from 0 to below 1, or none"),
+            ramp_share=(0 < self.ramp_share < math.inf, "a number above 0"),
+        )
 
 
 class SCL(DenseGradient[SCLOptions]):
@@ -132,8 +157,10 @@ class SCL(DenseGradient[SCLOptions]):
         self._variable = start.clone() if apart else self._budget.score
         self._apart = apart
         self._memory = RunningMean(start, each_row("score_memory"), timeline) if apart else None
-        unit = start.mean(1, keepdim=True)
-        self._curvature, self._hysteresis = each_row("curvature") * unit, each_row("hysteresis") * unit
+        self._unit = start.mean(1, keepdim=True)
+        self._curvature, self._hysteresis = each_row("curvature"), each_row("hysteresis")
+        self._midpoint = each_row("midpoint") if any_row("midpoint") else None
+        self._anchor = each_row("anchor") if any_row("anchor") else None
         damped = any(each.removed_gradient != 1.0 for each in settings)
         self._damping = (each_row("removed_gradient"), each_row("removed_gradient_above")) if damped else None
 
@@ -143,7 +170,12 @@ class SCL(DenseGradient[SCLOptions]):
 
     def learn_(self, gradient: Tensor, weights: Tensor) -> None:
         direction = method.mask_gradient(
-            gradient, weights, self._variable, estimator=self._estimator, alpha=self._alpha, l2=self._l2
+            gradient,
+            self._halfway(gradient, weights),
+            self._variable,
+            estimator=self._estimator,
+            alpha=self._alpha,
+            l2=self._l2,
         )  # Eq. (step_redefine)
         deviation = None if self._square is None else self._square.update_(direction.square()).sqrt()
         if self._mean is not None:
@@ -157,6 +189,8 @@ class SCL(DenseGradient[SCLOptions]):
         rate = self._timeline.now(self._rate)
         push = direction if self._decay is None else direction + self._decay  # Eq. (connectivity)
         self._variable.copy_(self._variable - push * rate)
+        if self._anchor is not None:
+            self._variable.lerp_(magnitude(weights), self._anchor)
         if self._apart:
             self._budget.score.copy_(self._score(deviation))
         if self._decay is None:
@@ -182,14 +216,22 @@ class SCL(DenseGradient[SCLOptions]):
         means = {f"{kind}_squares": scale.squares for kind, scale in self._scales.items()}
         means |= {"mean": self._mean, "square": self._square, "memory": self._memory}
         found = self._budget.state() | {name: mean.value for name, mean in means.items() if mean is not None}
-        return {**found, "variable": self._variable} if self._apart else found
+        return {**found, "variable": self._variable, "unit": self._unit} if self._apart else found
+
+    def _halfway(self, gradient: Tensor, weights: Tensor) -> Tensor:
+        """The weight variables, and where they are kept, how they are on the way that this gradient takes them."""
+        if self._midpoint is None:
+            return weights
+        way = gradient * (self._midpoint * self._timeline.rate)
+        return torch.where(self.mask, weights - way, weights)
 
     def _score(self, deviation: Tensor | None) -> Tensor:
         assert self._memory is not None
-        score = self._memory.update_(self._variable) + self._hysteresis * self.mask
+        score = self._memory.update_(self._variable) + self._unit * self._hysteresis * self.mask
         if deviation is None:
             return score
-        return score + self._curvature * deviation / (deviation.mean(1, keepdim=True) + method.EPSILON)
+        share = deviation / (deviation.mean(1, keepdim=True) + method.EPSILON)
+        return score + self._unit * self._curvature * share
 
     def _lower_(self, threshold: Tensor) -> None:
         """λ1 acts on the mask variables also where the budget sees something else."""

@@ -13,12 +13,15 @@ import torch
 from torch import Tensor
 
 from gossamer.methods.budgets import GlobalBudget, magnitude
-from gossamer.methods.rule import Layout, Options, RemovedIsZero, Request, Timeline
+from gossamer.methods.rule import Layout, Options, RemovedIsZero, Request, Timeline, expect
 
 
 @dataclass(frozen=True)
 class SNIPOptions(Options):
     batches: int = 2  # published: one batch of about 128 images
+
+    def __post_init__(self) -> None:
+        expect(self, batches=(self.batches >= 1, "at least 1"))
 
 
 class SNIP(RemovedIsZero[SNIPOptions]):

@@ -10,17 +10,21 @@ What one tensor keeps another has to lose, so thresholds rest where a connection
 ∂L/∂s of a tensor is divided by its share of the connections that are left. (Without that they would rest where whole
 tensors are worth the same, and small tensors die out.) And no pull of its own brings s back, so how far it can wander
 is set for the whole run: its learning rate is that of the weights times `rate` over the number of mask steps. No s
-rises above what leaves the floor of its tensor. After the last mask step the thresholded weights are fine-tuned.
+rises above what leaves the floor of its tensor, which is looked at now and then and at the end; the others rise by more
+then. After the last mask step the thresholded weights are fine-tuned.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from gossamer.methods.budgets import GlobalBudget
-from gossamer.methods.rule import Layout, Options, Request, Rule, Timeline, column
+from gossamer.methods.budgets import GlobalBudget, check_floor
+from gossamer.methods.rule import Layout, Options, Request, Rule, Timeline, column, expect, is_rate
+
+_MARGIN = 0.01  # in s: what is left of a tensor that has only its largest weight is about a hundredth of it
 
 
 @dataclass(frozen=True)
@@ -28,6 +32,14 @@ class STROptions(Options):
     start: float = -10.0  # of s: a threshold of 5e-5
     momentum: float = 0.9  # of s
     rate: float = 100.0  # of s, over all mask steps together, times the learning rate of the weights
+
+    def __post_init__(self) -> None:
+        expect(
+            self,
+            start=(abs(self.start) < math.inf, "a number"),
+            momentum=(0 <= self.momentum < 1, "a number from 0 to below 1"),
+            rate=(is_rate(self.rate), "a number of at least 0"),
+        )
 
 
 def soft_threshold(weights: Tensor, threshold: Tensor) -> Tensor:
@@ -57,6 +69,8 @@ class STR(Rule[STROptions]):
         self._highest = self._leaving_the_floor(weights)
         # The floor is kept by the thresholds: what they let through is decided by them alone.
         self._budget = GlobalBudget(layout, requests, timeline, self._above(weights), floor=0.0)
+        for request in requests:
+            check_floor(layout, request.sparsity, self._floors)
 
     @property
     def mask(self) -> Tensor:
@@ -73,9 +87,7 @@ class STR(Rule[STROptions]):
         slope = along * sigma * (1.0 - sigma) * (left.mean(1, keepdim=True) / left)
         self._velocity.mul_(self._momentum).sub_(slope)
         self._s.sub_(self._velocity * self._timeline.rate * self._rate)
-        torch.minimum(self._s, self._highest, out=self._s)
-        self._budget.score.copy_(self._above(weights))
-        self._s.add_(self._budget.meet_()[:, None])
+        self._push_(weights, self._budget.meet_)
 
     def due(self, step: int) -> bool:
         return step % self._timeline.often(100) == 0
@@ -84,14 +96,25 @@ class STR(Rule[STROptions]):
         self._highest.copy_(self._leaving_the_floor(weights))
 
     def freeze_(self, weights: Tensor) -> Tensor:
-        self._budget.score.copy_(self._above(weights))
-        push = self._budget.cut_()
-        self._s.add_(push[:, None])
+        self._highest.copy_(self._leaving_the_floor(weights))
+        self._push_(weights, self._budget.cut_)
         weights.copy_(soft_threshold(weights, self._threshold()))
         return self._budget.mask
 
     def state(self) -> dict[str, Tensor]:
         return {**self._budget.state(), "s": self._s, "velocity": self._velocity, "highest": self._highest}
+
+    def _push_(self, weights: Tensor, meet: Callable[[], Tensor]) -> None:
+        """Raise all s by as much as the budget asks for, but none above what leaves the floor of its tensor."""
+        logits, highest = _logit(weights), self._highest
+        if any(self._floors):  # that of now, at least for the largest weight, as the floor is from some steps ago
+            largest = torch.stack([part.amax(1) for part in self._layout.split(logits)], dim=1)
+            highest = torch.minimum(highest, largest - _MARGIN)
+        torch.minimum(self._s, highest, out=self._s)
+        safe = logits > highest.index_select(1, self._tensor)
+        self._budget.score.copy_(self._above(weights).masked_fill_(safe, torch.inf))
+        self._s.add_(meet()[:, None])
+        torch.minimum(self._s, highest, out=self._s)
 
     def _by_tensor(self, values: Tensor) -> Tensor:
         return torch.stack([part.sum(1) for part in self._layout.split(values)], dim=1)
@@ -104,12 +127,13 @@ class STR(Rule[STROptions]):
         return _logit(weights) - self._s.index_select(1, self._tensor)
 
     def _leaving_the_floor(self, weights: Tensor) -> Tensor:
-        """For each tensor the s at which only its floor is left."""
-        parts = zip(self._layout.split(_logit(weights)), self._floors, strict=True)
-        found = [
-            part.topk(number + 1, dim=1).values[:, -1] if number < part.shape[1] else part.amin(1) - 1.0
-            for part, number in parts
-        ]
+        """For each tensor the s at which only its floor is left: between its last weight and the next one."""
+        found = []
+        for part, number in zip(self._layout.split(_logit(weights)), self._floors, strict=True):
+            if number == part.shape[1]:
+                found.append(part.amin(1) - 1.0)
+            else:
+                found.append(part.topk(number + 1, dim=1).values[:, -2:].mean(1))
         return torch.stack(found, dim=1)
 
 

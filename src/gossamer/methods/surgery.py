@@ -9,6 +9,7 @@ where (u - μ)/σ is above c, u being |w|/0.9 for those that are there and |w|/1
 those of the warmed-up network, and removal follows our cubic, with the floor a tensor.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from gossamer.methods.budgets import ByBudget, GlobalBudget
 from gossamer.methods.noise import uniform
-from gossamer.methods.rule import Layout, Options, Request, Timeline, column
+from gossamer.methods.rule import Layout, Options, Request, Timeline, column, expect, is_rate
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,15 @@ class SurgeryOptions(Options):
     upper: float = 1.1  # b/t
     gamma: float = 1e-4  # of the probability of a look
     power: float = 1.0
+
+    def __post_init__(self) -> None:
+        expect(
+            self,
+            lower=(0 < self.lower <= self.upper, "a number above 0 and up to upper"),
+            upper=(0 < self.upper < math.inf, "a number above 0"),
+            gamma=(is_rate(self.gamma), "a number of at least 0"),
+            power=(is_rate(self.power), "a number of at least 0"),
+        )
 
 
 class Surgery(ByBudget[SurgeryOptions]):

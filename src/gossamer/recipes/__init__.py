@@ -6,6 +6,7 @@ from pathlib import Path
 from gossamer._json import read_object
 from gossamer.recipes import cifar, digits, imagenet, mnist, wikitext
 from gossamer.recipes.recipe import Published, Recipe
+from gossamer.training.result import RESULT, RUN
 from gossamer.training.run import Run
 
 __all__ = ["RECIPES", "Published", "Recipe", "find", "names"]
@@ -24,18 +25,22 @@ def names() -> tuple[str, ...]:
 
 
 def find(name: str) -> Recipe:
-    """The recipe of a name, or of a JSON file such as the run.json or result.json that every run leaves behind."""
+    """The recipe of a name, or of a JSON file such as the run.json or result.json that every run leaves behind; the
+    folder of a run stands for its run.json."""
     for recipe in RECIPES:
         if recipe.name == name:
             return recipe
-    path = Path(name)
+    path = Path(name).expanduser()
+    if name and path.is_dir() and (path / RUN).is_file():
+        path = path / RUN
     if path.suffix == ".json":
         if not path.is_file():
             raise FileNotFoundError(f"expected the path of a recipe file, got {name}, which does not exist")
         values = read_object(path)
         if isinstance(values.get("config"), dict):  # the result of a run, which has the run in it
             values = values["config"]
-        return Recipe(path.stem, f"from {name}", Run.from_dict(values))
-    near = difflib.get_close_matches(name, names(), n=3)
+        own_name = path.resolve().parent.name if path.name in (RUN, RESULT) else path.stem
+        return Recipe(own_name, f"from {name}", Run.from_dict(values))
+    near = difflib.get_close_matches(name.lower(), names(), n=3)
     hint = f"did you mean {', '.join(near)}?" if near else f"the recipes are {', '.join(names())}"
     raise ValueError(f"expected the name of a recipe or a .json file, got {name!r}: {hint}")

@@ -56,6 +56,11 @@ class Recipe:
         return worse <= self.tolerance
 
 
+def share(epochs: int, *, of: int) -> str:
+    """A duration that is so many epochs in a run of its own length, and follows the length of any other."""
+    return f"{epochs / of:.9f}".rstrip("0").rstrip(".") + "run"
+
+
 def variants(
     base: Run, name: str, about: str, *, sparsity: float, paper: Run, published: tuple[Published, ...], tolerance: float
 ) -> tuple[Recipe, ...]:

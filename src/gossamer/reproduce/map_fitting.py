@@ -17,7 +17,7 @@ from torch.func import functional_call, replace_all_batch_norm_modules_, vmap
 from gossamer import method, models
 from gossamer.reproduce.record import write_record
 from gossamer.results.plot import can_draw, map_fitting_curves
-from gossamer.results.records import read_record
+from gossamer.results.records import make_folder, read_record
 
 RATES = {"none": (0.1, 10.0, 100.0, 1000.0, 10_000.0), "batch": (0.01, 0.1, 1.0)}
 STEPS = 2000
@@ -106,7 +106,7 @@ def reproduce(
     installed the curves."""
     if seeds < 1 or steps < 1:
         raise ValueError(f"expected at least 1 seed and 1 step, got {seeds} and {steps}")
-    out.mkdir(parents=True, exist_ok=True)
+    make_folder(out)
     records = []
     for estimator in method.ESTIMATORS:
         path = out / f"{estimator}.json"
@@ -116,7 +116,7 @@ def reproduce(
             versions = {"torch": torch.__version__}
             content = {"steps": steps, "versions": versions, "fits": [dataclasses.asdict(each) for each in fitted]}
             write_record(path, content)
-        record = read_record(path)
+        record = read_record(path, ("steps", "fits"))
         kept = len({each["fit"]["seed"] for each in record["fits"]})
         if (record["steps"], kept) != (steps, seeds):
             raise ValueError(

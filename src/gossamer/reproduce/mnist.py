@@ -23,7 +23,7 @@ from gossamer.recipes import find
 from gossamer.recipes.mnist import DECAY_TABLE
 from gossamer.reproduce.picture import draw_input_connections
 from gossamer.reproduce.record import write_record
-from gossamer.results.records import read_record, removed_gradient_of
+from gossamer.results.records import make_folder, read_record, removed_gradient_of
 from gossamer.side_by_side.lanes import Outcome
 from gossamer.side_by_side.sweeps import checkpoint_path, train_together
 from gossamer.training.place import Place
@@ -35,6 +35,11 @@ EPOCHS = 55
 FREE_EPOCHS = 15  # at the beginning and, at least, at the end, in which masks are frozen
 MASK_EPOCHS = (2, 25)
 PICTURE = "input-connectivity.png"
+# What tables and picture take from a record.
+_NEEDED = (
+    *("part", "config", "decay", "asked_sparsity", "sparsity", "accuracy", "paper_accuracy", "paper_sparsity"),
+    "input_connections",
+)
 
 
 # (estimator, normalised): accuracy at 95 % sparsity.
@@ -70,7 +75,8 @@ def entries(*, seeds: int, epochs: int = EPOCHS) -> list[Entry]:
 
 def _entries_of_seed(seed: int, epochs: int) -> Iterator[Entry]:
     dense, default, paper = (
-        replace(find(f"mnist-fc-densenet{kind}").run, seed=seed, epochs=epochs) for kind in ("-dense", "", "-paper")
+        replace(find(f"mnist-fc-densenet{kind}").run, seed=seed, epochs=epochs, settings={})
+        for kind in ("-dense", "", "-paper")
     )
     published = {row.decay: row for row in find("mnist-fc-densenet-paper").published if row.table == DECAY_TABLE}
     by_decay = [(decay, row.value, row.sparsity or 0.0) for decay, row in published.items() if decay is not None]
@@ -106,6 +112,7 @@ def reproduce(
     wanted = entries(seeds=seeds, epochs=epochs)
     missing = [entry for entry in wanted if not _is_there(_path(out, entry), entry)]
     images = _images() if missing else None
+    make_folder(out)
     # A GPU has room for all at once; a CPU gains nothing from it, and has a seed's records sooner.
     for portion in _portions(missing, by_seed=device.type == "cpu"):
         assert images is not None
@@ -117,12 +124,11 @@ def reproduce(
             runs, images, _network, device=device, dtype=torch.float32, progress=progress, checkpoint=checkpoint
         )
         seconds = time.perf_counter() - started
-        out.mkdir(parents=True, exist_ok=True)
         for entry, (outcome, network) in zip(portion, trained, strict=True):
             assert isinstance(network, FullyConnectedDenseNet)
             write_record(_path(out, entry), record(entry, outcome, network, device, seconds, len(portion)))
         checkpoint.unlink(missing_ok=True)
-    records = [read_record(_path(out, entry)) for entry in wanted]
+    records = [read_record(_path(out, entry), _NEEDED) for entry in wanted]
     try:
         draw_input_connections(records, out / PICTURE)
     except ImportError as error:
@@ -134,7 +140,7 @@ def _is_there(path: Path, entry: Entry) -> bool:
     """Whether a run has its record, and not one from before a default changed."""
     if not path.exists() or entry.part == "dense":
         return path.exists()
-    return removed_gradient_of(read_record(path)) == entry.run.mask_settings.removed_gradient
+    return removed_gradient_of(read_record(path, _NEEDED)) == entry.run.mask_settings.removed_gradient
 
 
 def record(

@@ -31,10 +31,16 @@ def can_draw() -> bool:
     return importlib.util.find_spec("matplotlib") is not None
 
 
-def check() -> None:
-    """Raise an error that says what to do where matplotlib is not installed."""
+def check(path: Path | None = None) -> None:
+    """Raise an error that says what to do where matplotlib is not installed, or knows no such kind of file."""
     if not can_draw():
         raise ImportError("a plot needs matplotlib, which is not installed: pip install 'gossamer[plot]'")
+    if path is not None:
+        from matplotlib.figure import Figure  # optional
+
+        kinds = Figure().canvas.get_supported_filetypes()
+        if path.suffix.removeprefix(".").lower() not in kinds:
+            raise ValueError(f"expected a plot whose name ends in one of {', '.join(kinds)}, got {path.name!r}")
 
 
 def lines(records: Sequence[Record]) -> list[Line]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from gossamer.methods import find
-from gossamer.results.records import BEFORE, Record, mean_and_spread, read, table
+from gossamer.results.records import BEFORE, Record, mean_and_spread, read_races, table
 
 _NAMES = {"resnet20": "ResNet-20", "vgg16_cifar": "VGG-16", "cifar10": "CIFAR-10", "cifar100": "CIFAR-100"}
 _WEIGHT_DECAY = 1e-4  # of a run that is asked for nothing else
@@ -25,7 +25,7 @@ def race_table(records: Sequence[Record], key: str = "accuracy") -> tuple[list[s
     """Head and rows: mean ± standard deviation over seeds. The best in the test first, at the sparsity that most rows
     have, of several the one nearest to 95 %.
 
-    Where a cell has fewer seeds than others their number is given behind it.
+    Where a cell has fewer seeds than others their number is given behind it, and how many of its runs have diverged.
     """
     cells: dict[str, dict[float, list[Record]]] = defaultdict(lambda: defaultdict(list))
     for label, record in zip(labels(records), records, strict=True):
@@ -35,7 +35,7 @@ def race_table(records: Sequence[Record], key: str = "accuracy") -> tuple[list[s
     counted = Counter(sparsity for row in cells.values() for sparsity in row if sparsity)
     at = max(counted, key=lambda sparsity: (counted[sparsity], -abs(sparsity - 0.95)), default=0.0)
     rows = [
-        [label, *(_cell([run[key] for run in cells[label][sparsity]], seeds, key) for sparsity in columns)]
+        [label, *(_cell_of(cells[label][sparsity], seeds, key) for sparsity in columns)]
         for label in sorted(cells, key=lambda label: _rank(cells[label], at))
     ]
     return ["method", *(f"{100 * sparsity:g} %" for sparsity in columns)], rows
@@ -64,9 +64,12 @@ def about(records: Sequence[Record]) -> str:
     images = f"{held_out:,} training images held out" if held_out else "all training images"
     return (
         f"{first['tier'].capitalize()} of {first['net']} on {first['data']}: {first['epochs']} epochs, {images}; test "
-        f"accuracy in percent at the last epoch against the share of zeros, mean ± standard deviation over {seeds} "
-        f"seed{'s' if seeds > 1 else ''}."
+        f"accuracy in percent at the last epoch against the share of zeros, {_over(seeds)}."
     )
+
+
+def _over(seeds: int) -> str:
+    return f"mean ± standard deviation over {seeds} seeds" if seeds > 1 else "one seed"
 
 
 def labels(records: Sequence[Record]) -> list[str]:
@@ -115,6 +118,11 @@ def _rank(row: Mapping[float, Sequence[Record]], at: float) -> tuple[int, float]
     return place, -statistics.mean(run["accuracy"] for run in runs)
 
 
+def _cell_of(runs: Sequence[Record], seeds: int, key: str) -> str:
+    diverged = sum(run["train_loss"] is None for run in runs)  # JSON has no NaN
+    return _cell([run[key] for run in runs], seeds, key) + (f" ({diverged} diverged)" if diverged else "")
+
+
 def _cell(values: Sequence[float | None], seeds: int, key: str) -> str:
     known = [value for value in values if value is not None]
     if not known:
@@ -126,13 +134,21 @@ def _cell(values: Sequence[float | None], seeds: int, key: str) -> str:
 def races(root: Path) -> str:
     """A section for each network, that of the paper's first table before the others."""
     folders = sorted(root.glob("race-*"), key=lambda folder: (folder.name != "race-resnet20", folder.name))
-    return "\n\n".join(filter(None, map(_of_network, folders)))
+    return "\n\n".join(_of_network(folder, name, own) for folder in folders for name, own in subjects(folder).items())
 
 
-def _of_network(folder: Path) -> str:
-    records = [record for record in read(folder) if record["tier"] in ("final", "screening")]
-    if not records:
-        return ""
+def subjects(folder: Path) -> dict[str, list[Record]]:
+    """The records of comparisons in a folder, by what they are of, as a network may have raced on several data sets;
+    those with most records first. That one's name is empty, the others' is added to the names of their plots."""
+    found: dict[tuple[str, str], list[Record]] = defaultdict(list)
+    for record in read_races(folder):
+        if record["tier"] in ("final", "screening"):
+            found[record["net"], record["data"]].append(record)
+    most_first = sorted(found.items(), key=lambda each: (-len(each[1]), each[0]))
+    return {f"-{net}-{data}" if number else "": own for number, ((net, data), own) in enumerate(most_first)}
+
+
+def _of_network(folder: Path, name: str, records: Sequence[Record]) -> str:
     first = records[0]
     parts = [
         f"## {_NAMES.get(first['net'], first['net'])} on {_NAMES.get(first['data'], first['data'])}",
@@ -142,7 +158,7 @@ def _of_network(folder: Path) -> str:
     ]
     for number, (epochs, final) in enumerate(by_epochs(records, "final")):
         parts += [f"### Final: {epochs} epochs on all training images", *_tables(final)]
-        parts += _drawing(folder, "final") if number == 0 else []
+        parts += _drawing(folder, f"final{name}") if number == 0 else []
         parts += _more("Training loss in the last epoch", final, "train_loss")
     for number, (epochs, screening) in enumerate(by_epochs(records, "screening")):
         current = [record for record in screening if "validation_images" in record]
@@ -151,7 +167,7 @@ def _of_network(folder: Path) -> str:
             parts += [
                 f"### Screening: {epochs} epochs, {held_out:,} training images held out (`gossamer compare`)",
                 *_tables(current),
-                *(_drawing(folder, "screening") if number == 0 else []),
+                *(_drawing(folder, f"screening{name}") if number == 0 else []),
                 *_more("Accuracy on the images held out", current, "validation_accuracy"),
                 *_more("Training loss in the last epoch", current, "train_loss"),
             ]
@@ -191,15 +207,17 @@ def _settings_table(records: Sequence[Record]) -> tuple[list[str], list[list[str
 
 
 def by_epochs(records: Sequence[Record], tier: str) -> list[tuple[int, list[Record]]]:
-    """The records of a tier, those of the longest runs first."""
-    own = [record for record in records if record["tier"] == tier]
-    lengths = sorted({record["epochs"] for record in own}, reverse=True)
-    return [(epochs, [record for record in own if record["epochs"] == epochs]) for epochs in lengths]
+    """The records of a tier by the epochs that they share, the most methods first, then the longest runs."""
+    groups: dict[int, list[Record]] = {}
+    for record in records:
+        if record["tier"] == tier:
+            groups.setdefault(record["epochs"], []).append(record)
+    return sorted(groups.items(), key=lambda group: (len({each["method"] for each in group[1]}), group[0]), reverse=True)
 
 
-def _drawing(folder: Path, tier: str) -> list[str]:
-    """The plot of the longest runs of a tier, where it has been drawn."""
-    file = folder / f"{tier}.svg"
+def _drawing(folder: Path, name: str) -> list[str]:
+    """The plot of the first runs of a tier, where it has been drawn."""
+    file = folder / f"{name}.svg"
     return [f"![accuracy against sparsity](../results/{folder.name}/{file.name})"] if file.exists() else []
 
 

@@ -9,6 +9,11 @@ from typing import Any
 from gossamer._json import read_object
 
 Record = dict[str, Any]
+# What every record of a comparison has, whenever it was made.
+_OF_A_RUN = (
+    *("tier", "net", "data", "method", "sparsity", "asked_sparsity", "seed", "epochs", "settings", "hardware"),
+    *("accuracy", "validation_accuracy", "train_loss"),
+)
 # What settings that came later were in the records from before them, where their default changed since.
 BEFORE: Mapping[str, Any] = MappingProxyType({"removed_gradient": 1.0, "rate": None})
 
@@ -17,8 +22,32 @@ def read(folder: Path) -> list[Record]:
     return [read_record(path) for path in sorted(folder.glob("*.json"))]
 
 
-def read_record(path: Path) -> Record:
-    return read_object(path, expected="the record of a run", remedy=": delete it")
+def read_record(path: Path, needed: Sequence[str] = ()) -> Record:
+    """One record; it has all that is `needed`, or an error names the file."""
+    record = read_object(path, expected="the record of a run", remedy=": delete it")
+    if lacking := [name for name in needed if name not in record]:
+        raise ValueError(f"expected the record of a run in {path}, got one without {', '.join(lacking)}: delete it")
+    return record
+
+
+def read_races(folder: Path) -> list[Record]:
+    """The records of a comparison, or of several."""
+    return [read_run(path) for path in sorted(folder.glob("*.json"))]
+
+
+def read_run(path: Path) -> Record:
+    """One record of a comparison; it has all that the tables ask for."""
+    record = read_record(path, _OF_A_RUN)
+    if not isinstance(record["settings"], dict):
+        raise ValueError(f"expected the record of a run in {path}, got one whose settings are no table: delete it")
+    return record
+
+
+def make_folder(path: Path) -> None:
+    """Before anything is trained: a folder that records can be written into."""
+    if path.exists() and not path.is_dir():
+        raise ValueError(f"expected a folder for records, got {path}, which is a file: choose another name (--out)")
+    path.mkdir(parents=True, exist_ok=True)
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -27,8 +56,9 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def mean_and_spread(values: Sequence[float]) -> str:
-    spread = statistics.stdev(values) if len(values) > 1 else 0.0
-    return f"{statistics.mean(values):.2f} ± {spread:.2f}"
+    """Of one value there is no spread."""
+    mean = f"{statistics.mean(values):.2f}"
+    return f"{mean} ± {statistics.stdev(values):.2f}" if len(values) > 1 else mean
 
 
 def removed_gradient_of(record: Record) -> float:

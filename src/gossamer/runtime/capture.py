@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from gossamer.runtime.graph import Graph, UnsupportedError, fuse
+from gossamer.runtime.fusing import fuse
+from gossamer.runtime.graph import Graph, UnsupportedError
 from gossamer.runtime.translations import TRANSLATIONS
 from gossamer.runtime.translator import Translator
 

@@ -2,14 +2,14 @@
 
 ``torch.export`` gives the network as ATen calls; ``capture`` turns them to the few operations the kernels
 know. Each value is a number of channels times a plane of pixels: a picture has height and width, a vector is
-one pixel, a sequence has one pixel for each time step. Linear layers, convolutions, shortcuts that subsample
-or add channels all become one thing, a ``Product``: a list of taps (row, channel, dy, dx, weight) with a
-stride and a padding.
+one pixel, a sequence or a signal has one pixel for each time step. Linear layers, convolutions, shortcuts that
+subsample or add channels all become one thing, a ``Product``: a list of taps (row, channel, dy, dx, weight) with
+a stride and a padding.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -50,7 +50,7 @@ class Taps:
     def count(self) -> int:
         return self.weight.size
 
-    def chosen(self, where: npt.NDArray[np.bool_]) -> Taps:
+    def chosen(self, where: npt.NDArray[np.bool_] | Integers) -> Taps:
         places = self.row[where], self.channel[where], self.dy[where], self.dx[where]
         return Taps(self.rows, *places, self.weight[where])
 
@@ -89,6 +89,7 @@ class Product:
     name: str
     add: int | None = None
     relu: bool = False
+    kind: Literal["linear", "convolution", "copy", "element-wise"] = "linear"
 
     @property
     def copies(self) -> bool:
@@ -167,10 +168,27 @@ class Pool:
 
 
 @dataclass(frozen=True, eq=False)
+class Spread:
+    """Each pixel becomes ``factor`` pixels: copies of itself, or one from each of as many channels that follow each
+    other (as the planes of a transposed convolution do). What is past the edge of y is left out."""
+
+    x: int
+    y: int
+    factor: Pair
+    copies: bool
+    name: str
+
+
+@dataclass(frozen=True, eq=False)
 class Concat:
     xs: tuple[int, ...]
     y: int
     name: str
+
+
+#: Cells of recurrent layers, with the number of their gates. The last two are those of ``nn.RNN``.
+Cell = Literal["lstm", "gru", "rnn_tanh", "rnn_relu"]
+GATES: dict[Cell, int] = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}
 
 
 @dataclass(frozen=True)
@@ -185,11 +203,11 @@ class Recurrence:
 
 @dataclass(frozen=True, eq=False)
 class Recurrent:
-    """One direction of one layer of an LSTM or GRU; its output goes to ``channel`` and following of y."""
+    """One direction of one layer of a recurrent module; its output goes to ``channel`` and following of y."""
 
     x: int
     y: int
-    kind: Literal["lstm", "gru"]
+    kind: Cell
     units: int
     input_taps: Taps
     input_bias: Floats
@@ -202,13 +220,13 @@ class Recurrent:
     state: Recurrence
 
 
-Operation = Input | Embed | Product | Affine | Pointwise | Softmax | Pool | Concat | Recurrent
+Operation = Input | Embed | Product | Affine | Pointwise | Softmax | Pool | Spread | Concat | Recurrent
 
 
 @dataclass(frozen=True)
 class Source:
-    """What the caller passes: "picture", "vector", "sequence", "state" or "tokens", shaped like this but for
-    the batch."""
+    """What the caller passes: "picture", "signal", "vector", "sequence", "state" or "tokens", shaped like this
+    but for the batch."""
 
     form: str
     shape: tuple[int, ...]
@@ -224,7 +242,7 @@ class Graph:
     values: list[Value]
     operations: list[Operation]
     outputs: tuple[int, ...]
-    #: for each output "picture", "vector", "flat" or "sequence", and its shape for the example
+    #: for each output "picture", "signal", "vector", "flat" or "sequence", and its shape for the example
     forms: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
     inputs: tuple[Source, ...]
@@ -244,7 +262,7 @@ def reads(operation: Operation) -> tuple[int, ...]:
             return (operation.x,) if operation.add is None else (operation.x, operation.add)
         case Pointwise():
             return (operation.x,) if operation.by is None else (operation.x, operation.by)
-        case Pool() | Softmax():
+        case Pool() | Softmax() | Spread():
             return (operation.x,)
         case Recurrent():
             return (operation.x, *operation.state.before)
@@ -265,87 +283,3 @@ def diagonal_taps(rows: int, pairs: Integers, weights: Floats) -> Taps:
     """One tap a row in ``pairs`` (row, channel): copies, shifts and scales channels."""
     zeros = np.zeros(len(pairs), np.int64)
     return Taps(rows, pairs[:, 0], pairs[:, 1], zeros, zeros, weights.astype(np.float32))
-
-
-def fuse(graph: Graph) -> Graph:
-    """Folds normalisation, additions and ReLU into the products (or element-wise operations) before them."""
-    operations = list(graph.operations)
-    changed = True
-    while changed:
-        needed = set(graph.outputs).union(*(reads(operation) for operation in operations))
-        operations = [op for op in operations if not needed.isdisjoint(writes(op))]
-        changed = False
-        uses = np.zeros(len(graph.values), np.int64)
-        for operation in operations:
-            for x in reads(operation):
-                uses[x] += 1
-        for y in graph.outputs:
-            uses[y] += 1
-        producer = {op.y: i for i, op in enumerate(operations) if not isinstance(op, Recurrent)}
-        for place, operation in enumerate(operations):
-            for candidate in _orders(operation):
-                before = producer.get(candidate.x)
-                if before is None or uses[candidate.x] != 1:
-                    continue
-                merged = _merge(operations[before], candidate)
-                if merged is not None:
-                    # At the later place: whatever it adds has been computed there.
-                    operations[place] = merged
-                    del operations[before]
-                    changed = True
-                    break
-            if changed:
-                break
-    return replace(graph, operations=operations)
-
-
-def _orders(affine: Operation) -> list[Affine | Product]:
-    """The ways to look at an operation as something done to one value that came before."""
-    if isinstance(affine, Product):
-        return [affine] if affine.copies else []
-    if not isinstance(affine, Affine):
-        return []
-    if affine.add is None or affine.scale is not None or affine.add == affine.x:
-        return [affine]
-    swapped = Affine(affine.add, affine.y, affine.name, None, affine.shift, affine.x, affine.relu)
-    return [affine, swapped]
-
-
-def _merge(first: Operation, second: Affine | Product) -> Product | Affine | None:
-    if isinstance(second, Product):
-        return _compose(first, second) if isinstance(first, Product) and first.copies else None
-    if not isinstance(first, Product | Affine) or first.relu or (first.add is not None and second.scale is not None):
-        return None
-    if first.add is not None and second.add is not None:
-        return None
-    add = first.add if second.add is None else second.add
-    if isinstance(first, Product):
-        taps = first.taps if second.scale is None else first.taps.scaled(second.scale)
-        bias = first.bias * (1 if second.scale is None else second.scale)
-        bias = (bias + (0 if second.shift is None else second.shift)).astype(np.float32)
-        return Product(
-            first.x,
-            second.y,
-            taps,
-            bias,
-            first.stride,
-            first.padding,
-            first.dense_size,
-            first.name,
-            add,
-            second.relu,
-        )
-    if second.scale is None and second.shift is None:
-        return Affine(first.x, second.y, first.name, first.scale, first.shift, add, second.relu)
-    return None
-
-
-def _compose(first: Product, second: Product) -> Product:
-    """Two copies of channels or pixels, one after the other, as one: a shortcut that subsamples, then
-    pads."""
-    source = np.full(first.taps.rows, -1)
-    source[first.taps.row] = first.taps.channel
-    channel = source[second.taps.channel]
-    taps = replace(second.taps, channel=channel).chosen(channel >= 0)
-    stride = first.stride[0] * second.stride[0], first.stride[1] * second.stride[1]
-    return replace(second, x=first.x, taps=taps, stride=stride)

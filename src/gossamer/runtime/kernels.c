@@ -19,7 +19,10 @@
 
 #include <time.h>
 
-enum { LOAD, STORE, PRODUCT, PRODUCT_ONE, AFFINE, POOL, PHASES, COPY, EMBED, LSTM, GRU, PRODUCT_DENSE, POINTWISE, SOFTMAX };
+enum {
+    LOAD, STORE, PRODUCT, PRODUCT_ONE, AFFINE, POOL, PHASES, COPY, EMBED, LSTM, GRU, PRODUCT_DENSE, POINTWISE, SOFTMAX,
+    RNN_TANH, RNN_RELU, SPREAD
+};
 
 struct op {
     int64_t code, x, y, add; /* places in the arena, add = -1: none */
@@ -157,6 +160,10 @@ static void run_pool(const struct call *call, const struct op *op) {
         pool_plane(o, call->lanes, call->arena + op->x + channel * o->x_row, call->arena + op->y + channel * o->y_row);
 }
 
+static void run_spread(const struct call *call, const struct op *op) {
+    spread((const struct spread_op *)op->a, call->lanes, call->arena + op->x, call->arena + op->y);
+}
+
 static void run_pointwise(const struct call *call, const struct op *op) {
     const struct pointwise_op *o = (const struct pointwise_op *)op->a;
     const float *by = o->by < 0 ? NULL : call->arena + o->by;
@@ -218,14 +225,17 @@ struct recurrent_op {
     int64_t x_gates, h_gates, h, c; /* scratch in the arena */
     int64_t x_at;                   /* chunk places 0, 16, 32, ... */
     int64_t h_from, c_from, h_to, c_to; /* state before and after, in the arena; -1: zeros, nowhere */
+    int64_t state_row;                  /* floats between its units */
     int64_t way, hidden_from;           /* of the hidden weight, for one sample */
 };
 
-static void copy_state(float *to, const float *arena, int64_t from, int64_t n) {
-    if (from < 0)
-        memset(to, 0, n * sizeof(float));
-    else
-        memcpy(to, arena + from, n * sizeof(float));
+/* The floats of each unit to another place, where units are another number of floats apart; from NULL: zeros. */
+static void copy_state(float *to, int64_t to_row, const float *from, int64_t from_row, int64_t units, int64_t lanes) {
+    for (int64_t u = 0; u < units; u++)
+        if (from)
+            memcpy(to + u * to_row, from + u * from_row, lanes * sizeof(float));
+        else
+            memset(to + u * to_row, 0, lanes * sizeof(float));
 }
 
 static void run_recurrent(const struct call *call, const struct op *op) {
@@ -235,8 +245,8 @@ static void run_recurrent(const struct call *call, const struct op *op) {
     float *h = call->arena + o->h, *c = call->arena + o->c;
     int64_t x_row = (o->chunk_steps * lanes + CHUNK - 1) / CHUNK * CHUNK;
     const int32_t *at = POINTER(int32_t, o->x_at);
-    copy_state(h, call->arena, o->h_from, n);
-    copy_state(c, call->arena, o->c_from, n);
+    copy_state(h, lanes, o->h_from < 0 ? NULL : call->arena + o->h_from, o->state_row, o->units, lanes);
+    copy_state(c, lanes, o->c_from < 0 ? NULL : call->arena + o->c_from, o->state_row, o->units, lanes);
     for (int64_t done = 0; done < o->steps; done += o->chunk_steps) {
         int64_t some = least(o->chunk_steps, o->steps - done);
         int64_t start = o->reverse ? o->steps - done - some : done;
@@ -248,7 +258,7 @@ static void run_recurrent(const struct call *call, const struct op *op) {
         for (int64_t i = 0; i < some; i++) {
             int64_t step = o->reverse ? some - 1 - i : i;
             const float *now = lanes == 1 ? by_step + step * rows : x_gates + step * lanes;
-            const float *add = op->code == LSTM ? now : NULL;
+            const float *add = op->code == GRU ? NULL : now;
             if (lanes == 1) {
                 struct target target = {h_gates, add, 1, 1, 0};
                 multiply_one(o->way, POINTER(void, o->hidden_one), h + o->hidden_from, &target);
@@ -259,6 +269,8 @@ static void run_recurrent(const struct call *call, const struct op *op) {
             }
             if (op->code == LSTM) {
                 lstm_cell(h_gates, c, h, n);
+            } else if (op->code != GRU) {
+                plain_cell(h_gates, op->code == RNN_RELU, h, n);
             } else {
                 float *packed = h_gates + rows * lanes; /* this step's input part, made contiguous */
                 for (int64_t r = 0; lanes > 1 && r < rows; r++)
@@ -269,8 +281,8 @@ static void run_recurrent(const struct call *call, const struct op *op) {
             for (int64_t u = 0; u < o->units; u++) memcpy(y + u * o->y_row, h + u * lanes, lanes * sizeof(float));
         }
     }
-    if (o->h_to >= 0) memcpy(call->arena + o->h_to, h, n * sizeof(float));
-    if (o->c_to >= 0) memcpy(call->arena + o->c_to, c, n * sizeof(float));
+    if (o->h_to >= 0) copy_state(call->arena + o->h_to, o->state_row, h, lanes, o->units, lanes);
+    if (o->c_to >= 0) copy_state(call->arena + o->c_to, o->state_row, c, lanes, o->units, lanes);
 }
 
 /* What Python fills in for a call; the addresses of inputs, then of outputs, follow. */
@@ -299,8 +311,11 @@ static int64_t run_op(const struct call *call, const struct op *op) {
     case EMBED: return run_embed(call, op);
     case POINTWISE: run_pointwise(call, op); break;
     case SOFTMAX: softmax((const struct softmax_op *)op->a, call->arena + op->x, call->arena + op->y); break;
+    case SPREAD: run_spread(call, op); break;
     case LSTM:
-    case GRU: run_recurrent(call, op); break;
+    case GRU:
+    case RNN_TANH:
+    case RNN_RELU: run_recurrent(call, op); break;
     default: return 2;
     }
     return 0;

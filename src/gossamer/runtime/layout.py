@@ -9,6 +9,7 @@ from one value to another only where both have their zeros in the same places, s
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +22,7 @@ from gossamer.runtime.graph import (
     Pair,
     Pointwise,
     Product,
+    Recurrent,
     Softmax,
     Value,
     reads,
@@ -121,6 +123,10 @@ def place(graph: Graph, lanes: int) -> Placed:
         if isinstance(step, Concat):
             for x in step.xs:
                 classes.join(x, step.y)
+        if isinstance(step, Recurrent):
+            states = (*step.state.before, *step.state.after)
+            for one, other in pairwise(states):
+                classes.join(one, other)
     layouts = _layouts(steps, values, classes, lanes)
     offsets, spare, copies, arena = _allocate(graph, steps, values, layouts)
     return Placed(graph, steps, values, layouts, offsets, spare, copies, arena, lanes)
@@ -177,7 +183,7 @@ def _layouts(steps: list[Step], values: list[Value], classes: _Classes, lanes: i
             top, left, bottom, right = (int(b) for b in border[classes.find(step.x)])
             rows = -(-(values[step.x].height + top + bottom) // step.stride[0])
             made.append(Layout(0, 0, 0, 0, pitch, _round(rows * pitch * lanes), 0))
-        elif lanes == 1 and values[item].pixels == 1:
+        elif lanes == 1 and values[item].pixels == 1 and not border[classes.find(item)].any():
             made.append(Layout(0, 0, 0, 0, 1, 1, 0))
         else:
             top, left, bottom, right = (int(b) for b in border[classes.find(item)])

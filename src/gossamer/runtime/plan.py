@@ -14,7 +14,9 @@ import numpy as np
 import numpy.typing as npt
 
 from gossamer.runtime.graph import (
+    GATES,
     Affine,
+    Cell,
     Concat,
     Embed,
     Graph,
@@ -24,6 +26,7 @@ from gossamer.runtime.graph import (
     Product,
     Recurrent,
     Softmax,
+    Spread,
     UnsupportedError,
     diagonal_taps,
 )
@@ -37,6 +40,7 @@ from gossamer.runtime.layout import (
     place,
 )
 from gossamer.runtime.plan_pointwise import pointwise_fields, softmax_fields
+from gossamer.runtime.plan_windows import phases_fields, pool_fields, spread_fields
 from gossamer.runtime.records import (
     AFFINE,
     COPY,
@@ -51,7 +55,10 @@ from gossamer.runtime.records import (
     PRODUCT_DENSE,
     PRODUCT_ONE,
     RECORD,
+    RNN_RELU,
+    RNN_TANH,
     SOFTMAX,
+    SPREAD,
     STORE,
     Line,
     Plan,
@@ -60,6 +67,7 @@ from gossamer.runtime.weights import WAYS, Kept, Kernel, dense_panels, one_vecto
 
 FIRST_CACHE = 48 << 10  # bytes of input that mostly stay in the first-level cache
 PASS = 128  # floats of output that stay in registers
+_CODES: dict[Cell, int] = {"lstm": LSTM, "gru": GRU, "rnn_tanh": RNN_TANH, "rnn_relu": RNN_RELU}
 RECURRENT_COLUMNS = 128  # steps times lanes whose input part is computed ahead of the recurrence
 
 
@@ -121,9 +129,13 @@ class _Planner:
                     self._emit(SOFTMAX, step.x, step.y, None, softmax_fields(self.kept, self.placed, step))
                     self._line(step, "softmax", "vectors")
                 case Pool():
-                    self._pool(step)
+                    self._planes(POOL, step, pool_fields(self.placed, step))
+                    self._line(step, f"{step.kind} pooling", "vectors" if self.lanes > 1 else "plain")
+                case Spread():
+                    self._planes(SPREAD, step, spread_fields(self.placed, step))
+                    self._line(step, "upsampling" if step.copies else "interleaving", "plain")
                 case Phases():
-                    self._phases(step)
+                    self._emit(PHASES, step.x, step.y, None, phases_fields(self.placed, step))
                 case Concat():
                     self._concat(step)
                 case Recurrent():
@@ -215,6 +227,7 @@ class _Planner:
             self.batch_fields.append((len(self.records), 4 + 3, 1))
         fields = [step.slot, value.width, *strides, tokens, features, self.kept.keep(step.table), plane]
         self._emit(EMBED, -1, step.y, None, fields)
+        self.records[-1][2] += self.placed.layouts[step.y].base
         self._line(step, "embedding", "look-up", step.table.size, int(np.count_nonzero(step.table)), multiplies=False)
 
     # ----------------------------------------------------------------------------------------------- products
@@ -252,7 +265,7 @@ class _Planner:
             add = step.add if number == 0 else step.y
             self._emit(PRODUCT_DENSE if dense else PRODUCT, step.x if phases is None else phases, step.y, add, fields)
         kernel = "dense" if dense else f"panels of {lanes}" if lanes >= CHUNK else f"planes of {lanes}"
-        self._line(step, self._kind(step), kernel, step.dense_size, taps.count)
+        self._product_line(step, kernel, taps.count)
 
     def _channel_blocks(self, step: Product) -> list[int]:
         """Borders between blocks of input channels.
@@ -274,10 +287,6 @@ class _Planner:
         blocks = min(enough, -(-value.channels * window * 4 // FIRST_CACHE))
         return [value.channels * i // blocks for i in range(blocks + 1)] if blocks > 1 else [0, value.channels]
 
-    def _kind(self, step: Product) -> str:
-        value = self.placed.values[step.x]
-        return "convolution" if value.height > 1 and self.placed.values[step.y].height > 1 else "linear"
-
     def _product_one(self, step: Product) -> None:
         x, y, value = self.placed.layouts[step.x], self.placed.layouts[step.y], self.placed.values[step.x]
         taps = step.taps
@@ -289,7 +298,13 @@ class _Planner:
         weight, begin = one_vector(self.kept, kernel, taps, offsets, step.bias, self.placed.spare[step.x])
         fields = [weight, 0, 0, 0, 0, y.plane, int(step.relu), WAYS[kernel], begin]
         self._emit(PRODUCT_ONE, step.x, step.y, step.add, fields)
-        self._line(step, self._kind(step), f"one vector, {kernel}", step.dense_size, taps.count)
+        self.records[-1][2] += y.base
+        self.records[-1][3] += 0 if step.add is None else y.base
+        self._product_line(step, f"one vector, {kernel}", taps.count)
+
+    def _product_line(self, step: Product, kernel: str, connections: int) -> None:
+        layer = step.kind in ("linear", "convolution")
+        self._line(step, step.kind, kernel, step.dense_size if layer else 0, connections if layer else 0)
 
     def _affine(self, step: Affine) -> None:
         value, layout = self.placed.values[step.y], self.placed.layouts[step.y]
@@ -302,6 +317,7 @@ class _Planner:
                 *(step.x, step.y, taps, shift, (1, 1), (0, 0), value.channels, step.name),
                 add=step.add,
                 relu=step.relu,
+                kind="element-wise",
             )
             self._product_one(one)
             return
@@ -314,30 +330,11 @@ class _Planner:
 
     # ----------------------------------------------------------------------------------------------- the rest
 
-    def _pool(self, step: Pool) -> None:
-        before, after = self.placed.values[step.x], self.placed.values[step.y]
-        x, y = self.placed.layouts[step.x], self.placed.layouts[step.y]
-        fields = [int(step.kind == "average"), before.channels, x.plane, y.plane, x.pitch, y.pitch]
-        fields += [before.height, before.width, after.height, after.width]
-        fields += [
-            *step.kernel,
-            *step.stride,
-            *step.padding,
-            *step.dilation,
-            int(step.count_padding),
-            step.divisor,
-        ]
-        self._emit(POOL, step.x, step.y, None, fields)
-        self.records[-1][1] += x.base
-        self.records[-1][2] += y.base
-        self._line(step, f"{step.kind} pooling", "vectors" if self.lanes > 1 else "plain")
-
-    def _phases(self, step: Phases) -> None:
-        x, y, value = self.placed.layouts[step.x], self.placed.layouts[step.y], self.placed.values[step.x]
-        height, width = value.height + x.top + x.bottom, value.width + x.left + x.right
-        after = [-(-height // step.stride[0]), min(y.pitch, -(-width // step.stride[1]))]
-        fields = [value.channels, x.plane, x.pitch, height, width, y.plane, y.pitch, *step.stride, *after]
-        self._emit(PHASES, step.x, step.y, None, fields)
+    def _planes(self, code: int, step: Pool | Spread, fields: Sequence[int]) -> None:
+        """A record whose places are those of the first pixels."""
+        self._emit(code, step.x, step.y, None, fields)
+        self.records[-1][1] += self.placed.layouts[step.x].base
+        self.records[-1][2] += self.placed.layouts[step.y].base
 
     def _concat(self, step: Concat) -> None:
         plane = self.placed.layouts[step.y].plane
@@ -347,21 +344,23 @@ class _Planner:
         self._line(step, "concatenation", "copied" if step.y in self.placed.copies else "in place")
 
     def _state(self, step: Recurrent) -> list[int]:
-        """Places of h and c before and after; -1 where there is none."""
-        found = []
+        """Places of h and c before and after, -1 where there is none; and floats between units."""
+        found, row = [], self.lanes
         for items in (step.state.before, step.state.after):
-            places = [self.placed.offsets[i] + step.state.first * self.placed.layouts[i].plane for i in items]
-            found += [*places, -1, -1][:2]
-        return found
+            layouts = [self.placed.layouts[item] for item in items]
+            row = next((layout.plane for layout in layouts), row)  # the same for all
+            starts = [self.placed.offsets[item] + layout.base for item, layout in zip(items, layouts, strict=True)]
+            found += [*(start + step.state.first * row for start in starts), -1, -1][:2]
+        return [*found, row]
 
     def _recurrent(self, step: Recurrent) -> None:
         x, y, value = self.placed.layouts[step.x], self.placed.layouts[step.y], self.placed.values[step.x]
-        lanes, units, gates = self.lanes, step.units, 4 if step.kind == "lstm" else 3
+        lanes, units, gates = self.lanes, step.units, GATES[step.kind]
         steps = min(value.width, max(1, RECURRENT_COLUMNS // lanes))
         columns = -(-steps * lanes // CHUNK) * CHUNK
         # One sample's gates are wanted a step at a time, several samples' packed for one step.
         input_gates = gates * units * columns * (2 if lanes == 1 else 1)
-        shared = [input_gates, gates * units * lanes * (1 if step.kind == "lstm" or lanes == 1 else 2)]
+        shared = [input_gates, gates * units * lanes * (2 if step.kind == "gru" and lanes > 1 else 1)]
         self.shared = max(self.shared, _rounded(shared[0]) + _rounded(shared[1]))
         # The state has a place of its own, and behind it a chunk of zeros that filled-up rows read.
         state = _rounded(units * lanes) + CHUNK
@@ -376,15 +375,14 @@ class _Planner:
             across = panels(self.kept, taps, taps.channel * lanes, step.hidden_bias, lanes)
         places = self.kept.keep(np.arange(0, columns, CHUNK, dtype=np.int32))
         fields = [value.width, units, gates, into, across, alone, x.plane, y.plane, steps, int(step.reverse)]
-        code = LSTM if step.kind == "lstm" else GRU
-        self._emit(
-            code, step.x, step.y, None, [*fields, 0, 0, *state_places, places, *self._state(step), WAYS[kernel], begin]
-        )
+        fields += [0, 0, *state_places, places, *self._state(step), WAYS[kernel], begin]
+        self._emit(_CODES[step.kind], step.x, step.y, None, fields)
         self.shared_fields += [
             (len(self.records) - 1, 14, 0),
             (len(self.records) - 1, 15, _rounded(shared[0])),
         ]
-        self.records[-1][2] += step.channel * y.plane
+        self.records[-1][1] += x.base
+        self.records[-1][2] += y.base + step.channel * y.plane
         connections = step.input_taps.count + step.hidden_taps.count
         how = f"panels of {lanes}" if lanes > 1 else f"steps together, then one vector a step, {kernel}"
-        self._line(step, step.kind, how, step.dense_size, connections)
+        self._line(step, step.kind.replace("_", " "), how, step.dense_size, connections)

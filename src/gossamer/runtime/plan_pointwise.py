@@ -12,7 +12,7 @@ from gossamer.runtime.weights import Kept
 def _places(kept: Kept, placed: Placed, y: int) -> list[int]:
     """Rows, chunks with their places and mask, floats between rows; or all as one run of floats."""
     value, layout, lanes = placed.values[y], placed.layouts[y], placed.lanes
-    if lanes == 1 and value.pixels == 1:  # channels lie side by side
+    if lanes == 1 and layout.plane == 1:  # channels lie side by side
         return [value.channels, 0, 0, 0, layout.plane, value.channels]
     pixels, mask = chunk_places(value, layout, lanes)
     at = layout.base + (pixels[:, 0] * layout.pitch + pixels[:, 1]) * lanes + pixels[:, 2]

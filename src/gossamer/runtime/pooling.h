@@ -1,4 +1,4 @@
-/* Maximum and average over windows. */
+/* Maximum and average over windows; and the other way, one pixel spread out to several. */
 #ifndef GOSSAMER_POOLING
 #define GOSSAMER_POOLING
 
@@ -149,6 +149,36 @@ static void pool_plane(const struct pool_op *o, int64_t lanes, const float *x, f
             default: pool_many(lanes, o, from, rows, columns, inverse, to);
             }
         }
+}
+
+struct spread_op { /* copies: a pixel is repeated; else each comes from the plane of its phase */
+    int64_t channels, x_row, y_row, x_pitch, y_pitch, height, width, factor_y, factor_x, copies;
+};
+
+INLINE void place_apart(const int lanes, float *to, const float *from, int64_t n, int64_t factor) {
+    for (int64_t k = 0; k < n; k++)
+        for (int l = 0; l < lanes; l++) to[k * factor * lanes + l] = from[k * lanes + l];
+}
+
+static void spread(const struct spread_op *o, int64_t lanes, const float *x, float *y) {
+    for (int64_t channel = 0; channel < o->channels; channel++, y += o->y_row)
+        for (int64_t row = 0; row < o->height; row++)
+            for (int64_t phase = 0; phase < o->factor_x; phase++) {
+                int64_t plane = o->copies ? channel
+                                          : (channel * o->factor_y + row % o->factor_y) * o->factor_x + phase;
+                const float *from = x + plane * o->x_row + row / o->factor_y * o->x_pitch * lanes;
+                float *to = y + (row * o->y_pitch + phase) * lanes;
+                int64_t n = (o->width - phase + o->factor_x - 1) / o->factor_x;
+                switch (lanes) {
+                case 1: place_apart(1, to, from, n, o->factor_x); break;
+                case 2: place_apart(2, to, from, n, o->factor_x); break;
+                case 4: place_apart(4, to, from, n, o->factor_x); break;
+                case 8: place_apart(8, to, from, n, o->factor_x); break;
+                default:
+                    for (int64_t k = 0; k < n; k++)
+                        memcpy(to + k * o->factor_x * lanes, from + k * lanes, lanes * sizeof(float));
+                }
+            }
 }
 
 #endif

@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, fx
 
@@ -15,8 +16,29 @@ from gossamer.runtime.translator import Handle, Translation, Translator, activat
 aten = torch.ops.aten
 
 
-def _everywhere(t: Translator, x: Handle, number: float) -> Floats:
-    return np.full(t.values[x.value].channels, number, np.float32)
+def _per_channel(t: Translator, x: Handle, given: Any, node: fx.Node) -> Floats:
+    """A number, or a tensor of the model that has one for each channel (and one for all pixels), by channel."""
+    channels, rank = t.values[x.value].channels, len(shape_of(node))
+    if isinstance(given, Tensor) and given.numel() > 1:
+        axis = rank - 1 if x.form == "sequence" else 1
+        sizes = [1] * (rank - given.dim()) + list(given.shape)
+        others = [size for place, size in enumerate(sizes) if place != axis]
+        if x.form in ("flat", "state") or sizes[axis] != channels or any(size != 1 for size in others):
+            raise UnsupportedError(f"a tensor of shape {tuple(given.shape)} with a {x.form} (node {node.name})")
+        values = to_floats(given if given.is_floating_point() else given.float()).reshape(-1).astype(np.float64)
+    else:
+        values = np.full(channels, float(given), np.float64)
+    return _in_float32(values, node)
+
+
+def _in_float32(values: npt.NDArray[np.float64], node: fx.Node) -> Floats:
+    if not (np.abs(values) <= np.finfo(np.float32).max).all():
+        raise UnsupportedError(f"a number that float32 does not have (node {node.name})")
+    return values.astype(np.float32)
+
+
+def _is_constant(given: Any) -> bool:
+    return isinstance(given, int | float | Tensor)
 
 
 def _relu(t: Translator, node: fx.Node) -> Handle:
@@ -24,33 +46,58 @@ def _relu(t: Translator, node: fx.Node) -> Handle:
 
 
 def _sum(t: Translator, node: fx.Node) -> Handle:
-    """``add`` and ``sub`` of two activations, or of an activation and a number."""
+    """``add`` and ``sub`` of two activations, or of an activation and a number or one a channel."""
     first, second = t.arguments(node)[:2]
     alpha: Any = node.kwargs.get("alpha", 1)
     sign = -alpha if "sub" in str(node.target) else alpha
+    if _is_constant(first):
+        return _subtracted(t, second, first, sign, node)
     a = activation(first, node)
-    if isinstance(second, int | float):
-        return append_affine(t, a, name=node.name, shift=_everywhere(t, a, sign * second))
+    if _is_constant(second):
+        return append_affine(t, a, name=node.name, shift=_per_channel(t, a, sign * second, node))
     b = activation(second, node)
     if a.form != b.form or shape_of(node.args[0]) != shape_of(node.args[1]):
         raise UnsupportedError(f"a sum that broadcasts (node {node.name})")
     if sign == 1:
         return append_affine(t, a, name=node.name, add=b.value)
-    return append_affine(t, b, name=node.name, scale=_everywhere(t, b, sign), add=a.value)
+    return append_affine(t, b, name=node.name, scale=_per_channel(t, b, sign, node), add=a.value)
+
+
+def _subtracted(t: Translator, x: Any, number: Any, sign: float, node: fx.Node) -> Handle:
+    """number + sign * x"""
+    x = activation(x, node)
+    scale = None if sign == 1 else _per_channel(t, x, sign, node)
+    return append_affine(t, x, name=node.name, scale=scale, shift=_per_channel(t, x, number, node))
+
+
+def _reversed_difference(t: Translator, node: fx.Node) -> Handle:
+    """``number - x``, or one number a channel."""
+    x, number = t.arguments(node)[:2]
+    alpha: Any = node.kwargs.get("alpha", 1)
+    if not _is_constant(number):
+        raise UnsupportedError(f"{node.target} of two activations (node {node.name})")
+    return _subtracted(t, x, number, -alpha, node)
+
+
+def _negative(t: Translator, node: fx.Node) -> Handle:
+    x = activation(t.arguments(node)[0], node)
+    return append_affine(t, x, name=node.name, scale=_per_channel(t, x, -1, node))
 
 
 def _product(t: Translator, node: fx.Node) -> Handle:
-    """``mul`` and ``div`` by a number, ``mul`` of two activations, one of which may have a single pixel."""
-    first, second = t.arguments(node)[:2]
-    if isinstance(second, Tensor) and second.numel() == 1:
-        second = float(second)
+    """``mul`` and ``div`` by a number or one a channel, ``mul`` of two activations, one of which may have a single
+    pixel."""
+    first, second = t.arguments(node, None, None)
     divides = "div" in str(node.target)
-    if isinstance(second, int | float):
+    if _is_constant(first) and not divides:
+        first, second = second, first
+    if _is_constant(second):
         a = activation(first, node)
-        factor = second if not divides else 1 / second if second else math.inf
-        if not abs(factor) <= np.finfo(np.float32).max:
-            raise UnsupportedError(f"a product with a number that float32 does not have (node {node.name})")
-        return append_affine(t, a, name=node.name, scale=_everywhere(t, a, factor))
+        factor = _per_channel(t, a, second, node)
+        if divides:
+            with np.errstate(divide="ignore"):
+                factor = _in_float32(1 / factor.astype(np.float64), node)
+        return append_affine(t, a, name=node.name, scale=factor)
     a, b = activation(first, node), activation(second, node)
     if t.values[a.value].pixels == 1:
         a, b = b, a
@@ -84,7 +131,7 @@ def _leaky(t: Translator, node: fx.Node) -> Handle:
     channels = t.values[x.value].channels
     if isinstance(slope, Tensor):
         slopes = to_floats(slope).reshape(-1)
-        if x.form not in ("picture", "vector") and slopes.size > 1:
+        if x.form not in ("picture", "signal", "vector") and slopes.size > 1:
             raise UnsupportedError(f"slopes of a {x.form} (node {node.name})")
         slopes = np.broadcast_to(slopes, channels).copy()
     else:
@@ -106,9 +153,9 @@ def _elu(t: Translator, node: fx.Node) -> Handle:
 
 def _softmax(t: Translator, node: fx.Node) -> Handle:
     x, dim, dtype = t.arguments(node, None, None, None)
-    x = activation(x, node, "picture", "vector", "sequence")
+    x = activation(x, node, "picture", "signal", "vector", "sequence")
     shape = tuple(node.meta["val"].shape)
-    if dim % len(shape) != (1 if x.form == "picture" else len(shape) - 1) or dtype not in (None, torch.float32):
+    if dim % len(shape) != (len(shape) - 1 if x.form == "sequence" else 1) or dtype not in (None, torch.float32):
         raise UnsupportedError(f"softmax over dimension {dim} of a {x.form} (node {node.name})")
     y = t.new(t.values[x.value], x.form)
     t.operations.append(Softmax(x.value, y.value, "log" in str(node.target), node.name))
@@ -122,6 +169,10 @@ POINTWISE: dict[Any, Translation] = {
     aten.add_.Tensor: _sum,
     aten.sub.Tensor: _sum,
     aten.sub_.Tensor: _sum,
+    aten.rsub.Scalar: _reversed_difference,
+    aten.rsub.Tensor: _reversed_difference,
+    aten.neg.default: _negative,
+    aten.neg_.default: _negative,
     aten.mul.Tensor: _product,
     aten.mul_.Tensor: _product,
     aten.div.Tensor: _product,

@@ -1,14 +1,14 @@
-"""LSTM and GRU, as layers over a sequence and as single cells."""
+"""LSTM, GRU and plain recurrent layers, over a sequence and as single cells."""
 
 from __future__ import annotations
 
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor, fx
 
-from gossamer.runtime.graph import Recurrence, Recurrent, UnsupportedError, Value, dense_taps
+from gossamer.runtime.graph import Cell, Recurrence, Recurrent, UnsupportedError, Value, dense_taps
 from gossamer.runtime.translator import (
     Handle,
     Translation,
@@ -20,14 +20,22 @@ from gossamer.runtime.translator import (
 )
 
 aten = torch.ops.aten
-Kind = Literal["lstm", "gru"]
+_CELLS: dict[Any, Cell] = {
+    **{aten.lstm.input: "lstm", aten.gru.input: "gru", aten.lstm_cell.default: "lstm", aten.gru_cell.default: "gru"},
+    **{aten.rnn_tanh.input: "rnn_tanh", aten.rnn_relu.input: "rnn_relu"},
+    **{aten.rnn_tanh_cell.default: "rnn_tanh", aten.rnn_relu_cell.default: "rnn_relu"},
+}
 
 
-def _append(t: Translator, x: int, y: int, kind: Kind, weights: list[Tensor | None], name: str, **place: Any) -> None:
+def _name(t: Translator, weight: Any, kind: Cell) -> str:
+    return t.parameter_name(weight).replace("weight_ih", kind.partition("_")[0])
+
+
+def _append(t: Translator, x: int, y: int, kind: Cell, weights: list[Tensor | None], name: str, **place: Any) -> None:
     """One layer in one direction; ``weights`` are those of input and state, then their biases or None."""
     w_in, w_hidden = (to_floats(cast(Tensor, w)) for w in weights[:2])
     b_in, b_hidden = (bias_or_zeros(b, w_in.shape[0]) for b in weights[2:])
-    if kind == "lstm":  # one sum; in a GRU the reset gate stands between the two
+    if kind != "gru":  # one sum; in a GRU the reset gate stands between the two
         b_in, b_hidden = b_in + b_hidden, np.zeros_like(b_hidden)
     taps = dense_taps(w_in[:, :, None, None]), dense_taps(w_hidden[:, :, None, None])
     parts = (x, y, kind, w_hidden.shape[1], taps[0], b_in, taps[1], b_hidden)
@@ -36,7 +44,7 @@ def _append(t: Translator, x: int, y: int, kind: Kind, weights: list[Tensor | No
 
 def _layers(t: Translator, node: fx.Node) -> tuple[Any, ...]:
     x, state, weights, has_bias, layers, _, training, both, _ = t.arguments(node)
-    kind: Kind = "lstm" if node.target == aten.lstm.input else "gru"
+    kind = _CELLS[node.target]
     x = activation(x, node, "sequence")
     given = state if isinstance(state, list) else [state]
     if training or not _alike(given):
@@ -58,7 +66,7 @@ def _layers(t: Translator, node: fx.Node) -> tuple[Any, ...]:
             own = [*weights[number * each : (number + 1) * each], None, None][:4]
             _append(
                 *(t, x.value, y.value, kind, own),
-                name=t.parameter_name(nodes[number * each]).replace("weight_ih", kind),
+                name=_name(t, nodes[number * each], kind),
                 reverse=direction == 1,
                 channel=direction * units,
                 state=Recurrence(number * units, before, tuple(h.value for h in after)),
@@ -74,7 +82,7 @@ def _alike(states: list[Any]) -> bool:
 def _cell(t: Translator, node: fx.Node) -> Any:
     """A layer over a sequence of one step."""
     x, state, *weights = t.arguments(node, *[None] * 6)
-    kind: Kind = "lstm" if node.target == aten.lstm_cell.default else "gru"
+    kind = _CELLS[node.target]
     x = activation(x, node, "vector")
     given = state if isinstance(state, list) else [state]
     if not _alike(given):
@@ -84,7 +92,7 @@ def _cell(t: Translator, node: fx.Node) -> Any:
     before = tuple(activation(s, node, "vector").value for s in given if isinstance(s, Handle))
     _append(
         *(t, x.value, y.value, kind, weights),
-        name=t.parameter_name(node.args[2]).replace("weight_ih", kind),
+        name=_name(t, node.args[2], kind),
         reverse=False,
         channel=0,
         state=Recurrence(0, before, tuple(h.value for h in after)),
@@ -92,9 +100,4 @@ def _cell(t: Translator, node: fx.Node) -> Any:
     return (y, after[1]) if kind == "lstm" else y
 
 
-RECURRENT: dict[Any, Translation] = {
-    aten.lstm.input: _layers,
-    aten.gru.input: _layers,
-    aten.lstm_cell.default: _cell,
-    aten.gru_cell.default: _cell,
-}
+RECURRENT: dict[Any, Translation] = {call: _cell if "cell" in str(call) else _layers for call in _CELLS}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from dataclasses import replace
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -15,7 +15,7 @@ from gossamer.runtime.graph import (
     Embed,
     Input,
     Pair,
-    Pool,
+    Pointwise,
     Product,
     Taps,
     UnsupportedError,
@@ -26,6 +26,7 @@ from gossamer.runtime.graph import (
 )
 from gossamer.runtime.translate_pointwise import POINTWISE
 from gossamer.runtime.translate_recurrent import RECURRENT
+from gossamer.runtime.translate_windows import WINDOWS
 from gossamer.runtime.translator import (
     Form,
     Handle,
@@ -52,21 +53,21 @@ def _as_vector(t: Translator, handle: Any) -> Any:
     value = t.values[handle.value]
     size = value.channels * value.pixels
     y = t.new(Value(size, 1, 1), "vector")
-    source = next((op for op in t.operations if isinstance(op, Input) and op.y == handle.value), None)
-    if source is not None:  # nothing has to be moved, only loaded in another way
-        t.operations.append(Input(y.value, source.slot, source.name))
-    else:
+    if not _loaded_as(t, handle, y):
         channel, dy, dx = np.indices((value.channels, value.height, value.width)).reshape(3, -1)
         taps = Taps(size, np.arange(size), channel, dy, dx, np.ones(size, np.float32))
         bias = np.zeros(size, np.float32)
-        t.operations.append(Product(handle.value, y.value, taps, bias, (1, 1), (0, 0), size, "flatten"))
+        flat = Product(handle.value, y.value, taps, bias, (1, 1), (0, 0), size, "flatten", kind="copy")
+        t.operations.append(flat)
     return y
 
 
-def _pair(value: Any) -> Pair:
-    if isinstance(value, int):
-        return value, value
-    return (value[0], value[-1]) if value else (1, 1)
+def _loaded_as(t: Translator, handle: Handle, y: Handle) -> bool:
+    """Where a value is an input, nothing has to be moved to see it in another shape, only loaded in another way."""
+    source = next((op for op in t.operations if isinstance(op, Input) and op.y == handle.value), None)
+    if source is not None:
+        t.operations.append(Input(y.value, source.slot, source.name))
+    return source is not None
 
 
 def _linear(t: Translator, node: fx.Node) -> Handle:
@@ -74,8 +75,8 @@ def _linear(t: Translator, node: fx.Node) -> Handle:
     x = activation(x, node)
     before = t.values[x.value]
     dense = to_floats(weight)
-    if x.form == "picture":
-        raise UnsupportedError(f"a linear layer over the last dimension of a picture (node {node.name})")
+    if x.form in ("picture", "signal"):
+        raise UnsupportedError(f"a linear layer over the last dimension of a {x.form} (node {node.name})")
     if x.form == "flat":
         taps = dense_taps(dense.reshape(dense.shape[0], before.channels, before.height, before.width))
         y = t.new(Value(dense.shape[0], 1, 1), "vector")
@@ -87,38 +88,9 @@ def _linear(t: Translator, node: fx.Node) -> Handle:
     return y
 
 
-def _conv(t: Translator, node: fx.Node) -> Handle:
-    x, weight, bias, stride, padding, dilation, groups = t.arguments(node, None, None, None, [1], [0], [1], 1)
-    x = activation(x, node, "picture")
-    before, dense = t.values[x.value], to_floats(weight)
-    rows, inputs, height, width = dense.shape
-    dilation, stride = _pair(dilation), _pair(stride)
-    reach = (dilation[0] * (height - 1), dilation[1] * (width - 1))
-    if padding == "valid":
-        padding = (0, 0)
-    elif padding == "same":
-        padding = (reach[0] // 2, reach[1] // 2)
-        after = (before.height, before.width)
-    else:
-        padding = _pair(padding)
-    if node.args[4:5] != ("same",):
-        after = (
-            (before.height + 2 * padding[0] - reach[0] - 1) // stride[0] + 1,
-            (before.width + 2 * padding[1] - reach[1] - 1) // stride[1] + 1,
-        )
-    taps = dense_taps(dense)
-    group = taps.row // (rows // groups)
-    channel, dy, dx = taps.channel + group * inputs, taps.dy * dilation[0], taps.dx * dilation[1]
-    taps = type(taps)(rows, taps.row, channel, dy, dx, taps.weight)
-    y = t.new(Value(rows, *after), "picture")
-    name = t.parameter_name(node.args[1])
-    t.operations.append(Product(x.value, y.value, taps, bias_or_zeros(bias, rows), stride, padding, dense.size, name))
-    return y
-
-
 def _batch_norm(t: Translator, node: fx.Node) -> Handle:
     x, weight, bias, mean, variance, training, _, eps = t.arguments(node)[:8]
-    x = activation(_as_vector(t, x), node, "picture", "vector")
+    x = activation(_as_vector(t, x), node, "picture", "signal", "vector")
     if training or mean is None:
         raise UnsupportedError(f"normalisation with the statistics of the batch (node {node.name})")
     scale = 1 / torch.sqrt(variance.double() + eps)
@@ -138,72 +110,6 @@ def _dropout(t: Translator, node: fx.Node) -> Handle:
     return activation(x, node)
 
 
-def _pool(t: Translator, x: Handle, name: str, kind: Literal["max", "average"], kernel: Pair, **given: Any) -> Handle:
-    before = t.values[x.value]
-    stride, padding = given.get("stride", kernel), given.get("padding", (0, 0))
-    dilation, ceil = given.get("dilation", (1, 1)), given.get("ceil", False)
-    sizes = []
-    for size, k, s, p, d in zip((before.height, before.width), kernel, stride, padding, dilation, strict=True):
-        room = size + 2 * p - d * (k - 1) - 1
-        after = -(-room // s) + 1 if ceil else room // s + 1
-        # torch drops a last window that would start in the padding
-        sizes.append(after - 1 if ceil and (after - 1) * s >= size + p else after)
-    y = t.new(Value(before.channels, *sizes), x.form)
-    count, divisor = given.get("count_padding", True), given.get("divisor", 0)
-    t.operations.append(Pool(x.value, y.value, kind, kernel, stride, padding, dilation, count, divisor, name))
-    return y
-
-
-def _max_pool(t: Translator, node: fx.Node) -> Handle:
-    x, kernel, stride, padding, dilation, ceil = t.arguments(node, None, None, [], [0], [1], False)
-    x, kernel = activation(x, node, "picture"), _pair(kernel)
-    given = {
-        "stride": _pair(stride) if stride else kernel,
-        "padding": _pair(padding),
-        "dilation": _pair(dilation),
-    }
-    return _pool(t, x, node.name, "max", kernel, ceil=ceil, **given)
-
-
-def _average_pool(t: Translator, node: fx.Node) -> Handle:
-    arguments = t.arguments(node, None, None, [], [0], False, True, None)
-    x, kernel, stride, padding, ceil, count, divisor = arguments
-    x, kernel = activation(x, node, "picture"), _pair(kernel)
-    given = {"stride": _pair(stride) if stride else kernel, "padding": _pair(padding), "ceil": ceil}
-    return _pool(t, x, node.name, "average", kernel, count_padding=count, divisor=divisor or 0, **given)
-
-
-def _adaptive_pool(t: Translator, node: fx.Node, kind: Literal["max", "average"]) -> Handle:
-    x, size = t.arguments(node, None, None)
-    x = activation(x, node, "picture")
-    before, after = t.values[x.value], _pair(size)
-    if before.height % after[0] or before.width % after[1]:
-        raise UnsupportedError(f"adaptive pooling of {before.height}x{before.width} to {after} (node {node.name})")
-    kernel = (before.height // after[0], before.width // after[1])
-    return _pool(t, x, node.name, kind, kernel)
-
-
-def _adaptive_average(t: Translator, node: fx.Node) -> Handle:
-    return _adaptive_pool(t, node, "average")
-
-
-def _adaptive_max(t: Translator, node: fx.Node) -> tuple[Handle, None]:
-    """The maxima; their places, which torch returns too, are not known here."""
-    return _adaptive_pool(t, node, "max"), None
-
-
-def _mean(t: Translator, node: fx.Node) -> Handle:
-    x, dims, keep = t.arguments(node, None, None, False)
-    x = activation(x, node, "picture", "sequence")
-    value = t.values[x.value]
-    wanted = {2, 3} if x.form == "picture" else ({0} if t.time_major else {1})
-    rank = 4 if x.form == "picture" else 3
-    if dims is None or {d % rank for d in dims} != wanted or (keep and x.form == "sequence"):
-        raise UnsupportedError(f"a mean over {dims} (node {node.name})")
-    y = _pool(t, x, node.name, "average", (value.height, value.width))
-    return Handle(y.value, "picture" if keep else "vector")
-
-
 def _reshape(t: Translator, node: fx.Node) -> Handle:
     """Flattening, squeezing and views that keep the samples apart."""
     x = activation(t.arguments(node)[0], node)
@@ -215,8 +121,12 @@ def _reshape(t: Translator, node: fx.Node) -> Handle:
         pass  # layers come before samples: a view mixes them
     elif len(shape) == 2 and shape[1] == value.channels * value.pixels:
         return Handle(x.value, "vector" if value.pixels == 1 else "flat")
-    elif len(shape) == 3 and value.pixels == 1 and shape[1] == value.channels:
-        return Handle(x.value, "picture")
+    elif len(shape) == 3 and value.height == 1 and shape[1:] == (value.channels, value.width):
+        return Handle(x.value, "signal")
+    elif len(shape) == 3 and x.form == "vector" and shape[1] == 1:
+        y = t.new(Value(1, 1, value.channels), "signal")
+        if _loaded_as(t, x, y):
+            return y
     elif shape == before or (len(shape) == 4 and shape[1:] == (value.channels, value.height, value.width)):
         return Handle(x.value, "picture" if len(shape) == 4 else x.form)
     raise UnsupportedError(f"a view from {before} to {shape} (node {node.name})")
@@ -224,9 +134,11 @@ def _reshape(t: Translator, node: fx.Node) -> Handle:
 
 def _concat(t: Translator, node: fx.Node) -> Handle:
     tensors, dim = t.arguments(node, None, 0)
-    parts = [activation(_as_vector(t, x), node, "picture", "vector") for x in tensors]
-    values = [t.values[x.value] for x in parts]
-    if dim not in (1, 1 - len(node.meta["val"].shape)) or len({(v.height, v.width) for v in values}) > 1:
+    parts = [activation(_as_vector(t, x), node, "picture", "signal", "vector", "sequence") for x in tensors]
+    values, rank = [t.values[x.value] for x in parts], len(shape_of(node))
+    along = rank - 1 if parts[0].form == "sequence" else 1
+    sizes = {(x.form, v.height, v.width) for x, v in zip(parts, values, strict=True)}
+    if dim % rank != along or len(sizes) > 1:
         raise UnsupportedError(f"a concatenation along dimension {dim} (node {node.name})")
     y = t.new(Value(sum(v.channels for v in values), values[0].height, values[0].width), parts[0].form)
     t.operations.append(Concat(tuple(x.value for x in parts), y.value, node.name))
@@ -243,14 +155,14 @@ def _copy(
     form: Form | None = None,
     stride: Pair = (1, 1),
     padding: Pair = (0, 0),
-    step: int = 0,
+    first: Pair = (0, 0),
 ) -> Handle:
-    """Picks channels (pairs of new and old) and pixels; ``step`` is the first column that is read."""
+    """Picks channels (pairs of new and old) and pixels; ``first`` are the first row and column that are read."""
     y = t.new(after, form or x.form)
     taps = diagonal_taps(after.channels, np.array(pairs, np.int64).reshape(-1, 2), np.ones(len(pairs), np.float32))
-    taps = replace(taps, dx=taps.dx + step)
+    taps = replace(taps, dy=taps.dy + first[0], dx=taps.dx + first[1])
     bias = np.zeros(after.channels, np.float32)
-    t.operations.append(Product(x.value, y.value, taps, bias, stride, padding, taps.count, node.name))
+    t.operations.append(Product(x.value, y.value, taps, bias, stride, padding, taps.count, node.name, kind="copy"))
     return y
 
 
@@ -263,7 +175,7 @@ def _channels(t: Translator, x: Handle, node: fx.Node, first: int, count: int, s
 def _split(t: Translator, node: fx.Node) -> tuple[Handle, ...]:
     """``chunk`` and ``split`` along the channels."""
     x, _, dim = t.arguments(node, None, None, 0)
-    x = activation(_as_vector(t, x), node, "picture", "vector", "sequence")
+    x = activation(_as_vector(t, x), node, "picture", "signal", "vector", "sequence")
     shapes = [tuple(part.shape) for part in node.meta["val"]]
     channels = 2 if x.form == "sequence" else 1
     if dim % len(shapes[0]) != channels:
@@ -272,18 +184,34 @@ def _split(t: Translator, node: fx.Node) -> tuple[Handle, ...]:
     return tuple(_channels(t, x, node, sum(sizes[:i]), size) for i, size in enumerate(sizes))
 
 
+def _glu(t: Translator, node: fx.Node) -> Handle:
+    """The first half of the channels, times the sigmoid of the second."""
+    x, dim = t.arguments(node, None, -1)
+    x = activation(_as_vector(t, x), node, "picture", "signal", "vector", "sequence")
+    shape = shape_of(node)
+    channels = len(shape) - 1 if x.form == "sequence" else 1
+    if dim % len(shape) != channels:
+        raise UnsupportedError(f"a gated linear unit along dimension {dim} of a {x.form} (node {node.name})")
+    half = shape[channels]
+    kept, gate = (_channels(t, x, node, first, half) for first in (0, half))
+    y = t.new(t.values[kept.value], x.form)
+    t.operations.append(Pointwise(gate.value, y.value, "sigmoid", node.name, by=kept.value))
+    return y
+
+
 def _select(t: Translator, node: fx.Node) -> Handle:
-    """One time step of a sequence, or one layer of a recurrent layer's last state."""
+    """One time step of a sequence or signal, or one layer of a recurrent layer's last state."""
     x, dim, index = t.arguments(node)
-    x = activation(x, node, "sequence", "state")
+    x = activation(x, node, "sequence", "signal", "state")
     value, shape = t.values[x.value], tuple(cast(fx.Node, node.args[0]).meta["val"].shape)
     index %= shape[dim]
     if x.form == "state" and dim == 0:
         pairs = [(i, index * shape[2] + i) for i in range(shape[2])]
         return _copy(t, x, node, pairs, Value(shape[2], 1, 1), form="vector")
-    if x.form == "sequence" and len(shape) == 3 and dim == (0 if t.time_major else 1):
+    steps = 2 if x.form == "signal" else 0 if t.time_major else 1
+    if x.form != "state" and len(shape) == 3 and dim % 3 == steps:
         pairs = [(i, i) for i in range(value.channels)]
-        return _copy(t, x, node, pairs, Value(value.channels, 1, 1), form="vector", step=index)
+        return _copy(t, x, node, pairs, Value(value.channels, 1, 1), form="vector", first=(0, index))
     raise UnsupportedError(f"a selection from dimension {dim} of a {x.form} (node {node.name})")
 
 
@@ -297,27 +225,44 @@ def _slice(t: Translator, node: fx.Node) -> Handle:
     if shape == before:
         return x
     start = slice(start, None).indices(before[dim])[0]
-    if x.form in ("picture", "vector") and dim == 1:
-        return _channels(t, x, node, start, shape[1], step)
-    if x.form == "picture" and start == 0 and dim in (2, 3):
-        size = -(-value.height // step), -(-value.width // step)
-        if shape[dim] == size[dim - 2]:
-            pairs = [(i, i) for i in range(value.channels)]
-            stride = (step, 1) if dim == 2 else (1, step)
-            return _copy(t, x, node, pairs, Value(value.channels, *shape[2:]), stride=stride)
+    channels = len(shape) - 1 if x.form == "sequence" else 1
+    if x.form in ("picture", "signal", "vector", "sequence") and dim == channels:
+        return _channels(t, x, node, start, shape[dim], step)
+    if x.form in ("picture", "signal", "sequence") and len(shape) > 2:
+        down = x.form == "picture" and dim == 2
+        pairs = [(i, i) for i in range(value.channels)]
+        after = replace(value, height=shape[dim]) if down else replace(value, width=shape[dim])
+        stride, first = ((step, 1), (start, 0)) if down else ((1, step), (0, start))
+        return _copy(t, x, node, pairs, after, stride=stride, first=first)
     raise UnsupportedError(f"a slice of dimension {dim} (node {node.name})")
 
 
 def _pad(t: Translator, node: fx.Node) -> Handle:
     x, widths, mode, fill = t.arguments(node, None, None, "constant", None)
-    x = activation(x, node, "picture")
+    x = activation(x, node, "picture", "signal")
     value = t.values[x.value]
-    left, right, top, bottom, before, after, *more = (list(widths) + [0] * 8)[:8]
+    each = list(widths) if x.form == "picture" else [*widths[:2], 0, 0, *widths[2:]]
+    left, right, top, bottom, before, after, *more = (each + [0] * 8)[:8]
     if mode != "constant" or fill or any(more) or min(widths) < 0:
         raise UnsupportedError(f"padding by {widths} in mode {mode} (node {node.name})")
     pairs = [(i + before, i) for i in range(value.channels)]
     wider = Value(value.channels + before + after, value.height + top + bottom, value.width + left + right)
     return _copy(t, x, node, pairs, wider, padding=(top, left))
+
+
+def _turn(t: Translator, node: fx.Node) -> Handle:
+    """Channels before or after the steps: the same value seen in another way."""
+    x, *dims = t.arguments(node)
+    x, rank = activation(x, node), len(shape_of(node))
+    order = [d % rank for d in (dims[0] if isinstance(dims[0], list) else dims)]
+    if node.target is aten.transpose.int:
+        order = [order[1] if d == order[0] else order[0] if d == order[1] else d for d in range(rank)]
+    into: dict[Form, list[int]] = {"sequence": [1, 2, 0], "signal": [2, 0, 1]}
+    if order == list(range(rank)):
+        return x
+    if x.form not in into or order != (into[x.form] if t.time_major else [0, 2, 1]):
+        raise UnsupportedError(f"axes of a {x.form} in the order {order} (node {node.name})")
+    return Handle(x.value, "signal" if x.form == "sequence" else "sequence")
 
 
 def _embedding(t: Translator, node: fx.Node) -> Handle:
@@ -338,9 +283,8 @@ def _item(t: Translator, node: fx.Node) -> Any:
 TRANSLATIONS: dict[Any, Translation] = {
     **POINTWISE,
     **RECURRENT,
+    **WINDOWS,
     aten.linear.default: _linear,
-    aten.conv2d.default: _conv,
-    aten.conv2d.padding: _conv,
     aten.batch_norm.default: _batch_norm,
     aten.dropout.default: _dropout,
     aten.dropout_.default: _dropout,
@@ -348,23 +292,23 @@ TRANSLATIONS: dict[Any, Translation] = {
     aten.feature_dropout.default: _dropout,
     aten.contiguous.default: _identity,
     aten.detach.default: _identity,
-    aten.max_pool2d.default: _max_pool,
-    aten.avg_pool2d.default: _average_pool,
-    aten.adaptive_avg_pool2d.default: _adaptive_average,
-    aten.adaptive_max_pool2d.default: _adaptive_max,
-    aten.mean.dim: _mean,
     aten.flatten.using_ints: _reshape,
     aten.view.default: _reshape,
     aten.reshape.default: _reshape,
     aten.squeeze.dim: _reshape,
     aten.squeeze.dims: _reshape,
     aten.squeeze.default: _reshape,
+    aten.unsqueeze.default: _reshape,
+    aten.unflatten.int: _reshape,
+    aten.transpose.int: _turn,
+    aten.permute.default: _turn,
     aten.cat.default: _concat,
     aten.slice.Tensor: _slice,
     aten.select.int: _select,
     aten.chunk.default: _split,
     aten.split.Tensor: _split,
     aten.split_with_sizes.default: _split,
+    aten.glu.default: _glu,
     aten.pad.default: _pad,
     aten.constant_pad_nd.default: _pad,
     aten.embedding.default: _embedding,

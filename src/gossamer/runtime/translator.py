@@ -23,13 +23,23 @@ from gossamer.runtime.graph import (
     batch_axis,
 )
 
-Form = Literal["picture", "vector", "flat", "sequence", "state"]
+Form = Literal["picture", "signal", "vector", "flat", "sequence", "state"]
 aten = torch.ops.aten
+RECURRENT_LAYERS = (aten.lstm.input, aten.gru.input, aten.rnn_tanh.input, aten.rnn_relu.input)
+TRANSPOSITIONS = (aten.transpose.int, aten.permute.default)
+#: What takes an input of three dimensions for (batch, channels, steps), and for (batch, steps, channels).
+_OF_SIGNALS = (
+    *(aten.conv1d.default, aten.conv1d.padding, aten.conv_transpose1d.default, aten.batch_norm.default),
+    *(aten.max_pool1d.default, aten.avg_pool1d.default, aten.adaptive_avg_pool1d.default),
+    *(aten.adaptive_max_pool1d.default, aten.upsample_nearest1d.vec),
+)
+_OF_SEQUENCES = (*RECURRENT_LAYERS, aten.linear.default)
 
 
 @dataclass(frozen=True)
 class Handle:
-    """A value of the graph, and how the network sees it; ``flat`` is a picture spread out to a vector."""
+    """A value of the graph, and how the network sees it: a sequence is (batch, steps, channels), or its steps come
+    first, a signal is (batch, channels, steps), and ``flat`` is a picture or signal spread out to a vector."""
 
     value: int
     form: Form
@@ -61,7 +71,7 @@ class Translator:
         self.env: dict[fx.Node, Any] = {}
         self.inputs: list[Source] = []
         self.memory: dict[fx.Node, fx.Node] = {}  # whose memory a call's result lies in, where not its own
-        recurrent = [n for n in program.graph.nodes if n.target in (aten.lstm.input, aten.gru.input)]
+        recurrent = [n for n in program.graph.nodes if n.target in RECURRENT_LAYERS]
         majors = {not n.args[8] for n in recurrent}
         if len(majors) > 1:
             raise UnsupportedError("recurrent layers with and without batch_first in one network")
@@ -81,6 +91,8 @@ class Translator:
             elif node.op == "output":
                 outputs = tuple(self._get(n) for n in node.args[0])
                 shapes = tuple(tuple(n.meta["val"].shape) for n in node.args[0] if isinstance(n, fx.Node))
+            elif self._is_constant(node):
+                self.env[node] = self._computed(node)
             elif node.target not in self.translations:
                 raise UnsupportedError(f"no native kernel for {node.target} (node {node.name})")
             else:
@@ -93,6 +105,19 @@ class Translator:
         inputs = tuple(self.inputs)
         return Graph(self.values, self.operations, places, forms, shapes, inputs, self.time_major, structure)
 
+    def _is_constant(self, node: fx.Node) -> bool:
+        """Whether a call has tensors of the model as inputs, and nothing else: its result is always the same."""
+        known = [self._get(each) for each in node.all_input_nodes]
+        return bool(known) and all(isinstance(each, Tensor) for each in known)
+
+    def _computed(self, node: fx.Node) -> Any:
+        if _mutates(node) and node.target is not aten.detach_.default:
+            raise UnsupportedError(f"a change in place of a tensor of the model (node {node.name})")
+        if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+            raise UnsupportedError(f"random numbers (node {node.name})")
+        with torch.no_grad():
+            return cast(Any, node.target)(*fx.map_arg(node.args, self._get), **fx.map_arg(node.kwargs, self._get))
+
     def _call(self, node: fx.Node) -> None:
         made = self.env[node] = self.translations[node.target](self, node)
         source = node.args[0] if node.args else None
@@ -101,6 +126,8 @@ class Translator:
             self.memory[node] = self.memory.get(source, source)
             if _mutates(node):
                 self._written(node, source)
+        if isinstance(made, Handle) and node.meta["val"].dtype is not torch.float32:
+            raise UnsupportedError(f"{node.target} that makes {node.meta['val'].dtype} (node {node.name})")
         for handle, shape in _with_shapes(made, node):
             if handle is not None and shape not in self._shapes(handle):
                 raise UnsupportedError(f"{node.target} that makes {shape} of a {handle.form} (node {node.name})")
@@ -121,8 +148,9 @@ class Translator:
         value, batch = self.values[handle.value], self._batch()
         match handle.form:
             case "picture":
-                vectors = [(batch, value.channels, 1)] if value.pixels == 1 else []
-                return [(batch, value.channels, value.height, value.width), *vectors]
+                return [(batch, value.channels, value.height, value.width)]
+            case "signal":
+                return [(batch, value.channels, value.width)]
             case "sequence":
                 steps = (value.width, batch) if self.time_major else (batch, value.width)
                 return [(*steps, value.channels), (batch * value.width, value.channels)]
@@ -145,7 +173,7 @@ class Translator:
             self.inputs.append(Source("tokens", shape))
             return Tokens(slot, shape)
         form: Form
-        if any(user.target in (aten.lstm.input, aten.gru.input) and node in _states(user) for user in node.users):
+        if any(user.target in RECURRENT_LAYERS and node in _states(user) for user in node.users):
             self.inputs.append(Source("state", shape))
             handle = self.new(Value(shape[0] * shape[2], 1, 1), "state")
             self.operations.append(Input(handle.value, slot, node.name))
@@ -154,6 +182,8 @@ class Translator:
             raise UnsupportedError(f"input {node.name} of shape {shape} and dtype {example.dtype}")
         if len(shape) == 4:
             form, value = "picture", Value(shape[1], shape[2], shape[3])
+        elif len(shape) == 3 and _is_signal(node):
+            form, value = "signal", Value(shape[1], 1, shape[2])
         elif len(shape) == 3:
             form, value = "sequence", Value(shape[2], 1, shape[0] if self.time_major else shape[1])
         else:
@@ -192,8 +222,12 @@ class Translator:
         return self._get(argument)
 
     def parameter_name(self, node: Any) -> str:
-        name = self.names.get(node.name, node.name) if isinstance(node, fx.Node) else str(node)
-        return name.removesuffix(".weight")
+        """What a layer is called; where its weight is computed of others, what the first of these is called."""
+        first = node
+        while isinstance(first, fx.Node) and first.name not in self.names and first.all_input_nodes:
+            first = first.all_input_nodes[0]
+        name = self.names.get(first.name, node.name) if isinstance(first, fx.Node) else str(node)
+        return name.partition(".parametrizations.")[0].removesuffix(".weight")
 
 
 Translation = Callable[[Translator, fx.Node], Any]
@@ -223,6 +257,22 @@ def _with_shapes(made: Any, node: fx.Node) -> list[tuple[Handle | None, tuple[in
     if isinstance(made, tuple) and all(isinstance(each, Handle | None) for each in made):
         return [(each, tuple(val.shape)) for each, val in zip(made, node.meta["val"], strict=False)]
     return []
+
+
+def _is_signal(node: fx.Node) -> bool:
+    """Whether an input of three dimensions has its channels before its steps: what comes first of all that is done
+    with it, and can be done one way only, decides."""
+    paths, seen = [(node, False)], {node}
+    for current, turned in paths:
+        for user in current.users:
+            if user.target in _OF_SIGNALS:
+                return not turned
+            if user.target in _OF_SEQUENCES:
+                return turned
+            if user not in seen:
+                seen.add(user)
+                paths.append((user, turned != (user.target in TRANSPOSITIONS)))
+    return False
 
 
 def _states(node: fx.Node) -> list[Any]:

@@ -119,6 +119,14 @@ static void lstm_cell(const float *gates, float *cell, float *hidden, int64_t n)
     }
 }
 
+/* The sums of a layer without gates, input and state together. */
+static void plain_cell(const float *sums, int positive, float *hidden, int64_t n) {
+    for (int64_t i = 0; i < n; i += WIDTH) {
+        vec v = take(sums + i, n - i);
+        give(hidden + i, positive ? relu(v) : hyperbolic(v), n - i);
+    }
+}
+
 /* `from_x` holds r, z, n of the input and `from_h` of the hidden state: the reset gate acts on the latter's n alone. */
 static void gru_cell(const float *from_x, const float *from_h, float *hidden, int64_t n) {
     for (int64_t i = 0; i < n; i += WIDTH) {

@@ -4,8 +4,10 @@ A checksum of the tensors goes with them, as a race that goes on from wrong numb
 """
 
 import json
+import time
+import warnings
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,66 @@ from torch import Tensor
 from gossamer.training.checkpoint import write_atomically
 
 _FORMAT = 1
+
+
+class Keeper:
+    """Writes a race now and then, and knows what is lost where it stops.
+
+    A disk that does not take a checkpoint is no reason to stop: there is a warning, and the one before stays.
+    """
+
+    def __init__(self, path: Path | None, minutes: float, done: int) -> None:
+        """`done` steps are in the file already; without a path nothing is ever written."""
+        self._path, self._seconds, self._kept = path, 60 * minutes, done
+        self._last = time.perf_counter()
+
+    def is_due(self) -> bool:
+        return self._path is not None and time.perf_counter() - self._last >= self._seconds
+
+    def keep(self, save: Callable[[Path], None], done: int) -> bool:
+        """Let `save` write what is there after so many steps; whether that went well."""
+        if self._path is None:
+            return False
+        self._last = time.perf_counter()
+        try:
+            save(self._path)
+        except OSError as error:
+            warnings.warn(
+                f"no checkpoint after step {done}: writing {self._path} failed ({error}); {self._next_time()}; free "
+                "some space on the disk",
+                stacklevel=2,
+            )
+            return False
+        self._kept = done
+        return True
+
+    def farewell(self, done: int, total: int, *, saved: bool) -> str:
+        """What is said of a stop that was asked for once."""
+        stopped = f"stopped after step {done} of {total}"
+        if saved:
+            return f"{stopped}; a checkpoint is in {self._path}: run the same command again to go on"
+        why = "there is no file for a checkpoint" if self._path is None else "no checkpoint could be written"
+        return f"{stopped}, but {why}: run the same command again; {self._next_time()}"
+
+    def loss(self, done: int, total: int) -> str:
+        """What is said of a stop at once."""
+        lost = {0: "nothing is lost", 1: "one step is lost"}.get(
+            done - self._kept, f"{done - self._kept} steps are lost"
+        )
+        return f"stopped at once after step {done} of {total}, {lost}: run the same command again; {self._next_time()}"
+
+    def _next_time(self) -> str:
+        if not self._kept:
+            return "its runs begin again, as there is no checkpoint of them"
+        return f"its runs go on from the checkpoint of step {self._kept}"
+
+
+def between(left: int, out: Path) -> str:
+    """What is said of a stop between two stacks of runs."""
+    return (
+        f"stopped before the last {left} run{'s' * (left != 1)}; the others have their records in {out}: run the same "
+        "command again to go on"
+    )
 
 
 def write(path: Path, tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> None:

@@ -5,6 +5,7 @@ and a race that is cut short goes on from its last checkpoint when the same comp
 """
 
 import dataclasses
+import difflib
 import hashlib
 import json
 import math
@@ -22,18 +23,21 @@ from gossamer import data
 from gossamer.checkpoint import save
 from gossamer.data.sets import ImageSet
 from gossamer.methods import METHODS, Layout, find
-from gossamer.methods.filters import check_reach
+from gossamer.methods.filters import Slimming, check_gains, check_reach, gains_of
 from gossamer.results import race_page
 from gossamer.results.plot import accuracy_against_sparsity, can_draw, check
-from gossamer.results.records import BEFORE, read_record
+from gossamer.results.records import BEFORE, make_folder, read_run
 from gossamer.select import select
-from gossamer.side_by_side.entries import Member, Race, run_race
+from gossamer.side_by_side.checkpoint import between
+from gossamer.side_by_side.entries import Member, Race, lanes_of, run_race, teachers_of
 from gossamer.side_by_side.lanes import Outcome
 from gossamer.side_by_side.stackable import check_floor
+from gossamer.side_by_side.teaching import check_teachers
 from gossamer.side_by_side.training import Training
 from gossamer.training import networks
 from gossamer.training.result import write_json
 from gossamer.training.run import Run
+from gossamer.training.stopping import Interrupted, StopSignal
 from gossamer.training.values import parse
 
 
@@ -79,7 +83,7 @@ class Comparison:
         warmup, sparsify, stabilise = (max(1, round(share * self.epochs)) for share in (0.25, 0.35, 0.15))
         finetune = self.epochs - warmup - sparsify - stabilise
         if finetune < 0:
-            raise ValueError(f"expected at least 4 epochs, one for each phase, got {self.epochs}")
+            raise ValueError(f"expected at least 3 epochs, one for each phase before fine-tuning, got {self.epochs}")
         return Race(warmup, sparsify, stabilise, finetune)
 
     def members(self) -> list[Member]:
@@ -103,7 +107,9 @@ def entrant(text: str) -> tuple[str, dict[str, Any]]:
     for assignment in filter(None, told.split(",")):
         key, equals, value = assignment.partition("=")
         if not equals or key not in kinds:
-            raise ValueError(f"expected {name}:SETTING=VALUE with one of {', '.join(kinds)}, got {text!r}")
+            near = difflib.get_close_matches(key, [*kinds], n=1) if equals else []
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise ValueError(f"expected {name}:SETTING=VALUE with one of {', '.join(kinds)}, got {text!r}{hint}")
         if lists := [each for each in get_args(kinds[key]) if get_origin(each) is tuple]:
             kind = get_args(lists[0])[0]
             settings[key] = tuple(parse(kind, key, part) for part in value.split("/"))
@@ -131,70 +137,83 @@ def compare(
     With `save_models` each network is left beside its record, as a file for `gossamer.load`.
     """
     if plot is not None:
-        check()
+        check(plot)
     if together < 1:
         raise ValueError(f"expected at least 1 run at a time, got together={together}")
     race, run, paths = comparison.race(), Run(model=comparison.net, data=comparison.data), {}
     for member in _possible(comparison, progress):
         paths[member] = _path(out, comparison, race, member)
     missing = [member for member, path in paths.items() if not path.exists()]
+    portions = [missing[first : first + together] for first in range(0, len(missing), together)]
+    for portion in portions:  # what one of them cannot do is said before the first is trained
+        check_teachers(lanes_of(race, [*portion, *teachers_of(portion)], steps_per_epoch=1))
     images = _images(comparison) if missing else None
     if images is not None:
         network = networks.create(run, images.num_classes)
         networks.check_shapes(run, network, torch.zeros(2, *images.input_shape), images.num_classes)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    make_folder(out)
 
-    for first in range(0, len(missing), together):
+    for number, runs in enumerate(portions):
         assert images is not None
-        runs = missing[first : first + together]
+        beside = teachers_of(runs)  # whose records are there, or in another portion: trained, and not recorded again
         checkpoint = out / f"{comparison.net}-{_name(comparison, race, runs)}.race.safetensors"
-        progress(f"{len(runs)} runs of {race.epochs} epochs side by side, {len(missing) - first} to go")
+        progress(
+            f"{len(runs)} runs of {race.epochs} epochs side by side, {len(missing) - number * together} to go"
+            + (f"; {len(beside)} dense beside them, as teachers" if beside else "")
+        )
 
         def keep(number: int, network: nn.Module) -> None:
-            out.mkdir(parents=True, exist_ok=True)
-            save(network, paths[runs[number]].with_suffix(".safetensors"))  # noqa: B023 - called before the loop goes on
+            if number < len(runs):  # noqa: B023 - called before the loop goes on
+                save(network, paths[runs[number]].with_suffix(".safetensors"))  # noqa: B023
 
         start = time.perf_counter()
         classes = images.num_classes
-        outcomes = run_race(
-            race,
-            runs,
-            images,
-            lambda: networks.create(run, classes),  # noqa: B023 - called before the loop goes on
-            device=device,
-            dtype=dtype,
-            progress=progress,
-            checkpoint=checkpoint,
-            checkpoint_minutes=checkpoint_minutes,
-            keep=keep if save_models else None,
-        )
-        seconds = time.perf_counter() - start
-        out.mkdir(parents=True, exist_ok=True)
-        for member, outcome in zip(runs, outcomes, strict=True):
-            content = {**record(member, outcome, race, seconds, len(runs)), **_shared(comparison, images)}
-            write_json(paths[member], content)
-        checkpoint.unlink(missing_ok=True)
-        finished(_publish(paths.values(), out, plot))
-    records = _publish(paths.values(), out, plot)
+        with StopSignal() as stop:
+            outcomes = run_race(
+                race,
+                [*runs, *beside],
+                images,
+                lambda: networks.create(run, classes),  # noqa: B023 - called before the loop goes on
+                device=device,
+                dtype=dtype,
+                progress=progress,
+                checkpoint=checkpoint,
+                checkpoint_minutes=checkpoint_minutes,
+                stop=lambda: stop.asked,
+                keep=keep if save_models else None,
+            )
+            seconds = time.perf_counter() - start
+            for member, outcome in zip(runs, outcomes, strict=False):  # teachers come last
+                content = record(member, outcome, race, seconds, len(outcomes), device)
+                write_json(paths[member], {**content, **_shared(comparison, images)})
+            checkpoint.unlink(missing_ok=True)
+        finished(_publish(paths.values(), out, comparison.tier, plot))
+        left = len(missing) - (number + 1) * together
+        if stop.asked and left > 0:
+            raise Interrupted(between(left, out))
+    records = _publish(paths.values(), out, comparison.tier, plot)
     if not missing and records:
         finished(records)
     progress(f"the records and their table, {comparison.tier}.md, are in {out}")
     return records
 
 
-def _publish(paths: Iterable[Path], out: Path, plot: Path | None) -> list[dict[str, Any]]:
+def _publish(paths: Iterable[Path], out: Path, tier: str, plot: Path | None) -> list[dict[str, Any]]:
     """The records that there are, after their table and plot have been written."""
-    records = [read_record(path) for path in paths if path.exists()]
+    records = [read_run(path) for path in paths if path.exists()]
     if records:
-        tier = records[0]["tier"]
         (out / f"{tier}.md").write_text(race_page(records))
         if plot is not None or can_draw():
             accuracy_against_sparsity(records, plot or out / f"{tier}.svg")
     return records
 
 
-def record(member: Member, outcome: Outcome, race: Race, seconds: float, together: int) -> dict[str, Any]:
-    """One finished run as plain values."""
+def record(
+    member: Member, outcome: Outcome, race: Race, seconds: float, together: int, device: torch.device | None = None
+) -> dict[str, Any]:
+    """One finished run as plain values; it was trained on `device`, or on a GPU where there is one."""
+    on_gpu = torch.cuda.is_available() if device is None else device.type == "cuda"
     dense = member.method == "dense"
     plain = {"accuracy": outcome.plain_accuracy, "validation_accuracy": outcome.plain_validation_accuracy}
     return {
@@ -212,21 +231,24 @@ def record(member: Member, outcome: Outcome, race: Race, seconds: float, togethe
         "race": dataclasses.asdict(race),
         "connections_by_tensor": outcome.connections_by_tensor,
         "versions": {"torch": torch.__version__, "python": sys.version.split()[0]},
-        "hardware": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        "hardware": torch.cuda.get_device_name(device) if on_gpu else "cpu",
         "seconds_of_all_runs_together": seconds,
         "runs_together": together,
     }
 
 
 def _possible(comparison: Comparison, progress: Callable[[str], None]) -> list[Member]:
-    """The runs that are asked for, without those that whole filters are too coarse for; these are told.
+    """The runs that are asked for, without those that whole filters are too coarse for, or channels whose gains are
+    missing; these are told.
 
     A budget below the floor is an error, before anything is trained.
     """
-    weights = select(networks.create(Run(model=comparison.net), num_classes=10))
-    layout = Layout(
-        tuple(weight.name for weight in weights), tuple(tuple(weight.parameter.shape) for weight in weights)
-    )
+    network = networks.create(Run(model=comparison.net), num_classes=10)
+    weights = select(network)
+    names = tuple(weight.name for weight in weights)
+    others = [(name, each.numel()) for name, each in network.named_parameters() if name not in names]
+    shapes = tuple(tuple(weight.parameter.shape) for weight in weights)
+    layout = Layout(names, shapes, gains_of(network, names, others))
     found, usual = [], comparison.race().floor
     for member in comparison.members():
         if not member.rule.structured:
@@ -235,6 +257,8 @@ def _possible(comparison: Comparison, progress: Callable[[str], None]) -> list[M
         try:
             if member.rule.structured:
                 check_reach(layout, member.sparsity)
+            if member.rule is Slimming:
+                check_gains(layout)
             found.append(member)
         except ValueError as error:
             progress(f"left out: {member.method} with seed {member.seed}: {error}")
@@ -257,7 +281,7 @@ def _path(out: Path, comparison: Comparison, race: Race, member: Member) -> Path
     usual = out / f"{comparison.net}-{member.method}-{_name(comparison, race, [member])}.json"
     if not usual.exists():
         return usual
-    there, asked = read_record(usual)["settings"], json.loads(json.dumps(member.to_dict()))
+    there, asked = read_run(usual)["settings"], json.loads(json.dumps(member.to_dict()))
     if all(there.get(name, BEFORE.get(name, value)) == value for name, value in asked.items()):
         return usual
     digest = hashlib.sha256(json.dumps([usual.name, asked], sort_keys=True).encode()).hexdigest()[:12]

@@ -1,6 +1,7 @@
 """What is raced: the epochs and learning rates that all runs of a race share, and the runs."""
 
 import json
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
@@ -14,8 +15,8 @@ from gossamer.data.sets import ImageSet
 from gossamer.methods import Options, Request, Rule, find, make_options
 from gossamer.methods.lottery import rewound
 from gossamer.schedule import Plan
+from gossamer.side_by_side.course import How, train_side_by_side
 from gossamer.side_by_side.lanes import Common, Lane, Outcome
-from gossamer.side_by_side.race import How, train_side_by_side
 from gossamer.side_by_side.training import NAMES, Training
 
 
@@ -37,6 +38,13 @@ class Member:
             raise ValueError(
                 f"expected {rule.options.__name__} as the settings of {rule.name}, got {type(settings).__name__}"
             )
+        for name, what, good in (
+            ("seed", "a whole number from 0 to below 2^63", 0 <= self.seed < 2**63),
+            ("sparsity", "a share from 0 to below 1", 0 <= self.sparsity < 1),
+            ("weight_decay", "a number of at least 0", 0 <= self.weight_decay < math.inf),
+        ):
+            if not good:
+                raise ValueError(f"{name}: expected {what}, got {getattr(self, name)!r}")
         object.__setattr__(self, "method", rule.name)
         object.__setattr__(self, "settings", settings)
 
@@ -61,6 +69,13 @@ class Member:
         """Everything that was asked, as plain values in one level; of the training what differs from the defaults."""
         told = {"seed": self.seed, "method": self.method, "sparsity": self.sparsity, "weight_decay": self.weight_decay}
         return {**told, **asdict(self.options), **self.training.changes()}
+
+
+def teachers_of(members: Sequence[Member]) -> list[Member]:
+    """Dense runs that members learn from and that are not among them."""
+    taught = [each for each in members if each.training.distil and each.training.teacher == "dense"]
+    wanted = [Member(each.seed, "dense", 0.0, each.training.teacher_weight_decay) for each in taught]
+    return [member for member in dict.fromkeys(wanted) if member not in members]
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,8 @@ class Feed:
         self._top, self._left = torch.zeros_like(self._order), torch.zeros_like(self._order)
         self._flip = torch.zeros_like(self._order, dtype=torch.bool)
 
-    def begin_epoch(self, epoch: int) -> None:
+    def begin_epoch(self, epoch: int, step: int = 0) -> None:
+        """Let `take` give the batches of an epoch, from a step of it on."""
         plans = [self._plan(seed, epoch) for seed in self._seeds]
         self._order.copy_(torch.stack([plan.order for plan in plans]))
         draws = [plan.draw for plan in plans if plan.draw is not None]
@@ -34,7 +35,7 @@ class Feed:
             self._top.copy_(torch.stack([draw.top for draw in draws]))
             self._left.copy_(torch.stack([draw.left for draw in draws]))
             self._flip.copy_(torch.stack([draw.flip for draw in draws]))
-        self._position.zero_()
+        self._position.fill_(step)
 
     def take(self) -> tuple[Tensor, Tensor]:
         """The next batch of each seed: images (seeds, batch, …) and labels (seeds, batch)."""

@@ -67,6 +67,14 @@ class _StackableLinear(nn.Linear):
         return super().forward(input.to(self.weight.dtype))
 
 
+class _StackableAdaptiveAvgPool2d(nn.AdaptiveAvgPool2d):
+    """The mean over all pixels is a mean: torch knows no stacked form of its gradient where there is one network."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        whole = self.output_size in (1, (1, 1))
+        return torch.mean(input, dim=(-2, -1), keepdim=True) if whole else super().forward(input)
+
+
 class _StackableSequential(nn.Sequential):
     """Convolution, batch norm and ReLU that follow each other are done together."""
 
@@ -126,6 +134,7 @@ class _StackableShortcut(ZeroPadShortcut):
 
 
 _STACKABLE: dict[type[nn.Module], type[nn.Module]] = {
+    nn.AdaptiveAvgPool2d: _StackableAdaptiveAvgPool2d,
     nn.Conv2d: _StackableConv2d,
     nn.BatchNorm1d: _StackableBatchNorm1d,
     nn.BatchNorm2d: _StackableBatchNorm2d,

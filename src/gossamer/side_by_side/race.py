@@ -1,15 +1,14 @@
-"""Many runs as one stacked network, from the first epoch to the last.
+"""Many runs as one stacked network while they are trained.
 
 Runs that are still the same dense network share a row, the trunk, and branch off it where their masks begin to learn
 (lanes.py says who sits where). Methods that are sparse from the first step on have rows of their own from the start.
 """
 
 import math
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Required, TypedDict
+from typing import Any
 
 import torch
 from torch import nn
@@ -34,65 +33,6 @@ from gossamer.side_by_side.training import Training
 _RECALIBRATION = 200  # training batches whose statistics batch norms get anew
 
 
-class How(TypedDict, total=False):
-    """What functions that end in `train_side_by_side` hand on to it."""
-
-    device: Required[torch.device]
-    dtype: torch.dtype
-    progress: Callable[[str], None]
-    checkpoint: Path | None
-    checkpoint_minutes: float
-
-
-def train_side_by_side(
-    common: Common,
-    lanes: Sequence[Lane],
-    data: ImageSet,
-    make_network: Callable[[], nn.Module],
-    *,
-    device: torch.device,
-    dtype: torch.dtype = torch.bfloat16,
-    progress: Callable[[str], None] = lambda line: None,
-    checkpoint: Path | None = None,
-    checkpoint_minutes: float = 5.0,
-    keep: Callable[[int, nn.Module], None] | None = None,
-) -> list[Outcome]:
-    """Train all lanes, and return what has come of each.
-
-    With a `checkpoint` all of it is written there now and then, after an epoch, and goes on from there if it is cut
-    short; who calls removes it once the outcomes are safe. `keep` is handed every finished network, with the number of
-    its lane.
-    """
-    run = Running(common, lanes, data, make_network, device=device, dtype=dtype)
-    first = 0 if checkpoint is None else run.go_on_from(checkpoint)
-    if first:
-        progress(f"goes on after epoch {first} of {common.epochs}")
-    started = written = time.perf_counter()
-    diverged: set[str] = set()
-    for epoch in range(first, common.epochs):
-        run.epoch(epoch)
-        if checkpoint is not None and time.perf_counter() - written >= 60 * checkpoint_minutes:
-            run.save(checkpoint, epoch + 1)
-            written = time.perf_counter()
-        if epoch % max(1, common.epochs // 20) == 0 or epoch == common.epochs - 1:
-            losses = run.train_loss.tolist()
-            finite = [loss for loss in losses if math.isfinite(loss)] or [math.nan]
-            took = time.perf_counter() - started
-            progress(
-                f"epoch {epoch + 1}/{common.epochs} {run.phases(epoch)} {took:.1f} s, "
-                f"loss {min(finite):.3f} to {max(finite):.3f}"
-            )
-            for lane, loss in zip(lanes, losses, strict=True):
-                if not math.isfinite(loss) and lane.name not in diverged:
-                    diverged.add(lane.name)
-                    progress(f"the loss of run {lane.name} is no longer finite: lower its learning rate")
-    outcomes = run.outcomes()
-    if keep is not None:
-        for number, network in run.networks():
-            keep(number, network)
-    return outcomes
-
-
 class Running:
     """Runs while they are trained: `epoch` after `epoch`, then `outcomes`."""
 
@@ -105,8 +45,10 @@ class Running:
         *,
         device: torch.device,
         dtype: torch.dtype,
+        stop: Callable[[], bool] = lambda: False,
     ) -> None:
-        self.common, self.lanes, self._data = common, list(lanes), data
+        self.common, self.lanes, self._data, self.stop = common, list(lanes), data, stop
+        self.done = 0  # steps
         check_teachers(self.lanes)
         self._frozen_trunks: FrozenTrunks | None = None
         self._seeds = sorted({lane.seed for lane in lanes})
@@ -121,21 +63,40 @@ class Running:
             torch.manual_seed(self.lanes[row[0]].seed)
             networks.append(make_network())
         self.learner = StackedLearner(NetworkStack(networks, device=device, dtype=dtype))
+        self._try_rules()
         self._losses = torch.zeros(len(lanes), device=device)  # a lane, not a row
         self.train_loss = torch.zeros_like(self._losses)
         self._teams: dict[tuple[Any, ...], Team] = {}
         self.turn(0)
 
+    def _try_rules(self) -> None:
+        """Begin every kind of run once with the first weights: what a rule refuses is refused before the first step."""
+        stack = self.learner.stack
+        kinds = {(lane.team, lane.request.sparsity, lane.request.settings): lane for lane in reversed(self.lanes)}
+        for lane in kinds.values():
+            if lane.plan is None:
+                continue
+            weights, timeline = stack.variables[:1, : stack.connections].clone(), self._timeline(lane.plan, 1)
+            try:
+                lane.rule(layout_of(stack), [lane.request], timeline, weights, floor=lane.floor)
+            except ValueError as error:
+                raise ValueError(f"run {lane.name}: {error}") from error
+
     def epoch(self, number: int) -> None:
-        """Train all runs for one epoch."""
-        first = number * self.feed.steps
-        self.feed.begin_epoch(number)
-        self._losses.zero_()
-        for step in range(first, first + self.feed.steps):
+        """Train all runs for one epoch, for what is left of it where they go on, or until they shall `stop`."""
+        first, end = number * self.feed.steps, (number + 1) * self.feed.steps
+        begun = self.done if first < self.done < end else first
+        self.feed.begin_epoch(number, begun - first)
+        if begun == first:
+            self._losses.zero_()
+        for step in range(begun, end):
             if step in self._turns and step > 0:
                 self.turn(step)
             self.captured()
             self.learner.refresh(step + 1)
+            self.done = step + 1
+            if self.done < end and self.stop():
+                return
         self.train_loss.copy_(self._losses / self.feed.steps)
 
     def turn(self, step: int) -> None:
@@ -150,31 +111,35 @@ class Running:
         self._look_up(self._seats, step)
         self.captured = Captured(self._step(), self.learner.stack.device)
 
-    def save(self, path: Path, epochs: int) -> None:
-        """Write all that is needed to go on after so many epochs."""
-        about = {"epochs": epochs, **self._identity()}
+    def save(self, path: Path) -> None:
+        """Write all that is needed to go on."""
+        about = {"steps": self.done, **self._identity()}
         write(path, {**self._tensors(), **random_state(self.learner.stack.device)}, about)
 
     def go_on_from(self, path: Path) -> int:
-        """Be where the runs were when they were written; returns the epochs that are done, 0 where nothing was."""
+        """Be where the runs were when they were written; returns the whole epochs that are done, 0 if nothing was."""
         found = read(path)
         if found is None:
             return 0
         tensors, about = found
         if {name: about.get(name) for name in self._identity()} != self._identity():
             raise ValueError(f"the checkpoint in {path} is of another race: delete it, or choose another file")
-        epochs = about.get("epochs")
-        if type(epochs) is not int or not 0 < epochs <= self.common.epochs:
-            raise ValueError(f"expected 1 to {self.common.epochs} epochs in the checkpoint {path}, got {epochs!r}")
-        self.turn(epochs * self.feed.steps - 1)
+        epochs = about.get("epochs")  # how it was told when only whole ones were written
+        done = epochs * self.feed.steps if type(epochs) is int else about.get("steps")
+        if type(done) is not int or not 0 < done <= self.steps:
+            raise ValueError(f"expected 1 to {self.steps} steps in the checkpoint {path}, got {done!r}: delete it")
+        self.turn(done - 1)
+        self.done = done
         fill_(self._tensors(), tensors, path)
         self.learner.show()
         set_random_state(tensors, self.learner.stack.device)
-        return epochs
+        return done // self.feed.steps
 
     def _tensors(self) -> dict[str, torch.Tensor]:
-        trunks = {} if self._frozen_trunks is None else self._frozen_trunks.tensors()
-        return {**self.learner.tensors(), **trunks, "train_loss": self.train_loss}
+        found = {**self.learner.tensors(), "train_loss": self.train_loss}
+        if self.done % self.feed.steps:  # in the middle of an epoch
+            found["losses"] = self._losses
+        return found if self._frozen_trunks is None else {**found, **self._frozen_trunks.tensors()}
 
     def _identity(self) -> dict[str, Any]:
         return {"common": asdict(self.common), "runs": [lane.identity for lane in self.lanes]}

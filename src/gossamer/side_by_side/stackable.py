@@ -6,6 +6,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from gossamer.data import kind_of
 from gossamer.data.sets import ImageSet
 from gossamer.methods import Layout, Options, Request, find, make_options
 from gossamer.methods.dense import Dense
@@ -15,7 +16,7 @@ from gossamer.methods.scl import SCLOptions
 from gossamer.schedule import Plan, make_plan
 from gossamer.settings import Settings
 from gossamer.side_by_side.lanes import Common, Lane
-from gossamer.training.optimise import PHASED, learning_rate
+from gossamer.training.optimise import learning_rate, plan_without_masks
 from gossamer.training.run import Run
 
 _DEFAULT = Run()
@@ -25,7 +26,6 @@ _REQUEST = ("method", "sparsity", "decay")
 _OWN = (*_REQUEST, "preset", "settings", "seed", "momentum", "weight_decay", *_RATES)
 # What has to stay as it is by default.
 _NOT_IN_A_STACK = ("flops", "leave_at", "include", "exclude", "optimizer", "nesterov", "clip", "sharding", "distil")
-_OTHER_DATA = ("imagefolder", "wikitext2", "ptb")
 
 
 def why_not(run: Run) -> list[str]:
@@ -37,7 +37,7 @@ def why_not(run: Run) -> list[str]:
         told.append("schedule='plateau'")
     if run.model == "indrnn":  # whose recurrence is bounded after every step of the optimizer
         told.append("model='indrnn'")
-    if run.data in _OTHER_DATA:
+    if kind_of(run.data) in ("folder", "text"):
         told.append(f"data={run.data!r}")
     if run.method == "scl":
         settings = run.mask_settings
@@ -82,7 +82,7 @@ def check_floor(layout: Layout, sparsity: float, floor: float) -> None:
     if least > left:
         raise ValueError(
             f"sparsity={sparsity} leaves {left} connections, but the floor keeps {least} of them: ask for less, or "
-            "lower settings.floor"
+            "lower the floor (settings.floor=0 in a run, scl:floor=0 in a comparison)"
         )
 
 
@@ -105,8 +105,9 @@ def images_of(run: Run, images: ImageSet) -> ImageSet:
 def lane_of(run: Run, steps_per_epoch: int) -> Lane:
     """A run that `check` has nothing against."""
     total, rule, settings = run.epochs * steps_per_epoch, find(run.method), run.mask_settings
-    plan = None
-    if rule is not Dense or run.schedule in PHASED:
+    if rule is Dense:
+        plan = plan_without_masks(run, total, steps_per_epoch)
+    else:
         plan = rule.phases(_plan(settings, total, steps_per_epoch))
     followed = replace(_DEFAULT, **{name: getattr(run, name) for name in (*_REQUEST, *_RATES)})
     return Lane(
@@ -136,6 +137,7 @@ def _options(run: Run, settings: Settings) -> Options:
         decay=run.decay,
         l2=settings.l2,
         removed_gradient=settings.removed_gradient,
+        midpoint=0.5 / (1.0 - run.momentum) if settings.halfway else 0.0,
     )
 
 

@@ -19,13 +19,16 @@ from gossamer._json import read_object
 from gossamer.checkpoint import save
 from gossamer.data.sets import ImageSet
 from gossamer.methods import Layout
+from gossamer.results.records import make_folder
 from gossamer.select import select
+from gossamer.side_by_side.checkpoint import between
+from gossamer.side_by_side.course import How, train_side_by_side
 from gossamer.side_by_side.lanes import Outcome
-from gossamer.side_by_side.race import How, train_side_by_side
 from gossamer.side_by_side.stackable import check, check_reachable, common_of, images_of, lane_of, shared
 from gossamer.training import networks, result
 from gossamer.training.place import Place, join
 from gossamer.training.run import Run
+from gossamer.training.stopping import Interrupted, StopSignal
 
 
 def sweep(
@@ -48,8 +51,10 @@ def sweep(
     out, device = Path(out), device if isinstance(device, torch.device) else join(device).device
     wanted = {run.run_id: run for run in runs}
     check([*wanted.values()])
+    make_folder(out)
     missing = [run for run in wanted.values() if not record_path(out, run).exists()]
     stacks: dict[str, list[Run]] = {}
+    left = len(missing)
     for run in missing:
         stacks.setdefault(shared(run).run_id, []).append(run)
     for alike in stacks.values():
@@ -59,7 +64,10 @@ def sweep(
         for first in range(0, len(in_order), together):
             portion = in_order[first : first + together]
             progress(f"{len(portion)} runs of {portion[0].epochs} epochs side by side, {len(in_order) - first} to go")
-            _train_portion(portion, images, out, device, save_models=save_models, progress=progress)
+            stopping = _train_portion(portion, images, out, device, save_models=save_models, progress=progress)
+            left -= len(portion)
+            if stopping and left:
+                raise Interrupted(between(left, out))
     return [read_object(record_path(out, run)) for run in wanted.values()]
 
 
@@ -108,28 +116,29 @@ def _train_portion(
     *,
     save_models: bool,
     progress: Callable[[str], None],
-) -> None:
-    first = runs[0]
-    out.mkdir(parents=True, exist_ok=True)
-    checkpoint = checkpoint_path(out, runs) if first.checkpoint_minutes else None
+) -> bool:
+    """Train these runs and write their records; whether somebody has asked to stop after their last step."""
+    first, checkpoint = runs[0], checkpoint_path(out, runs)
     started = time.perf_counter()
-    trained = train_together(
-        runs,
-        images,
-        lambda: networks.create(first, images.num_classes),
-        device=device,
-        dtype=precision_of(first, device),
-        progress=progress,
-        checkpoint=checkpoint,
-        checkpoint_minutes=first.checkpoint_minutes,
-    )
-    seconds = time.perf_counter() - started
-    for run, (outcome, network) in zip(runs, trained, strict=True):
-        if save_models:
-            save(network, out / f"{run.run_id}.safetensors")
-        result.write_json(record_path(out, run), _record(run, outcome, network, images, device, seconds, len(runs)))
-    if checkpoint is not None:
+    with StopSignal() as stop:
+        trained = train_together(
+            runs,
+            images,
+            lambda: networks.create(first, images.num_classes),
+            device=device,
+            dtype=precision_of(first, device),
+            progress=progress,
+            checkpoint=checkpoint,
+            checkpoint_minutes=first.checkpoint_minutes or math.inf,
+            stop=lambda: stop.asked,
+        )
+        seconds = time.perf_counter() - started
+        for run, (outcome, network) in zip(runs, trained, strict=True):
+            if save_models:
+                save(network, out / f"{run.run_id}.safetensors")
+            result.write_json(record_path(out, run), _record(run, outcome, network, images, device, seconds, len(runs)))
         checkpoint.unlink(missing_ok=True)
+    return stop.asked
 
 
 def _record(

@@ -3,6 +3,7 @@
 Every default means that nothing is done. What is not the default is told in the record of a run.
 """
 
+import math
 from dataclasses import dataclass, fields
 from itertools import pairwise
 from typing import Any
@@ -54,7 +55,7 @@ class Training:
                 raise ValueError(f"{name}: expected a number from {low:g} to {high:g}, got {value}")
         if self.average_decay == 1.0:
             raise ValueError("average_decay: expected a number below 1, got 1.0, with which nothing new is averaged in")
-        if self.temperature <= 0:
+        if not 0 < self.temperature < math.inf:
             raise ValueError(f"temperature: expected a number above 0, got {self.temperature}")
         if self.teacher not in TEACHERS:
             raise ValueError(f"teacher: expected one of {', '.join(TEACHERS)}, got {self.teacher!r}")
@@ -65,8 +66,14 @@ class Training:
             object.__setattr__(self, "phases", shares)
         if self.hold is not None and not 0.0 <= self.hold < 1.0:
             raise ValueError(f"hold: expected a share from 0 to below 1, got {self.hold}")
-        if self.restart is not None and self.restart <= 0:
-            raise ValueError(f"restart: expected a learning rate above 0, got {self.restart}")
+        for name in ("restart", "peak_rate"):
+            rate = getattr(self, name)
+            if rate is not None and not 0 < rate < math.inf:
+                raise ValueError(f"{name}: expected a learning rate above 0, got {rate}")
+        for name in ("teacher_weight_decay", "finetune_weight_decay"):
+            decay = getattr(self, name)
+            if decay is not None and not 0 <= decay < math.inf:
+                raise ValueError(f"{name}: expected a number of at least 0, got {decay}")
         if self.average_decay and self.average_tail:
             raise ValueError("expected average_decay or average_tail, got both: choose one")
 

@@ -37,6 +37,11 @@ class Checkpoints:
         found = [path for path in self.folder.glob("checkpoint-*.pt") if _NAME.fullmatch(path.name)]
         return sorted(found, reverse=True)
 
+    def next_time(self) -> str:
+        """What the same command would do now."""
+        kept = self.paths()
+        return f"it goes on from {kept[0].name}" if kept else "it begins again, as there is no checkpoint"
+
     def save(self, state: dict[str, Any], step: int) -> bool:
         """Write a checkpoint; False, with a warning, where the disk does not take it: training can go on."""
         path = self.folder / f"checkpoint-{step:09d}.pt"
@@ -48,8 +53,7 @@ class Checkpoints:
             kept = self.paths()
             last = f"the last good one is {kept[0].name}" if kept else "there is none so far"
             warnings.warn(
-                f"no checkpoint at step {step}: writing {path} failed ({error}); {last}. Training goes on; "
-                "free some space on the disk",
+                f"no checkpoint at step {step}: writing {path} failed ({error}); {last}; free some space on the disk",
                 stacklevel=2,
             )
             return False

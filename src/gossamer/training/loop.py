@@ -4,25 +4,29 @@ A run can be killed at any moment; the same call goes on from its last checkpoin
 bits. The test set is looked at once, after the last step.
 """
 
-import signal
-import threading
 import time
+import warnings
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
 
 from gossamer.data.batches import seed_for
-from gossamer.schedule import Phase, Plan, make_plan
+from gossamer.schedule import Phase
 from gossamer.sparsifier import Sparsifier
 from gossamer.training import modes, networks, result, snapshot
 from gossamer.training.checkpoint import Checkpoints
 from gossamer.training.lock import only_one
 from gossamer.training.methods import SparseTraining, method_of
-from gossamer.training.optimise import PHASED, learning_rate, make_optimizer
+from gossamer.training.optimise import (
+    learning_rate,
+    make_optimizer,
+    out_of_reach,
+    plan_without_masks,
+    taken_learning_rate,
+)
 from gossamer.training.place import (
     fast_algorithms,
     forward_of,
@@ -36,14 +40,11 @@ from gossamer.training.progress import Observer, Observers, Status
 from gossamer.training.run import Run
 from gossamer.training.snapshot import Parts
 from gossamer.training.step import Meter, Step
+from gossamer.training.stopping import Interrupted, StopSignal
 from gossamer.training.task import make_task
 from gossamer.training.teacher import make_teacher
 
 _ASK_EVERY = 10  # steps after which several processes ask each other whether to stop or to write a checkpoint
-
-
-class Interrupted(KeyboardInterrupt):
-    """The run was asked to stop, and has stopped after a checkpoint."""
 
 
 @no_farewell_after_an_error()
@@ -55,6 +56,7 @@ def train(run: Run, out: Path | str, *, observers: Sequence[Observer] = ()) -> d
 
 def _train(run: Run, folder: Path, observers: Sequence[Observer], held: ExitStack) -> dict[str, Any]:
     build_method = method_of(run)
+    networks.check_options(run)
     place = join(run.device)
 
     def look() -> dict[str, Any] | None:
@@ -70,6 +72,8 @@ def _train(run: Run, folder: Path, observers: Sequence[Observer], held: ExitStac
     if run.schedule == "plateau" and not task.has_validation:
         raise ValueError("schedule=plateau needs a validation part: set validation= to hold some images out")
     total, per_epoch = len(task.source) * run.epochs, len(task.source)
+    for problem in out_of_reach(run, total, per_epoch) if place.leads else ():
+        warnings.warn(problem, stacklevel=3)
 
     torch.manual_seed(run.seed)
     model = place.after_the_leader(lambda: networks.create(run, task.num_classes))
@@ -83,20 +87,15 @@ def _train(run: Run, folder: Path, observers: Sequence[Observer], held: ExitStac
     networks.keep_stable(model, optimizer, task.example())
     sparsifier = build_method(run, model, optimizer, total, per_epoch, task.example())
     forward = forward_of(model, chosen, place)
-    plan = _plan_without_masks(run, total, per_epoch) if sparsifier is None else sparsifier.plan
+    plan = plan_without_masks(run, total, per_epoch, leads=place.leads) if sparsifier is None else sparsifier.plan
     teacher = make_teacher(chosen, place, task.lesson(), plan)
 
     def begin() -> None:
         if place.leads:
-            if folder.exists() and not folder.is_dir():
-                raise ValueError(f"expected a folder for the run, got {folder}, which is a file: choose another name")
-            folder.mkdir(parents=True, exist_ok=True)
-            described = folder / result.RUN
-            if described.exists():
-                with only_one(described):
-                    pass  # a file that takes its place is another one, and not locked
-            result.write_json(described, run.to_dict())
-            held.enter_context(only_one(described))
+            with result.writing(folder):
+                folder.mkdir(parents=True, exist_ok=True)
+                held.enter_context(only_one(folder))
+                result.write_json(folder / result.RUN, run.to_dict())
 
     place.after_the_leader(begin)
     checkpoints, parts = Checkpoints(folder), Parts(model, optimizer, sparsifier, task, teacher)
@@ -126,7 +125,7 @@ def _train(run: Run, folder: Path, observers: Sequence[Observer], held: ExitStac
     with (
         fast_algorithms(place),
         watching_all as watching,
-        _StopSignal(launched=place.world > 1) as stop,
+        StopSignal(launched=place.world > 1) as stop,
     ):
         watching.begin(status(lr=run.lr))
         while step < total:
@@ -157,7 +156,7 @@ def _train(run: Run, folder: Path, observers: Sequence[Observer], held: ExitStac
                     shrinking = sparsifier is not None and sparsifier.phase is Phase.SPARSIFY
                     parts.plateau = parts.plateau.see(run, task.metric, validation, shrinking=shrinking)
                 if epoch_over or step % run.log_steps == 0:
-                    watching.tell(status(lr=lr, validation=validation))
+                    watching.tell(status(lr=taken_learning_rate(optimizer, lr), validation=validation))
 
                 due = run.checkpoint_steps > 0 and step % run.checkpoint_steps == 0
                 stopping = False
@@ -169,11 +168,7 @@ def _train(run: Run, folder: Path, observers: Sequence[Observer], held: ExitStac
                     saved = snapshot.save(checkpoints, run, place, parts, step=step, seconds=clock.seconds())
                     clock.checkpoint_written()
                     if stopping:
-                        where = "a checkpoint is" if saved else "no checkpoint could be written, only older ones are"
-                        raise Interrupted(
-                            f"stopped after step {step} of {total}; {where} in {folder}: "
-                            "run the same command again to go on"
-                        )
+                        raise Interrupted(_farewell(f"stopped after step {step} of {total}", checkpoints, saved))
 
         meter.check()
         if sparsifier is not None:
@@ -203,18 +198,10 @@ def _train(run: Run, folder: Path, observers: Sequence[Observer], held: ExitStac
         return finished
 
 
-def _plan_without_masks(run: Run, total: int, per_epoch: int) -> Plan | None:
-    """The phases that a sparse run of this length would have, for a dense one that shares its learning rates."""
-    if run.schedule not in PHASED:
-        return None
-    settings = run.mask_settings
-    return make_plan(
-        total,
-        warmup=settings.warmup,
-        sparsify=settings.sparsify,
-        stabilise=settings.stabilise,
-        steps_per_epoch=per_epoch,
-    )
+def _farewell(stopped: str, checkpoints: Checkpoints, saved: bool) -> str:
+    if saved:
+        return f"{stopped}; a checkpoint is in {checkpoints.folder}: run the same command again to go on"
+    return f"{stopped}, but no checkpoint could be written: run the same command again; {checkpoints.next_time()}"
 
 
 def _decay(sparsifier: SparseTraining | None) -> float | None:
@@ -240,36 +227,3 @@ class _Clock:
 
     def checkpoint_written(self) -> None:
         self._last = time.monotonic()
-
-
-class _StopSignal:
-    """Notes SIGINT and SIGTERM, so that the step in progress can be finished; a second one is not held back.
-
-    Except where a launcher has started several processes: it sends each signal of the terminal once more, and by itself
-    kills who takes too long.
-    """
-
-    _SIGNALS = (signal.SIGINT, signal.SIGTERM)
-
-    def __init__(self, *, launched: bool) -> None:
-        self.asked = False
-        self._launched = launched
-        self._before: list[tuple[signal.Signals, Any]] = []
-
-    def __enter__(self) -> "_StopSignal":
-        if threading.current_thread() is threading.main_thread():
-            self._before = [(each, signal.signal(each, self._note)) for each in self._SIGNALS]
-        return self
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        self.asked = True
-        if not self._launched:
-            self._restore()
-
-    def _restore(self) -> None:
-        for each, handler in self._before:
-            signal.signal(each, handler)
-        self._before = []
-
-    def __exit__(self, *error: object) -> None:
-        self._restore()

@@ -15,8 +15,9 @@ from typing import Any
 import torch
 
 from gossamer.models import MODELS
+from gossamer.training.checks import AUTO
 from gossamer.training.place import Place
-from gossamer.training.run import AUTO, Run
+from gossamer.training.run import Run
 
 _MEASURED = Path(__file__).with_name("modes.json")
 _RECURRENT = tuple(entry.name for entry in MODELS if entry.tokens)

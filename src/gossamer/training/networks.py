@@ -1,8 +1,6 @@
 """The network of a run by name, checked against its data before anything is trained."""
 
 import difflib
-import inspect
-from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -10,8 +8,9 @@ from torch.optim import Optimizer
 
 from gossamer import models
 from gossamer._forward import undisturbed
-from gossamer.models.digits_cnn import QUICK_START, DigitsNet
+from gossamer.models.digits_cnn import QUICK_START
 from gossamer.models.indrnn import IndRNN, limit_recurrence_
+from gossamer.training.keys import builder_of, options_of
 from gossamer.training.run import Run
 
 
@@ -21,17 +20,26 @@ def names() -> tuple[str, ...]:
 
 def create(run: Run, num_classes: int) -> nn.Module:
     """Build the run's network with fresh random weights."""
-    builder: Callable[..., nn.Module] = DigitsNet if run.model == QUICK_START else models.entry(run.model).builder
-    allowed = [name for name in inspect.signature(builder).parameters if name != "num_classes"]
+    check_options(run)
+    builder = builder_of(run.model)
+    if not run.model_options:
+        return builder(num_classes=num_classes)
+    try:
+        return builder(num_classes=num_classes, **run.model_options)
+    except (TypeError, ValueError, RuntimeError, ArithmeticError) as error:
+        told = ", ".join(f"model_options.{name}={value}" for name, value in run.model_options.items())
+        first_line = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ValueError(f"{run.model} cannot be built with {told} ({first_line}): change or drop them") from error
+
+
+def check_options(run: Run) -> None:
+    """Refuse a network that is not there, and arguments that it does not take."""
+    allowed = options_of(run.model)
     for name in run.model_options:
         if name not in allowed:
             near = difflib.get_close_matches(name, allowed, n=1)
             hint = f"did you mean {near[0]!r}?" if near else f"it takes {', '.join(allowed) or 'none'}"
             raise ValueError(f"{run.model} does not take model_options.{name}: {hint}")
-    try:
-        return builder(num_classes=num_classes, **run.model_options)
-    except TypeError as error:
-        raise ValueError(f"{run.model} does not take model_options={dict(run.model_options)}: {error}") from error
 
 
 def keep_stable(model: nn.Module, optimizer: Optimizer, example: Tensor) -> None:
@@ -50,7 +58,8 @@ def check_shapes(run: Run, model: nn.Module, example: Tensor, num_classes: int) 
         first_line = str(error).splitlines()[0]
         raise ValueError(
             f"{run.model} does not take batches of {run.data}, of shape {tuple(example.shape)} ({first_line}): "
-            f"choose a network for this data; {_takes(run.model)}"
+            f"choose a network for this data{' or other model_options' if run.model_options else ''}; "
+            f"{_takes(run.model)}"
         ) from error
     logits = out[0] if isinstance(out, tuple) else out
     if not isinstance(logits, Tensor) or logits.shape[-1] != num_classes:

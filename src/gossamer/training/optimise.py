@@ -17,6 +17,7 @@ The last one alone depends on what has happened; `Plateau` is all its state.
 """
 
 import math
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -27,7 +28,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import SGD, AdamW, Optimizer
 
 from gossamer.method import cosine
-from gossamer.schedule import Plan, steps_of
+from gossamer.schedule import Plan, make_plan, steps_of
+from gossamer.training.durations import PHASES
 from gossamer.training.run import Run
 
 PHASED = ("phases", "phases_cosine", "restart")  # schedules that follow the phases of the masks
@@ -64,6 +66,12 @@ def set_learning_rate(optimizer: Optimizer, value: float) -> None:
             group["lr"] = value
 
 
+def taken_learning_rate(optimizer: Optimizer, given: float) -> float:
+    """The rate of the step that was taken: the one that was given, but for methods that have rates of their own."""
+    taken = optimizer.param_groups[0]["lr"]
+    return given if isinstance(taken, Tensor) else float(taken)
+
+
 def load_optimizer_state(optimizer: Optimizer, state: dict[str, Any]) -> None:
     """Load a state that may come from another device: how the optimizer computes stays as it was built here."""
     groups = [
@@ -82,6 +90,53 @@ def learning_rate(run: Run, plan: Plan | None, step: int, *, total_steps: int, s
     rising = steps(run.lr_warmup)
     rise = (step + 1) / (rising + 1) if step < rising else 1.0
     return run.lr * rise * _factor(run, plan, step, total_steps, steps)
+
+
+def out_of_reach(run: Run, total_steps: int, steps_per_epoch: int) -> list[str]:
+    """What the learning rate shall do after the end of the run, in words."""
+
+    def steps(duration: str) -> int:
+        return steps_of(duration, total_steps=total_steps, steps_per_epoch=steps_per_epoch)
+
+    told = [
+        f"lr_drops={each} comes after the end of the run, of {total_steps} steps, so the learning rate does not fall "
+        "then: give it as a share of the run, such as 0.5run"
+        for each in run.lr_drops
+        if steps(each) >= total_steps
+    ]
+    if steps(run.lr_warmup) >= total_steps:
+        told.append(
+            f"lr_warmup={run.lr_warmup} takes the whole run, of {total_steps} steps, so the learning rate never "
+            f"reaches lr={run.lr:g}: shorten it"
+        )
+    return told
+
+
+def plan_without_masks(run: Run, total_steps: int, steps_per_epoch: int, *, leads: bool = True) -> Plan | None:
+    """The phases that a sparse run of this length would have, for a dense one that shares its learning rates.
+
+    It has no masks, so phases that do not fit are no reason to refuse it: the run ends within them, and that is said,
+    by the process that `leads`.
+    """
+    if run.schedule not in PHASED:
+        return None
+    durations = {name: getattr(run.mask_settings, name) for name in PHASES}
+    try:
+        return make_plan(total_steps, steps_per_epoch=steps_per_epoch, **durations)
+    except ValueError:  # the durations are good, so they are too long, or there is no step for a mask to train
+        warmup, sparsify, stabilise = (
+            steps_of(each, total_steps=total_steps, steps_per_epoch=steps_per_epoch) for each in durations.values()
+        )
+    plan = Plan(warmup, max(1, sparsify), stabilise, finetune=0)
+    if plan.total > total_steps and leads:
+        told = ", ".join(f"settings.{name}={duration}" for name, duration in durations.items())
+        warnings.warn(
+            f"schedule={run.schedule}: the learning rate follows the phases {told}, which take {plan.total} steps, and "
+            f"the run ends after {total_steps}, before it has come down: give them as shares of the run, such as "
+            "0.3run, or set schedule=cosine",
+            stacklevel=2,
+        )
+    return replace(plan, finetune=max(0, total_steps - plan.total))
 
 
 def _factor(run: Run, plan: Plan | None, step: int, total_steps: int, steps: Callable[[str], int]) -> float:

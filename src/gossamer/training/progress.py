@@ -1,14 +1,17 @@
 """What a run tells while it goes on: a live line, a log of JSON lines, and TensorBoard where that is installed.
 
-The loop hands a frozen `Status` to every observer and knows nothing of how it is shown.
+Where there is no terminal the live line is a plain one now and then. The loop hands a frozen `Status` to every observer
+and knows nothing of how it is shown.
 """
 
 import importlib.util
 import json
 import math
+import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
@@ -176,6 +179,36 @@ class LiveLine:
 
     def close(self) -> None:
         self._progress.stop()
+
+
+class PlainLines:
+    """The same where nobody looks at a terminal, as in the log of a batch job: a line of its own now and then."""
+
+    def __init__(self, title: str, console: Console | None = None, *, every: float = 30.0) -> None:
+        """`every` so many seconds, and at the end."""
+        self._title, self._every = title, every
+        self._console = console or Console(stderr=True)
+        self._last = -math.inf
+        self._validation: float | None = None
+
+    def begin(self, status: Status) -> None:
+        self.tell(status)
+
+    def tell(self, status: Status) -> None:
+        if status.validation is not None:
+            self._validation = status.validation
+        now = time.monotonic()
+        if now - self._last < self._every and status.step < status.total_steps:
+            return
+        self._last = now
+        left = status.seconds * (status.total_steps - status.step) / status.step if status.step else None
+        told = "" if not left else f" · {timedelta(seconds=round(left))} left"
+        line = f"{self._title}: {facts(status, self._validation)}{told}"
+        self._console.file.write(f"{line}\n")  # not by rich, which ends the program where nobody reads a pipe
+        self._console.file.flush()
+
+    def close(self) -> None:
+        pass  # every line is complete
 
 
 class _Facts(ProgressColumn):

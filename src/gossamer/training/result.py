@@ -3,7 +3,8 @@
 import json
 import platform
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import fields
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -18,7 +19,7 @@ from gossamer import stored
 from gossamer._json import read_object
 from gossamer.checkpoint import save
 from gossamer.report import Report, Row, report
-from gossamer.training.checkpoint import write_atomically
+from gossamer.training.checkpoint import Checkpoints, write_atomically
 from gossamer.training.place import Place
 from gossamer.training.run import Run
 
@@ -73,6 +74,22 @@ def count(run: Run, model: nn.Module, example: Tensor) -> Report:
     return report(model, example, include=run.include or None, exclude=run.exclude or None)
 
 
+@contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """The first writing into the folder of a run, which fails where it is not a place for one."""
+    files = [each for each in (folder, *folder.parents) if each.exists() and not each.is_dir()]
+    if files:
+        which = "which" if files[0] == folder else f"and {files[0]}"
+        raise ValueError(f"expected a folder for the run, got {folder}, {which} is a file: choose another name")
+    try:
+        yield
+    except OSError as error:
+        raise OSError(
+            f"expected a folder for the run that can be written, got {folder} ({error}): choose another one, make room "
+            "on its disk, or change its permissions"
+        ) from error
+
+
 def read_result(folder: Path, run: Run) -> dict[str, Any] | None:
     """The result of this very run, where the folder has it. A folder of another run is an error."""
     path = folder / RUN
@@ -81,7 +98,8 @@ def read_result(folder: Path, run: Run) -> dict[str, Any] | None:
         if other.run_id != run.run_id:
             raise ValueError(
                 f"{folder} belongs to run {other.run_id}, which differs from run {run.run_id} in "
-                f"{', '.join(run.differences_from(other))}: choose another folder, or delete this one"
+                f"{', '.join(run.differences_from(other))}: choose another folder, or delete this one; "
+                f"gossamer train {path} --out {folder} goes on with the run that it belongs to"
             )
     result = folder / RESULT
     if not result.is_file():
@@ -93,6 +111,8 @@ def read_result(folder: Path, run: Run) -> dict[str, Any] | None:
 def read_result_file(path: Path) -> dict[str, Any]:
     """The result in a file, or in the folder of a run."""
     file = path / RESULT if path.is_dir() else path
+    if not path.exists():
+        raise FileNotFoundError(f"expected the folder of a finished run, got {path}, which does not exist")
     if not file.is_file():
         raise FileNotFoundError(f"expected a finished run with a {RESULT} in it, got {path}: train it to the end first")
     values = read_object(file)
@@ -105,7 +125,10 @@ def read_layers(path: Path) -> Report:
     """The connections of every layer of a finished run, from its folder or its result file."""
     file = (path if path.is_dir() else path.parent) / LAYERS
     if not file.is_file():
-        raise FileNotFoundError(f"expected the layers of a finished run in {file}, which does not exist")
+        raise FileNotFoundError(
+            f"expected the layers of a finished run in {file}, which does not exist; gossamer train leaves them, a "
+            "sweep does not"
+        )
     names = {each.name for each in fields(Row)}
     try:
         return Report(
@@ -132,7 +155,7 @@ def write_all(folder: Path, tensors: Mapping[str, Tensor], counted: Report, resu
     except OSError as error:
         raise OSError(
             f"the last step is done, but the result cannot be written to {folder} ({error}): free some space on the "
-            "disk and run the same command again; it goes on from the last checkpoint"
+            f"disk and run the same command again; {Checkpoints(folder).next_time()}"
         ) from error
 
 

@@ -5,32 +5,22 @@ hash of what differs from the defaults, so that a field added later, whose defau
 identities of old runs as they were. Where and how often things are written, and on which device, is not part of it.
 """
 
-import difflib
 import hashlib
 import json
-import math
 import typing
-from collections.abc import Iterable, Mapping
+import warnings
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from types import MappingProxyType
 from typing import Any
 
-from gossamer.methods import ALIASES, METHODS, make_options
-from gossamer.schedule import steps_of
-from gossamer.settings import PRESETS, Settings, choose
+from gossamer.settings import Settings, choose
+from gossamer.training.checks import AUTO, TRUNK, problems_of, shared_settings
+from gossamer.training.keys import did_you_mean, is_known, options_if_known, setting_types
 from gossamer.training.values import Scalar, guess, parse, typed
 
 FORMAT = 1  # of the dictionary and of the files that hold it
-
-OPTIMIZERS = ("sgd", "adamw")
-SCHEDULES = ("constant", "cosine", "steps", "phases", "phases_cosine", "restart", "plateau")
-TRUNK = "trunk"  # the teacher that is the network itself, as it was after the warm-up
-AUTO = "auto"
-PRECISIONS = (AUTO, "float32", "bf16")
-SHARDINGS = ("ddp", "fsdp2")
-
-_SHARED_BY_ALL = ("warmup", "sparsify", "stabilise", "floor")  # settings that every method has
 
 # Where a run is computed and how often it is written down: the same run, whatever these are.
 _NOT_IN_IDENTITY = frozenset(
@@ -112,9 +102,8 @@ class Run:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "model_options", MappingProxyType(dict(self.model_options)))
-        object.__setattr__(self, "settings", MappingProxyType(_as_numbers(self.settings)))
-        problems = [*_wrong_choices(self), *_wrong_numbers(self), *_wrong_request(self), *_wrong_durations(self)]
-        problems += [*_wrong_teacher(self), *_without_warmup(self)]
+        object.__setattr__(self, "settings", MappingProxyType(_as_numbers(self.settings, self.method)))
+        problems = problems_of(self)
         if problems:
             raise ValueError("a run that cannot be trained:\n  " + "\n  ".join(problems))
 
@@ -130,12 +119,12 @@ class Run:
 
     @property
     def mask_settings(self) -> Settings:
-        return choose(self.preset, _shared_settings(self))
+        return choose(self.preset, shared_settings(self))
 
     @property
     def method_settings(self) -> dict[str, Scalar]:
         """The settings that only the method of this run knows."""
-        shared = _shared_settings(self)
+        shared = shared_settings(self)
         return {name: value for name, value in self.settings.items() if name not in shared}
 
     def differences(self) -> dict[str, Any]:
@@ -144,9 +133,19 @@ class Run:
         return {name: value for name, value in _plain(self).items() if value != defaults[name]}
 
     def differences_from(self, other: "Run") -> list[str]:
-        """Names of the fields that make this another run than `other`."""
+        """Names of the fields, and of single settings, that make this another run than `other`."""
+        found: list[str] = []
         mine, theirs = _plain(self), _plain(other)
-        return [name for name in mine if mine[name] != theirs[name] and name not in _NOT_IN_IDENTITY]
+        for name in mine:
+            if mine[name] == theirs[name] or name in _NOT_IN_IDENTITY:
+                continue
+            if _is_mapping(name):
+                keys = dict.fromkeys([*mine[name], *theirs[name]])
+                told = [f"{name}.{key}" for key in keys if mine[name].get(key) != theirs[name].get(key)]
+                found += told or [name]
+            else:
+                found.append(name)
+        return found
 
     def to_dict(self) -> dict[str, Any]:
         """Every field as a plain value, and the number of the format."""
@@ -163,150 +162,45 @@ class Run:
             )
         given = {name: value for name, value in values.items() if name != "format"}
         for name in given:
-            _check_key(name)
+            try:
+                _check_key(name, str(given.get("method", Run.method)), str(given.get("model", Run.model)))
+            except ValueError as error:
+                raise ValueError(f"{error} A newer version of gossamer may know it") from None
         return Run(**{name: typed(_types()[name], name, value) for name, value in given.items()})
 
     def with_settings(self, assignments: Iterable[str]) -> "Run":
         """This run with some fields changed by 'key=value', values read by the type of the field.
 
         A field of the mask settings is 'settings.mask_lr=0.1', an argument of the network 'model_options.hidden=650'.
+        With another `model` or `method` go the arguments and settings of the one before that it does not take, and a
+        warning says so.
         """
+        given = [_split(assignment) for assignment in assignments]
+        named = {"method": self.method, "model": self.model} | dict(given)
+        method, model = named["method"], named["model"]
         changes: dict[str, Any] = {}
-        for assignment in assignments:
-            key, equals, text = assignment.partition("=")
-            if not equals:
-                raise ValueError(f"expected key=value, such as lr=0.05, got {assignment!r}")
-            name, dot, option = key.strip().partition(".")
-            _check_key(name)
-            if dot:
+        if model != self.model and self.model_options:
+            changes["model_options"] = _still_taken("model_options", self.model_options, model, options_if_known(model))
+        if method != self.method and self.settings and is_known(method):
+            changes["settings"] = _still_taken("settings", self.settings, f"method={method}", setting_types(method))
+        for key, text in given:
+            name, _, option = key.partition(".")
+            _check_key(name, method, model)
+            if option:
                 if not _is_mapping(name):
                     raise ValueError(f"expected a plain value for {name}, got the part {option!r} of it: {name}=…")
-                changes[name] = {**changes.get(name, getattr(self, name)), option: _option(name, option, text.strip())}
+                if name == "settings" and option in _types() and option not in setting_types(method):
+                    raise ValueError(f"{option} is a key of the run, not of its settings: {option}={text}")
+                before = changes.get(name, getattr(self, name))
+                changes[name] = {**before, option: _option(name, option, text, method)}
             elif _is_mapping(name):
-                raise ValueError(f"expected {name}.key=value, such as {_EXAMPLES[name]}, got {assignment!r}")
+                raise ValueError(f"expected {name}.key=value, such as {_EXAMPLES[name]}, got '{key}={text}'")
             else:
-                changes[name] = parse(_types()[name], name, text.strip())
+                changes[name] = parse(_types()[name], name, text)
         return replace(self, **changes)
 
 
 _EXAMPLES = {"settings": "settings.mask_lr=0.1", "model_options": "model_options.hidden=650"}
-
-
-# --- checks ---
-
-
-def _wrong_choices(run: Run) -> list[str]:
-    table = (
-        ("optimizer", OPTIMIZERS),
-        ("schedule", SCHEDULES),
-        ("precision", PRECISIONS),
-        ("sharding", SHARDINGS),
-        ("preset", tuple(PRESETS)),
-    )
-    wrong = [
-        f"{name}: expected one of {', '.join(choices)}, got {getattr(run, name)!r}"
-        for name, choices in table
-        if getattr(run, name) not in choices
-    ]
-    if run.preset in PRESETS:
-        try:
-            choose(run.preset, _shared_settings(run))
-            rule = METHODS.get(ALIASES.get(run.method, run.method))
-            if rule is not None:
-                make_options(rule, run.method_settings)
-        except (TypeError, ValueError) as error:
-            wrong.append(f"settings: {error}")
-    return wrong
-
-
-def _wrong_numbers(run: Run) -> list[str]:
-    table = (
-        ("epochs", "at least 1", run.epochs >= 1),
-        ("batch_size", "at least 1", run.batch_size >= 1),
-        ("bptt", "at least 1", run.bptt >= 1),
-        ("seed", "a whole number from 0 to below 2^63", 0 <= run.seed < 2**63),
-        ("image_size", "at least 1 pixel", run.image_size >= 1),
-        ("workers", "at least 0", run.workers >= 0),
-        ("validation", "at least 0 images", run.validation >= 0),
-        ("lr", "a number above 0", run.lr > 0),
-        ("momentum", "from 0 to below 1", 0 <= run.momentum < 1),
-        ("nesterov", "false where momentum is 0", not run.nesterov or run.momentum > 0),
-        ("weight_decay", "at least 0", run.weight_decay >= 0),
-        ("clip", "a norm above 0, or none", run.clip is None or run.clip > 0),
-        ("label_smoothing", "from 0 to below 1", 0 <= run.label_smoothing < 1),
-        ("lr_factor", "above 0 and up to 1", 0 < run.lr_factor <= 1),
-        ("lr_restart", "a number above 0, or none", run.lr_restart is None or run.lr_restart > 0),
-        ("distil", "a share from 0 to 1", 0 <= run.distil <= 1),
-        ("temperature", "a number above 0", run.temperature > 0),
-        ("evaluate_every", "at least 1 epoch", run.evaluate_every >= 1),
-        ("checkpoint_minutes", "at least 0", run.checkpoint_minutes >= 0),
-        ("checkpoint_steps", "at least 0", run.checkpoint_steps >= 0),
-        ("log_steps", "at least 1", run.log_steps >= 1),
-    )
-    wrong = [f"{name}: expected {what}, got {getattr(run, name)!r}" for name, what, good in table if not good]
-    numbers = {each.name: getattr(run, each.name) for each in fields(Run)}
-    numbers |= {f"{name}.{key}": value for name in _EXAMPLES for key, value in getattr(run, name).items()}
-    infinite = (name for name, value in numbers.items() if isinstance(value, float) and math.isinf(value))
-    return wrong + [f"{name}: expected a finite number, got {numbers[name]!r}" for name in infinite]
-
-
-def _wrong_request(run: Run) -> list[str]:
-    given = [name for name in ("sparsity", "flops", "decay") if getattr(run, name) is not None]
-    if run.method == "dense":
-        return [f"method=dense: expected no {name}, got one; set method=scl for a sparse network" for name in given]
-    if len(given) != 1:
-        return [
-            f"method={run.method}: expected one of sparsity, flops and decay, got {', '.join(given) or 'none of them'}"
-        ]
-    return []
-
-
-def _wrong_durations(run: Run) -> list[str]:
-    wrong = []
-    for name, durations in (("lr_warmup", (run.lr_warmup,)), ("lr_drops", run.lr_drops)):
-        for duration in durations:
-            try:
-                steps_of(duration, total_steps=1, steps_per_epoch=1)
-            except ValueError as error:
-                wrong.append(f"{name}: {error}")
-    if (run.schedule == "steps") != bool(run.lr_drops):
-        wrong.append(f"lr_drops go with schedule=steps, got schedule={run.schedule} and lr_drops={run.lr_drops}")
-    if run.lr_restart is not None and run.schedule != "restart":
-        wrong.append(f"lr_restart goes with schedule=restart, got schedule={run.schedule}")
-    return wrong
-
-
-def _wrong_teacher(run: Run) -> list[str]:
-    alone = {"temperature": run.temperature, "teacher": run.teacher} if not run.distil else {}
-    return [
-        f"{name} goes with a share distil above 0, got {name}={value} and distil=0"
-        for name, value in alone.items()
-        if value != getattr(Run, name)
-    ]
-
-
-def _without_warmup(run: Run) -> list[str]:
-    """What needs a network that has learned, dense, when masks begin, where there is no such moment."""
-    rule = METHODS.get(ALIASES.get(run.method, run.method))
-    if run.method == "dense":
-        reason = "method=dense has no masks: set method=scl"
-    elif rule is not None and rule.from_start:
-        reason = f"method={run.method} is sparse from its first step on: choose another method"
-    else:
-        return []
-    wrong = []
-    if run.schedule == "restart":
-        wrong.append(f"schedule=restart needs a warm-up before the masks, but {reason}, or schedule=cosine")
-    if run.distil and run.teacher == TRUNK:
-        wrong.append(f"teacher={TRUNK} needs a warm-up before the masks, but {reason}, or give teacher= a file")
-    return wrong
-
-
-def _shared_settings(run: Run) -> dict[str, Scalar]:
-    """The settings that are fields of Settings: all of them, but a peer (gossamer.methods) shares only some."""
-    if run.method in ("dense", "scl"):
-        return dict(run.settings)
-    return {name: value for name, value in run.settings.items() if name in _SHARED_BY_ALL}
 
 
 # --- plain values and text ---
@@ -318,22 +212,39 @@ def _types() -> dict[str, Any]:
     return {each.name: hints[each.name] for each in fields(Run)}
 
 
-@cache
-def _setting_types() -> dict[str, Any]:
-    return typing.get_type_hints(Settings)
+def _split(assignment: str) -> tuple[str, str]:
+    key, equals, text = assignment.partition("=")
+    if not equals or not key.strip():
+        raise ValueError(f"expected key=value, such as lr=0.05, got {assignment!r}")
+    return key.strip(), text.strip()
 
 
-def _option(name: str, option: str, text: str) -> Scalar:
+def _option(name: str, option: str, text: str, method: str) -> Scalar:
     """One value of a mapping: by the type of the setting where that is known."""
-    if name == "settings" and option in _setting_types():
-        value: Scalar = parse(_setting_types()[option], f"settings.{option}", text)
+    kinds = setting_types(method) if name == "settings" else {}
+    if option in kinds:
+        value: Scalar = parse(kinds[option], f"settings.{option}", text)
         return value
     return guess(text)
 
 
-def _as_numbers(settings: Mapping[str, Scalar]) -> dict[str, Scalar]:
+def _still_taken(
+    name: str, before: Mapping[str, Scalar], taker: str, taken: Collection[str] | None
+) -> dict[str, Scalar]:
+    """What another network or method takes of the values of the one before; all of them where nobody knows it."""
+    if taken is None:
+        return dict(before)
+    gone = [f"{name}.{key}={value}" for key, value in before.items() if key not in taken]
+    if gone:
+        warnings.warn(
+            f"{taker} does not take {', '.join(gone)}, which the run had before, and goes without", stacklevel=3
+        )
+    return {key: value for key, value in before.items() if key in taken}
+
+
+def _as_numbers(settings: Mapping[str, Scalar], method: str) -> dict[str, Scalar]:
     """The same settings with 2 written as 2.0 where a setting is a number, so that both are the same run."""
-    kinds = _setting_types()
+    kinds = setting_types(method)
     return {
         name: float(value) if kinds.get(name) is float and type(value) is int else value
         for name, value in settings.items()
@@ -354,11 +265,12 @@ def _plain(run: Run) -> dict[str, Any]:
     return plain
 
 
-def _check_key(name: str) -> None:
-    if name in _types():
-        return
-    near = difflib.get_close_matches(name, [*_types()], n=1)
-    if not near and name in _setting_types():
-        near = [f"settings.{name}"]
-    hint = f"did you mean {near[0]!r}?" if near else f"the keys are {', '.join(_types())}"
-    raise ValueError(f"unknown key {name!r} of a run: {hint}")
+def full_key(name: str) -> str | None:
+    """The key of a run of this name, with what comes before its dot; None where there is none."""
+    return name if name in _types() else f"settings.{name}" if name in setting_types(Run.method) else None
+
+
+def _check_key(name: str, method: str, model: str) -> None:
+    if name not in _types():
+        hint = did_you_mean(name, _types(), method=method, model=model)
+        raise ValueError(f"unknown key {name!r} of a run: {hint}")

@@ -69,7 +69,7 @@ class Meter:
         if bad < none_so_far:
             raise LossNotFinite(
                 f"the loss is not finite (infinite or NaN) at step {bad}: try a smaller lr, lr_warmup=1ep, "
-                "clip=1, or precision=float32; checkpoints from before that step are kept"
+                "clip=1, or precision=float32, in another folder; what checkpoints there are are from before that step"
             )
 
     def mean(self) -> float | None:

@@ -156,10 +156,6 @@ def _of_images(run: Run, place: Place, dataset: ImageSet) -> tuple[Source, dict[
 
 def _of_folder(run: Run, place: Place, dataset: FolderSet) -> tuple[Source, dict[str, Source]]:
     """The part that such a folder calls val is the test set: ImageNet publishes no labels of its own test set."""
-    if run.validation:
-        raise ValueError(f"validation={run.validation}: nothing can be held out of an image folder; set validation=0")
-    if not run.augment:
-        raise ValueError("augment=false: an image folder is always cropped at random while training")
     size = run.image_size
     common: dict[str, Any] = {
         "size": size,

@@ -22,9 +22,10 @@ from gossamer import stored
 from gossamer.distillation import distil
 from gossamer.schedule import Plan
 from gossamer.training import networks
+from gossamer.training.checks import TRUNK
 from gossamer.training.hidden import Hidden
 from gossamer.training.place import Place, autocast, whole_state
-from gossamer.training.run import TRUNK, Run
+from gossamer.training.run import Run
 
 
 @dataclass(frozen=True)

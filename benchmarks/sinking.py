@@ -1,0 +1,85 @@
+"""What noise does to masks in a run of many steps, small enough for one CPU core: minutes a run.
+
+    python benchmarks/sinking.py --sparsity 0.5 --methods scl scl:midpoint=5 scl:removed_gradient=0.25 str
+    python benchmarks/sinking.py --sparsity 0.95 --methods scl:removed_gradient=0.25,anchor=0.001,mask_lr=0.001
+
+Six convolutions on CIFAR-10 averaged to 8 × 8 pixels, 45,000 images, 32 epochs of 703 steps, weight decay 1e-3, with
+which batch norm has settled after a thousand steps: so what grows with the steps shows as it does in hundreds of
+epochs of a large network. Accuracies are on the other 5,000 training images; the test set is not looked at. Methods may
+have settings, as in `gossamer compare`. One JSON record a run; runs that have one are not trained again.
+"""
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from peers_small import race
+from torch import Tensor, nn
+from torch.nn import functional
+
+from gossamer import data
+from gossamer.data.sets import ImageSet, Labelled
+from gossamer.models.initialise import he_initialise_
+
+HELD_OUT = 5000
+WIDTHS = ((3, 16), (16, 16), (16, 32), (32, 32), (32, 48), (48, 48))
+
+
+class SmallNetwork(nn.Module):
+    """Six convolutions in a row with 16, 32 and 48 channels; 51,600 connections."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers: list[nn.Module] = []
+        for before, width in WIDTHS:
+            layers += [nn.MaxPool2d(2)] if before not in (3, width) else []
+            layers += [nn.Conv2d(before, width, 3, padding=1, bias=False), nn.BatchNorm2d(width), nn.ReLU()]
+        self.features = nn.Sequential(*layers)
+        self.classifier = nn.Linear(48, 10)
+        he_initialise_(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.classifier(self.features(x).mean((2, 3)))
+        return logits
+
+
+def tiny_images(whole: ImageSet, held_out: int = HELD_OUT) -> ImageSet:
+    """The training images at a quarter of the resolution, the last ones in the place of the test images."""
+    pixels = functional.avg_pool2d(whole.train.images.float(), 4).round().to(torch.uint8)
+    labels, count = whole.train.labels, len(whole.train) - held_out
+    return ImageSet(
+        f"{whole.name} at a quarter of the resolution",
+        Labelled(pixels[:count], labels[:count]),
+        Labelled(pixels[count:], labels[count:]),
+        whole.class_names,
+        whole.mean,
+        whole.std,
+        padding=1,
+        flip=True,
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("results/sinking"))
+    parser.add_argument("--methods", nargs="+", default=["scl", "scl:midpoint=5", "scl:removed_gradient=0.25", "str"])
+    parser.add_argument("--sparsity", type=float, default=0.95)
+    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--epochs", type=int, default=32)
+    parser.add_argument("--weight-decay", type=float, default=1e-3)
+    told = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    told.out.mkdir(parents=True, exist_ok=True)
+    whole = data.load("cifar10")
+    assert isinstance(whole, ImageSet)
+    net, usual = ("six convolutions", SmallNetwork), {"weight_decay": told.weight_decay}
+    files = race(told.out, net, told.methods, told.sparsity, told.seeds, told.epochs, tiny_images(whole), **usual)
+    for file in files:
+        run = json.loads(file.read_text())
+        print(f"{file.stem:<60} {run['accuracy']:.2f} loss {run['train_loss']:.4f} {run['connections_by_tensor']}")
+
+
+if __name__ == "__main__":
+    main()
