@@ -197,9 +197,7 @@ SINKING = tuple(
         ("gradual", {"method": "gradual"}),
         ("rest", REST),
         ("quarter", QUARTER),
-        ("rest, no decay either", {**REST, "removed_weight_decay": 0.0}),
         ("rest, halfway", {**REST, **HALFWAY}),
-        ("rest, half of halfway", {**REST, "midpoint": 2.5}),
         ("quarter, halfway", {**QUARTER, **HALFWAY}),
         ("halfway", HALFWAY),
         ("rest, rate 3e-4", {**REST, "mask_lr": 3e-4}),
@@ -207,7 +205,10 @@ SINKING = tuple(
         ("rest, anchor 1e-3, rate 3e-4", {**REST, "anchor": 1e-3, "mask_lr": 3e-4}),
         ("rest, anchor 1e-4, rate 3e-4", {**REST, "anchor": 1e-4, "mask_lr": 3e-4}),
         ("rest, halfway, anchor 1e-3, rate 1e-3", {**REST, **HALFWAY, "anchor": 1e-3, "mask_lr": 1e-3}),
-        ("rest, curvature 1", {**REST, "curvature": 1.0}),
+        ("quarter, anchor 1e-3, rate 1e-3", {**QUARTER, "anchor": 1e-3, "mask_lr": 1e-3}),
+        ("quarter, anchor 1e-3, rate 3e-3", {**QUARTER, "anchor": 1e-3, "mask_lr": 3e-3}),
+        ("quarter, anchor 3e-4, rate 1e-3", {**QUARTER, "anchor": 3e-4, "mask_lr": 1e-3}),
+        ("quarter, anchor 1e-3, no learning", {**QUARTER, "anchor": 1e-3, "mask_lr": 1e-9}),
     )
 )
 STAGES = {
