@@ -12,6 +12,7 @@ import argparse
 import json
 import time
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -50,16 +51,16 @@ class NarrowResNet(nn.Module):
 
 
 class PlainNetwork(nn.Module):
-    """Seven convolutions in a row with 16, 32 and 64 channels, no shortcuts; 109,360 connections."""
+    """Convolutions in a row, no shortcuts; seven with 16, 32 and 64 channels have 109,360 connections."""
 
-    def __init__(self) -> None:
+    def __init__(self, *widths: int) -> None:
         super().__init__()
         layers: list[nn.Module] = []
-        for before, width in ((3, 16), (16, 16), (16, 32), (32, 32), (32, 64), (64, 64), (64, 64)):
+        for before, width in pairwise((3, *(widths or (16, 16, 32, 32, 64, 64, 64)))):
             layers += [nn.MaxPool2d(2)] if before not in (3, width) else []
             layers += [nn.Conv2d(before, width, 3, padding=1, bias=False), nn.BatchNorm2d(width), nn.ReLU()]
         self.features = nn.Sequential(*layers)
-        self.classifier = nn.Linear(64, 10)
+        self.classifier = nn.Linear(width, 10)
         he_initialise_(self)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -15,34 +15,18 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from peers_small import race
-from torch import Tensor, nn
+from peers_small import PlainNetwork, race
 from torch.nn import functional
 
 from gossamer import data
 from gossamer.data.sets import ImageSet, Labelled
-from gossamer.models.initialise import he_initialise_
 
 HELD_OUT = 5000
-WIDTHS = ((3, 16), (16, 16), (16, 32), (32, 32), (32, 48), (48, 48))
 
 
-class SmallNetwork(nn.Module):
-    """Six convolutions in a row with 16, 32 and 48 channels; 51,600 connections."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        layers: list[nn.Module] = []
-        for before, width in WIDTHS:
-            layers += [nn.MaxPool2d(2)] if before not in (3, width) else []
-            layers += [nn.Conv2d(before, width, 3, padding=1, bias=False), nn.BatchNorm2d(width), nn.ReLU()]
-        self.features = nn.Sequential(*layers)
-        self.classifier = nn.Linear(48, 10)
-        he_initialise_(self)
-
-    def forward(self, x: Tensor) -> Tensor:
-        logits: Tensor = self.classifier(self.features(x).mean((2, 3)))
-        return logits
+def small_network() -> PlainNetwork:
+    """Six convolutions in a row; 51,600 connections."""
+    return PlainNetwork(16, 16, 32, 32, 48, 48)
 
 
 def tiny_images(whole: ImageSet, held_out: int = HELD_OUT) -> ImageSet:
@@ -74,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     told.out.mkdir(parents=True, exist_ok=True)
     whole = data.load("cifar10")
     assert isinstance(whole, ImageSet)
-    net, usual = ("six convolutions", SmallNetwork), {"weight_decay": told.weight_decay}
+    net, usual = ("six convolutions", small_network), {"weight_decay": told.weight_decay}
     files = race(told.out, net, told.methods, told.sparsity, told.seeds, told.epochs, tiny_images(whole), **usual)
     for file in files:
         run = json.loads(file.read_text())

@@ -30,6 +30,7 @@ KNOBS: dict[str, dict[str, Any]] = {
     "hysteresis": {"hysteresis": 0.5},
     "halfway": {"midpoint": 2.0},
     "anchored": {"anchor": 0.2},
+    "anchor comes down": {"anchor": 0.3, "anchor_anneal": "cosine"},
     "all": {
         "midpoint": 1.0,
         "anchor": 0.1,
@@ -68,8 +69,10 @@ class ByHand:
     def step(self, g: Array, w: Array, number: int) -> None:
         told = self.options
         seen = np.where(self.mask, w - told.midpoint * RATE * g, w)
-        self.m = self.m - told.mask_lr * self.direction(g * seen) * 0.5 * (1 + math.cos(math.pi * number / 15))
-        self.m = (1 - told.anchor) * self.m + told.anchor * np.abs(w)
+        cosine = 0.5 * (1 + math.cos(math.pi * number / 15))
+        self.m = self.m - told.mask_lr * self.direction(g * seen) * cosine
+        anchor = told.anchor * {"cosine": cosine, "constant": 1.0}[told.anchor_anneal]
+        self.m = (1 - anchor) * self.m + anchor * np.abs(w)
         self.variables.append(self.m)
         deviation = np.sqrt(mean([each**2 for each in self.directions], told.second_moment))
         score = mean(self.variables, told.score_memory) + told.hysteresis * self.unit * self.mask

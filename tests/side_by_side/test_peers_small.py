@@ -65,16 +65,15 @@ def test_a_record_a_run_and_none_twice(tmp_path: Path) -> None:
 def test_the_small_network_for_long_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     sinking = load("sinking")
-    network = sinking.SmallNetwork()
-    count = sum(each.numel() for each in network.parameters() if each.dim() > 1)
-    assert f"{count:,} connections" in network.__doc__
+    count = sum(each.numel() for each in sinking.small_network().parameters() if each.dim() > 1)
+    assert f"{count:,} connections" in sinking.small_network.__doc__
     generator = torch.Generator().manual_seed(0)
     pixels = torch.randint(0, 256, (96, 3, 32, 32), dtype=torch.uint8, generator=generator)
     part = Labelled(pixels, torch.arange(96) % 10)
     whole = ImageSet("cifar10", part, part, tuple("0123456789"), (0.5,) * 3, (0.25,) * 3)
     tiny = sinking.tiny_images(whole, held_out=32)
     torch.testing.assert_close(tiny.test.images[0, 0, 0, 0].double(), pixels[64, 0, :4, :4].double().mean().round())
-    net = ("six convolutions", sinking.SmallNetwork)
+    net = ("six convolutions", sinking.small_network)
     (file,) = sinking.race(tmp_path, net, ["scl:midpoint=5"], 0.9, 1, 4, tiny, weight_decay=1e-3)
     told = json.loads(file.read_text())["settings"]
     assert (told["weight_decay"], told["midpoint"]) == (1e-3, 5.0)

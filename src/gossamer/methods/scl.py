@@ -17,7 +17,8 @@ To be tried out; each has a default that changes nothing. With d the mask gradie
     mask gradient   of what is kept at w̃ − `midpoint`·η·g. Where noise pulls weights to and fro around their best,
                 E[g·w̃] = η/2·E[g²]/(1 − momentum), so that masks sink by the noise of their weights, in long runs and
                 first layers most of all; `midpoint` = 1/2/(1 − momentum) takes that out
-    m̃           goes back to |w̃| by the share `anchor` a step, so that it remembers 1/`anchor` steps
+    m̃           goes back to |w̃| by the share `anchor` a step, so that it remembers 1/`anchor` steps; that stays or
+                comes down with the learning rate of m̃ (`anchor_anneal`)
     gradient    of what is removed, times `removed_gradient` (1 in the paper), in rows that are sparser than
                 `removed_gradient_above`
 """
@@ -61,6 +62,7 @@ class SCLOptions(Options):
     removed_gradient_above: float = 0.0
     midpoint: float = 0.0
     anchor: float = 0.0
+    anchor_anneal: str = "constant"
     start: str = "magnitude"  # layer_magnitude: over the root mean square of its tensor
     ramp: str = "cubic"  # shape of the budget on its way to the target
     ramp_share: float = 1.0  # of the sparsify phase, at the end of which the target is met; above 1 it goes on
@@ -70,6 +72,7 @@ class SCLOptions(Options):
         for name, value, choices in (
             ("estimator", self.estimator, tuple(method.ESTIMATORS)),
             ("anneal", self.anneal, ANNEALS),
+            ("anchor_anneal", self.anchor_anneal, ANNEALS),
             ("start", self.start, STARTS),
             ("ramp", self.ramp, RAMPS),
         ):
@@ -160,7 +163,8 @@ class SCL(DenseGradient[SCLOptions]):
         self._unit = start.mean(1, keepdim=True)
         self._curvature, self._hysteresis = each_row("curvature"), each_row("hysteresis")
         self._midpoint = each_row("midpoint") if any_row("midpoint") else None
-        self._anchor = each_row("anchor") if any_row("anchor") else None
+        anchors, kinds = [each.anchor for each in settings], [each.anchor_anneal for each in settings]
+        self._anchor = timeline.annealed(anchors, kinds) if any_row("anchor") else None
         damped = any(each.removed_gradient != 1.0 for each in settings)
         self._damping = (each_row("removed_gradient"), each_row("removed_gradient_above")) if damped else None
 
@@ -190,7 +194,7 @@ class SCL(DenseGradient[SCLOptions]):
         push = direction if self._decay is None else direction + self._decay  # Eq. (connectivity)
         self._variable.copy_(self._variable - push * rate)
         if self._anchor is not None:
-            self._variable.lerp_(magnitude(weights), self._anchor)
+            self._variable.lerp_(magnitude(weights), self._timeline.now(self._anchor))
         if self._apart:
             self._budget.score.copy_(self._score(deviation))
         if self._decay is None:
