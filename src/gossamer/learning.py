@@ -60,6 +60,7 @@ def learn_masks_(
     *,
     decay: float,
     learning_rate: Tensor,
+    anchor: Tensor | float,
     connections: int,
     unscale: Tensor | None = None,
     found_inf: Tensor | None = None,
@@ -68,7 +69,8 @@ def learn_masks_(
     group: dist.ProcessGroup | None = None,
 ) -> Outcome:
     """Update the mask variables from the gradients of the weights. Leaves w̃ in `scratch`, and in the gradients what
-    the optimizer shall apply to it. With `reaches` (reach.py) masks learn half-way."""
+    the optimizer shall apply to it. `anchor` is the share by which mask variables go back to |w̃|; with `reaches`
+    (reach.py) masks learn half-way."""
     parts, views = _lay_out(store, gradients, scratch, reaches)
     blocks = [block for part in parts for block in part]
     if store.device.type == "cpu":
@@ -96,6 +98,8 @@ def learn_masks_(
                 if divisor is not None:
                     block.work.div_(divisor)
                 _descend_(block, block.work, settings, decay, learning_rate)
+                if settings.anchor:
+                    _anchor_(block, anchor)
             block.work.copy_(block.weight)  # here, while this piece of memory is in the cache
         _leave_weights([(tensor, work) for tensor, work in zip(scratch, views, strict=True) if tensor is not work])
         return Outcome(squares, healthy)
@@ -107,6 +111,8 @@ def learn_masks_(
         _descend_(
             block, torch.where(healthy, block.work, 0.0), settings, decay, torch.where(healthy, learning_rate, 0.0)
         )
+        if settings.anchor:
+            _anchor_(block, torch.where(healthy, anchor, 0.0).to(store.dtype))
         if block.velocity is not None and velocity is not None:
             torch.where(healthy, block.velocity, velocity, out=block.velocity)
     _leave_weights(list(zip(scratch, store.dense_views, strict=True)))
@@ -172,6 +178,10 @@ def _descend_(block: _Block, work: Tensor, settings: Settings, decay: float, lea
     if block.velocity is not None:
         direction = block.velocity.mul_(settings.mask_momentum).add_(direction).clone()
     method.update_mask_variable_(block.mask_variable, direction, learning_rate=learning_rate)
+
+
+def _anchor_(block: _Block, share: Tensor | float) -> None:
+    method.anchor_mask_variable_(block.mask_variable, torch.abs(block.weight, out=block.work), share=share)
 
 
 def _lay_out(
