@@ -195,8 +195,9 @@ def anchor_mask_variable_(mask_variable: Tensor, magnitude: Tensor, *, share: Te
     """m̃ goes back to |w̃| by a share each step, so that it remembers the last 1/share steps and not all of them (ours).
 
     The order of the masks is what counts, so it does not matter by how much λ1 has lowered all of them before.
+    `magnitude` is used up.
     """
-    return mask_variable.lerp_(magnitude, share)
+    return mask_variable.add_(magnitude.sub_(mask_variable).mul_(share))
 
 
 def cosine(progress: float) -> float:
