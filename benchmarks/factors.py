@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from screen import SEEDS, VALIDATION, WHOLE_GRADIENT, make_run, race_all, tiny_images
+from screen import FORMER, SEEDS, VALIDATION, make_run, race_all, tiny_images
 
 from gossamer import data
 from gossamer.data.sets import ImageSet
@@ -81,7 +81,7 @@ def members() -> list[tuple[tuple[int, ...], Member]]:
     """Every row of the design with its run; a row and its mirror image have the same seed."""
     found = []
     for number, row in enumerate(design(1 + len(FACTORS)).tolist()):
-        changes = AVERAGED | WHOLE_GRADIENT | {"sparsity": SPARSITIES[row[0] > 0]}
+        changes = AVERAGED | FORMER | {"sparsity": SPARSITIES[row[0] > 0]}
         for factor, level in zip(FACTORS, row[1:], strict=True):
             changes |= factor.changes if level > 0 else {}
         asked = {name: bool(changes.pop(name, False)) for name in ("short_warmup", "to_the_end")}

@@ -46,7 +46,7 @@ VALIDATION = 5000
 SECONDS = 0.17  # an epoch and run of ResNet-20 on an H200; the measured figure takes its place after the first race
 SPARSITIES = (0.5, 0.7, 0.9, 0.95, 0.98)
 PEER_SPARSITIES = (0.9, 0.95, 0.98)
-WHOLE_GRADIENT = {"removed_gradient": BEFORE["removed_gradient"]}
+FORMER = {"removed_gradient": BEFORE["removed_gradient"], "anchor": BEFORE["anchor"], "mask_lr": 0.01}  # defaults
 
 
 @dataclass(frozen=True)
@@ -186,7 +186,7 @@ DECAY = tuple(
     )
 )
 # Masks sink by the noise of their weights, first layers most of all: the more weight decay and the longer the run, the
-# worse. With 5e-4 sixty epochs show what a long run does. The default here is today's, removed weights at rest.
+# worse. With 5e-4 sixty epochs show what a long run does. Here the default has removed weights at rest.
 LASTING = {"weight_decay": 5e-4, "weight_decay_power": 0.5}
 SHORT = {"anchor": 1e-3, "mask_lr": 3e-3}
 SINKING = tuple(
@@ -232,7 +232,7 @@ def plan_screening(hypotheses: Sequence[Hypothesis], base: Race, out: Path, *spa
         make_run(each.name, member, dataclasses.replace(base, **each.race), "hypotheses", out)
         for each in hypotheses
         for sparsity in sparsities
-        for member in each.members(sparsity, **WHOLE_GRADIENT)
+        for member in each.members(sparsity, **FORMER)
     ]
     return list({run.path: run for run in found}.values())  # dense ones are the same at all sparsities
 
@@ -253,7 +253,7 @@ def plan_final(chosen: dict[str, dict[str, Any]], peers: Sequence[str], race: Ra
 
 def make_run(name: str, member: Member, race: Race, tier: str, out: Path) -> Run:
     default = Member(member.seed, member.method).to_dict()
-    default |= {key: value for key, value in WHOLE_GRADIENT.items() if key in default}  # so names stay as they were
+    default |= {key: value for key, value in FORMER.items() if key in default}  # so names stay as they were
     changed = {key: value for key, value in member.to_dict().items() if value != default.get(key) or key == "sparsity"}
     slug = "-".join("".join(letter if letter.isalnum() else " " for letter in name).split())
     shared = dataclasses.asdict(race)

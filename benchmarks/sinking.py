@@ -1,7 +1,7 @@
 """What noise does to masks in a run of many steps, small enough for one CPU core: minutes a run.
 
-    python benchmarks/sinking.py --sparsity 0.5 --methods scl scl:midpoint=5 scl:removed_gradient=0.25 str
-    python benchmarks/sinking.py --sparsity 0.95 --methods scl:removed_gradient=0.25,anchor=0.001,mask_lr=0.001
+    python benchmarks/sinking.py --sparsity 0.5 --methods scl str
+    python benchmarks/sinking.py --sparsity 0.5 --methods scl:anchor=0,mask_lr=0.01,removed_gradient=0,midpoint=5
 
 Six convolutions on CIFAR-10 averaged to 8 × 8 pixels, 45,000 images, 32 epochs of 703 steps, weight decay 1e-3, with
 which batch norm has settled after a thousand steps: so what grows with the steps shows as it does in hundreds of
@@ -48,7 +48,7 @@ def tiny_images(whole: ImageSet, held_out: int = HELD_OUT) -> ImageSet:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("results/sinking"))
-    parser.add_argument("--methods", nargs="+", default=["scl", "scl:midpoint=5", "scl:removed_gradient=0.25", "str"])
+    parser.add_argument("--methods", nargs="+", default=["scl", "scl:anchor=0,mask_lr=0.01,removed_gradient=0", "str"])
     parser.add_argument("--sparsity", type=float, default=0.95)
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--epochs", type=int, default=32)

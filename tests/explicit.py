@@ -62,6 +62,8 @@ class ExplicitMasks:
     scale: str = "none"
     decay: float = 0.0
     momentum: float = 0.0
+    anchor: float = 0.0
+    mask_lr: float = 1.0  # the learning rate before it comes down
     velocity: dict[str, Tensor] = field(default_factory=dict)
 
     @torch.no_grad()
@@ -83,6 +85,9 @@ class ExplicitMasks:
                 direction = self.velocity[name]
             mask -= direction * learning_rate
             mask.grad = None
+            if self.anchor:
+                share = self.anchor if keep is not None else self.anchor * learning_rate / self.mask_lr
+                mask += share * (self.model.model.get_parameter(name).abs() - mask)
         if keep is not None:
             values = torch.cat([mask.flatten() for mask in masks.values()]).sort(descending=True).values
             for mask in masks.values():

@@ -113,6 +113,7 @@ def draw(seed: int, device: torch.device) -> Step:
         settings=Settings(
             scale=("global", "none")[number(2)],
             power=(1.0, 0.5, 0.0)[number(3)],
+            anchor=(0.0, 0.01)[number(2)],
             removed_gradient=(1.0, 0.25 if interpreted else 0.3, 0.0)[number(3)],
         ),
         decay=(0.0, 0.03)[number(2)],
@@ -140,6 +141,7 @@ def take(step: Step, *, fused: bool) -> tuple[Store, list[Tensor], list[Tensor |
             step.settings,
             decay=step.decay,
             learning_rate=torch.tensor(0.01, device=step.mask.device),
+            anchor=step.settings.anchor,
             connections=store.count,
             unscale=step.unscale,
             found_inf=step.found_inf,
@@ -183,6 +185,8 @@ def check_step(seed: int, device: torch.device) -> None:
     expected = method.update_mask_variable_(
         step.mask_variable.clone(), work, learning_rate=torch.tensor(0.01, device=device)
     )
+    if step.settings.anchor:
+        method.anchor_mask_variable_(expected, step.dense.abs(), share=step.settings.anchor)
     assert torch.equal(store.mask_variable, expected)
     if step.settings.scale == "none":
         assert torch.equal(store.mask_variable, other.mask_variable)

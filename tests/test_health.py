@@ -50,7 +50,9 @@ class Watched:
 
 @pytest.fixture(scope="module", params=["sparsity", "decay"])
 def run(request: pytest.FixtureRequest) -> Watched:
-    return Watched(**({"sparsity": 0.9} if request.param == "sparsity" else {"decay": DECAY}), steps_per_epoch=5)
+    return Watched(
+        **({"sparsity": 0.9} if request.param == "sparsity" else {"decay": DECAY, "mask_lr": 0.01}), steps_per_epoch=5
+    )
 
 
 @pytest.fixture(scope="module")

@@ -55,7 +55,10 @@ REQUESTS: dict[str, dict[str, Any]] = {
     "decay-raw": {"decay": 5e-3, "scale": "none", "mask_lr": 0.3, "start": "constant", "start_value": 0.1},
     "decay-batch": {"decay": 0.02, "scale": "batch", "mask_lr": 0.01, "start": "magnitude"},
     "decay-momentum": {"decay": 0.01, "scale": "none", "mask_lr": 0.01, "mask_momentum": 0.9},
-    "budget-global": {"sparsity": 0.8, "scale": "global", "mask_lr": 0.01},
+    "decay-anchored": {"decay": 0.5, "scale": "global", "mask_lr": 0.01, "anchor": 0.05},
+    "default": {"sparsity": 0.8, "scale": "global"},
+    "budget-anchored": {"sparsity": 0.8, "mask_lr": 0.01, "scale": "global", "anchor": 0.25},
+    "budget-global": {"sparsity": 0.8, "scale": "global", "mask_lr": 0.01, "anchor": 0.0},
     "budget-raw": {"sparsity": 0.6, "scale": "none", "mask_lr": 1.0},
     "budget-damped": {"sparsity": 0.8, "mask_lr": 0.01, "scale": "global", "removed_gradient": 0.3},
     "budget-halfway": {"sparsity": 0.8, "mask_lr": 0.01, "scale": "global", "halfway": True, "removed_gradient": 0.3},
@@ -84,9 +87,10 @@ def test_equals_the_explicit_formulation_bit_for_bit(request_: str, optimizer: s
     sparsifier = gossamer.Sparsifier(ours, our_optimizer, total_steps=STEPS, **asked)
 
     plain = network()
-    theirs = Explicit(plain, WEIGHTS, asked.get("removed_gradient", 0.0))
+    theirs = Explicit(plain, WEIGHTS, sparsifier.settings.removed_gradient)
     their_optimizer = OPTIMIZERS[optimizer](plain.parameters())
     masks = ExplicitMasks(theirs, asked["scale"], asked.get("decay", 0.0), asked.get("mask_momentum", 0.0))
+    masks.anchor, masks.mask_lr = sparsifier.settings.anchor, sparsifier.settings.mask_lr
 
     flips = 0
     for step, batch in enumerate(batches):
@@ -191,7 +195,8 @@ def test_agrees_with_the_numpy_reference(scale: str, estimator: str, exact: bool
     request = {"sparsity": 0.7} if exact else {"decay": 0.02 if scale != "none" else 5e-4, "removed_gradient": 1.0}
     sparsifier = gossamer.Sparsifier(
         torch_net, optimizer, total_steps=steps, warmup="0it", sparsify=f"{steps - 20}it", stabilise="20it",
-        scale=scale, estimator=estimator, mask_lr=0.05, floor=0.0, mask_momentum=0.0 if exact else 0.5, **request,
+        scale=scale, estimator=estimator, mask_lr=0.05, anchor=0.1, floor=0.0, mask_momentum=0.0 if exact else 0.5,
+        **request,
     )  # fmt: skip
     trajectory = mlp.train(
         mlp.Problem(
@@ -207,7 +212,8 @@ def test_agrees_with_the_numpy_reference(scale: str, estimator: str, exact: bool
             mask_rate=lambda step: 0.05 * method.cosine(sparsifier.plan.at(step).settling),
             momentum=0.9,
             weight_decay=1e-3,
-            removed=0.0 if exact else 1.0,
+            removed=0.5 if exact else 1.0,
+            anchor=lambda step: 0.1 if exact else 0.1 * method.cosine(sparsifier.plan.at(step).settling),
             mask_momentum=0.0 if exact else 0.5,
             estimator=estimator,
             scale=scale,

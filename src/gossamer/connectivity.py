@@ -132,6 +132,7 @@ class Connectivity:
             self._settings,
             decay=self._target.decay or 0.0,
             learning_rate=self.learning_rate,
+            anchor=self._anchor(),
             connections=self.total,
             unscale=unscale,
             found_inf=found_inf,
@@ -149,6 +150,11 @@ class Connectivity:
             squares=outcome.sums_of_squares,
             healthy=outcome.healthy,
         )
+
+    def _anchor(self) -> Tensor | float:
+        """With a fixed λ1 the anchor comes down with the learning rate, as λ1's push does: else all masks return."""
+        anchor = self._settings.anchor
+        return anchor if self._target.decay is None else self.learning_rate * (anchor / self._settings.mask_lr)
 
     def damp(self) -> None:
         """Leave removed weights their share of new gradients, as `learn` does."""
@@ -186,7 +192,9 @@ class Connectivity:
             )
             if store.device.type == "cpu":
                 self._threshold_size = max(abs(float(threshold)), 0.8 * self._threshold_size)
-            return torch.where(self.learning_rate > 0, threshold / self.learning_rate, 0.0), flips
+            # Anchored masks are pushed down however small their learning rate is by now.
+            rate = self.learning_rate if not self._settings.anchor else self._settings.mask_lr
+            return torch.where(self.learning_rate > 0, threshold / rate, 0.0), flips
         if self._protected is not None:
             kept = store.mask_variable.index_select(0, self._protected).clamp_min_(torch.finfo(store.dtype).tiny)
             store.mask_variable.index_copy_(0, self._protected, kept)

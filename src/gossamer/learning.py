@@ -63,6 +63,7 @@ def learn_masks_(
     *,
     decay: float,
     learning_rate: Tensor,
+    anchor: Tensor | float,
     connections: int,
     unscale: Tensor | None = None,
     found_inf: Tensor | None = None,
@@ -71,12 +72,13 @@ def learn_masks_(
     group: dist.ProcessGroup | None = None,
 ) -> Outcome:
     """Update the mask variables from the gradients of the weights. Leaves w̃ in `scratch`, and in the gradients what
-    the optimizer shall apply to it. With `reaches` (reach.py) masks learn half-way."""
+    the optimizer shall apply to it. `anchor` is the share by which mask variables go back to |w̃|; with `reaches`
+    (reach.py) masks learn half-way."""
     common = settings.scale in ("none", "global") and settings.estimator == "identity" and not settings.l2
     plain = store.velocity is None and moments is None and group is None and reaches is None
     if common and plain and has_kernels(store, scratch) and _alike(store, gradients):
         return _learn_in_two_passes_(
-            store, gradients, scratch, settings, decay, learning_rate, connections, unscale, found_inf
+            store, gradients, scratch, settings, decay, learning_rate, anchor, connections, unscale, found_inf
         )
     parts, views = _lay_out(store, gradients, scratch, reaches)
     blocks = [block for part in parts for block in part]
@@ -103,6 +105,8 @@ def learn_masks_(
                 if divisor is not None:
                     block.work.div_(divisor)
                 _descend_(block, block.work, settings, decay, learning_rate)
+                if settings.anchor:
+                    _anchor_(block, anchor)
             block.work.copy_(block.weight)  # here, while this piece of memory is in the cache
         _leave_weights([(tensor, work) for tensor, work in zip(scratch, views, strict=True) if tensor is not work])
         return Outcome(squares, healthy)
@@ -114,6 +118,8 @@ def learn_masks_(
         _descend_(
             block, torch.where(healthy, block.work, 0.0), settings, decay, torch.where(healthy, learning_rate, 0.0)
         )
+        if settings.anchor:
+            _anchor_(block, torch.where(healthy, anchor, 0.0).to(store.dtype))
         if block.velocity is not None and velocity is not None:
             torch.where(healthy, block.velocity, velocity, out=block.velocity)
     _leave_weights(list(zip(scratch, store.dense_views, strict=True)))
@@ -141,6 +147,7 @@ def _learn_in_two_passes_(
     settings: Settings,
     decay: float,
     learning_rate: Tensor,
+    anchor: Tensor | float,
     connections: int,
     unscale: Tensor | None,
     found_inf: Tensor | None,
@@ -159,6 +166,7 @@ def _learn_in_two_passes_(
         healthy=healthy,
         learning_rate=learning_rate,
         decay=decay,
+        anchor=anchor if settings.anchor else None,
         removed_gradient=settings.removed_gradient,
     )
     return Outcome(squares, healthy)
@@ -229,6 +237,10 @@ def _descend_(block: _Block, work: Tensor, settings: Settings, decay: float, lea
     if block.velocity is not None:
         direction = block.velocity.mul_(settings.mask_momentum).add_(direction).clone()
     method.update_mask_variable_(block.mask_variable, direction, learning_rate=learning_rate)
+
+
+def _anchor_(block: _Block, share: Tensor | float) -> None:
+    method.anchor_mask_variable_(block.mask_variable, torch.abs(block.weight, out=block.work), share=share)
 
 
 def _lay_out(

@@ -94,6 +94,7 @@ def _descend(
     healthy,
     learning_rate,
     decay,
+    anchor,
     removed,
     multiple: tl.constexpr,
     block: tl.constexpr,
@@ -110,6 +111,8 @@ def _descend(
     if decay is not None:
         direction = direction + decay
     new = old - direction * tl.load(learning_rate)
+    if anchor is not None:
+        new = new + (tl.abs(weight) - new) * tl.load(anchor)
     # Where gradients were not finite, everything stays as it is.
     tl.store(mask_variable + in_store, tl.where(tl.load(healthy) != 0, new, old), mask=inside)
     if removed is not None:
@@ -157,9 +160,13 @@ def descend_on_gpu_(
     healthy: Tensor,
     learning_rate: Tensor,
     decay: float,
+    anchor: Tensor | float | None,
     removed_gradient: float,
 ) -> None:
-    """Update the mask variables, damp the gradients of removed weights, leave w̃ in the parameters."""
+    """Update the mask variables, which go back to |w̃| by the share `anchor`, damp the gradients of removed weights, leave
+    w̃ in the parameters."""
+    if isinstance(anchor, float):
+        anchor = learning_rate.new_full((), anchor)
     with torch.cuda.device_of(store.mask):
         for grid, first, these in _launches(store):
             some, present = _gradients(gradients, these)
@@ -177,6 +184,7 @@ def descend_on_gpu_(
                 healthy.view(torch.uint8),
                 learning_rate,
                 decay if decay else None,
+                anchor,
                 removed_gradient if removed_gradient != 1.0 else None,
                 store.blocks.multiple,
                 BLOCK,

@@ -191,6 +191,15 @@ def update_mask_variable_(mask_variable: Tensor, direction: Tensor, *, learning_
     return mask_variable.sub_(direction.mul_(learning_rate))
 
 
+def anchor_mask_variable_(mask_variable: Tensor, magnitude: Tensor, *, share: Tensor | float) -> Tensor:
+    """m̃ goes back to |w̃| by a share each step, so that it remembers the last 1/share steps and not all of them (ours).
+
+    The order of the masks is what counts, so it does not matter by how much λ1 has lowered all of them before.
+    `magnitude` is used up.
+    """
+    return mask_variable.add_(magnitude.sub_(mask_variable).mul_(share))
+
+
 def cosine(progress: float) -> float:
     """Factor of the mask learning rate: 1 at the beginning of the mask phases, 0 at their end (ours)."""
     return 0.5 * (1.0 + math.cos(math.pi * min(max(progress, 0.0), 1.0)))

@@ -22,12 +22,13 @@ class Settings:
     alpha: float = 0.1  # slope of leaky_relu, upper bound of clipped_relu
     scale: str = "global"  # what the mask gradient is divided by: none, global, batch (a feature), per_sample
     power: float = 1.0  # of the scale: 0 is none, 1 is whole
-    mask_lr: float = 0.01  # learning rate of the mask variables
+    mask_lr: float = 0.003  # learning rate of the mask variables
     mask_momentum: float = 0.0
     anneal: str = "cosine"  # of mask_lr: cosine to zero over the mask phases; step: a tenth once stabilising; constant
     start: str = "magnitude"  # of the mask variables: |w̃| of the warmed-up weights, or one constant
     start_value: float = 1.0  # that constant
-    removed_gradient: float = 0.0  # share of their gradient that removed weights follow: they rest; 1 is the paper's
+    anchor: float = 0.001  # share by which mask variables go back to |w̃| in each step; 0: they remember all steps
+    removed_gradient: float = 0.5  # share of their gradient that removed weights follow: 0, they rest; 1 is the paper's
     halfway: bool = False  # mask gradient of kept weights half-way along their step, so that noise does not sink masks
     l2: float = 0.0  # λ2 in the mask gradient, for the reading where the L2 term acts on the masks
     floor: float = 0.001  # share of each tensor that is never removed, at least one connection; 0 switches it off
@@ -53,6 +54,7 @@ class Settings:
                 ("power", "a number from 0 to 1", 0 <= self.power <= 1),
                 ("mask_lr", "a number above 0", self.mask_lr > 0),
                 ("mask_momentum", "a number from 0 to below 1", 0 <= self.mask_momentum < 1),
+                ("anchor", "a share from 0 to below 1", 0 <= self.anchor < 1),
                 ("removed_gradient", "a share from 0 to 1", 0 <= self.removed_gradient <= 1),
                 ("start_value", "a number above 0, as masks start as connections", self.start_value > 0),
                 (
@@ -87,6 +89,7 @@ PRESETS: Mapping[str, Settings] = MappingProxyType(
         # What the paper states, and for what it does not state, what fits its tables (docs/method.md).
         "paper": Settings(
             scale="batch",
+            anchor=0.0,
             removed_gradient=1.0,
             mask_lr=0.1,
             anneal="step",

@@ -19,7 +19,7 @@ def cosine(number: int) -> float:
 
 
 def test_scl_with_a_fixed_decay_is_the_papers_rule() -> None:
-    rule, weights, timeline = begin("scl", 0.0, decay=0.5, mask_lr=0.03, start_value=0.1)
+    rule, weights, timeline = begin("scl", 0.0, decay=0.5, mask_lr=0.03, start_value=0.1, anchor=0.0)
     m = np.full(40, 0.1)
     for number in range(12):
         w, g = weights.numpy()[0].copy(), gradient_like(weights, number).numpy()[0]

@@ -71,7 +71,7 @@ class ByHand:
         seen = np.where(self.mask, w - told.midpoint * RATE * g, w)
         cosine = 0.5 * (1 + math.cos(math.pi * number / 15))
         self.m = self.m - told.mask_lr * self.direction(g * seen) * cosine
-        anchor = told.anchor * {"cosine": cosine, "constant": 1.0}[told.anchor_anneal]
+        anchor = told.anchor * (cosine if told.anchor_anneal == "cosine" else 1.0)
         self.m = (1 - anchor) * self.m + anchor * np.abs(w)
         self.variables.append(self.m)
         deviation = np.sqrt(mean([each**2 for each in self.directions], told.second_moment))

@@ -70,7 +70,7 @@ def steps(recipe: Recipe, steps_per_epoch: int) -> Plan:
 def test_our_phases_on_cifar_are_whole_epochs_at_the_length_of_the_recipe(name: str, steps_per_epoch: int) -> None:
     plan = steps(find(name), steps_per_epoch)
     found = (plan.warmup, plan.sparsify, plan.stabilise, plan.finetune)
-    assert found == tuple(epochs * steps_per_epoch for epochs in (80, 90, 26, 64))
+    assert found == tuple(epochs * steps_per_epoch for epochs in (60, 84, 36, 60))
 
 
 def test_our_phases_on_imagenet_are_whole_epochs_at_the_length_of_the_recipe() -> None:

@@ -47,6 +47,7 @@ class Settings:
     weight_decay: float = 0.0
     removed: float = 1.0  # share of their gradient that removed weights follow
     mask_momentum: float = 0.0
+    anchor: Callable[[int], float] = lambda step: 0.0  # share by which m̃ goes back to |w̃|
     estimator: str = "identity"
     alpha: float = 0.1
     scale: str = "none"
@@ -166,6 +167,7 @@ def train(problem: Problem, settings: Settings, steps: int) -> tuple[Snapshot, .
         )
         for i in range(len(weights)):
             masks[i], mask_velocity[i] = decay(masks[i], mask_velocity[i], mask_gradients[i])
+            masks[i] = masks[i] + settings.anchor(step) * (np.abs(weights[i]) - masks[i])
             share = np.where(kept[i] > 0, 1.0, settings.removed).astype(kept[i].dtype)
             weights[i], weight_velocity[i] = sgd(weights[i], weight_velocity[i], share * gradients.weights[i])
             biases[i], bias_velocity[i] = sgd(biases[i], bias_velocity[i], gradients.biases[i])

@@ -16,7 +16,7 @@ from gossamer.results.races import race_table, races
 def record(method: str, sparsity: float, accuracy: float, seed: int = 0, **more: Any) -> dict[str, Any]:
     settings = {"seed": seed, "method": method, "sparsity": sparsity, "weight_decay": 1e-4, **more.pop("settings", {})}
     if method == "scl":
-        settings.setdefault("removed_gradient", 0.0)
+        settings |= {"removed_gradient": 0.5, "anchor": 0.001}
     about: dict[str, Any] = {"hardware": "NVIDIA H200", "net": "resnet20", "data": "cifar10", "tier": "screening", "epochs": 50, "validation_images": 5000}
     race = {
         "warmup": 12,
@@ -60,8 +60,8 @@ def test_runs_that_have_diverged_are_counted() -> None:
 
 def test_a_record_from_before_a_setting_tells_what_it_was_then() -> None:
     old = record("scl", 0.9, 90.0)
-    del old["settings"]["removed_gradient"]
-    assert labels([old]) == [f"{METHODS['scl'].title}, removed_gradient=1"]
+    del old["settings"]["removed_gradient"], old["settings"]["anchor"]
+    assert labels([old]) == [f"{METHODS['scl'].title}, removed_gradient=1, anchor=0"]
 
 
 def test_a_row_says_what_differs_from_the_defaults() -> None:
@@ -78,6 +78,20 @@ def test_a_row_says_what_differs_from_the_defaults() -> None:
         f"{METHODS['dpf'].title}, weight_decay=0.0005",
         f"{title}, label_smoothing=0.1, phases=10+20+8+12",
     ]
+
+
+def test_what_all_methods_have_is_said_once() -> None:
+    strong = {"weight_decay": 5e-4}
+    runs = [record("dense", 0.0, 90.0, settings=strong)]
+    runs += [record(name, 0.9, 90.0, settings={**strong, "weight_decay_power": 0.5}) for name in ("scl", "dpf")]
+    runs.append(record("scl", 0.9, 90.0, settings={**strong, "weight_decay_power": 0.5, "mask_lr": 0.1}))
+    ((title, _, rows),) = race_blocks(runs)
+    assert title == "single connections, all with weight_decay=0.0005, weight_decay_power=0.5"
+    ours = METHODS["scl"].title
+    assert sorted(row[0] for row in rows) == sorted(["dense", ours, f"{ours}, mask_lr=0.1", METHODS["dpf"].title])
+    assert race_page(runs).splitlines()[2] == f"{title.capitalize()}:"
+    (alone,) = race_blocks([runs[1]])  # one method has only its row to say it
+    assert alone[2][0][0] == f"{ours}, weight_decay=0.0005, weight_decay_power=0.5"
 
 
 def test_whole_filters_stand_apart() -> None:

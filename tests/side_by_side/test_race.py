@@ -80,6 +80,7 @@ def alone(member: Member) -> tuple[nn.Module, float]:
             power=options.feature_power or options.global_power,
             estimator=options.estimator,
             anneal=options.anneal,
+            anchor=options.anchor,
             removed_gradient=options.removed_gradient,
             halfway=options.midpoint > 0,
             floor=RACE.floor,
@@ -137,6 +138,9 @@ def test_the_papers_settings_equal_the_sparsifier_too() -> None:
         Member.of(seed=2, sparsity=0.6, mask_lr=0.03, feature_power=0.5, global_power=0.0, anneal="constant"),
         Member.of(seed=1, sparsity=0.7, removed_gradient=0.25),
         Member.of(seed=2, sparsity=0.7, removed_gradient=0.0),
+        Member.of(seed=2, sparsity=0.7, anchor=0.0),
+        Member.of(seed=1, decay=0.3, anchor=0.02),
+        Member.of(seed=1, decay=0.3, anchor=0.02, anneal="constant"),
         Member.of(seed=1, sparsity=0.7, midpoint=0.5 / (1 - RACE.momentum)),
     ]
     fixed = _all_equal_their_runs_alone(members)[:2]

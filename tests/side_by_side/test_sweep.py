@@ -91,6 +91,8 @@ def alone(run: Run) -> torch.nn.Module:
         pixels, labels = next(epoch)
         lr = rewound(plan, step, shared=rate, peak=run.lr) if rewinds else rate(step)
         optimizer.param_groups[0]["lr"] = lr
+        left = 1.0 - (run.sparsity or 0.0) if step >= plan.warmup else 1.0
+        optimizer.param_groups[0]["weight_decay"] = run.weight_decay * left**run.weight_decay_power
         optimizer.zero_grad()
         F.cross_entropy(network(pixels), labels).backward()
         optimizer.step()
@@ -112,6 +114,8 @@ def test_runs_that_share_trunks_for_a_while_are_the_runs_alone() -> None:
         replace(BASE, method="dense", sparsity=None),
         replace(BASE, method="dense", sparsity=None, schedule="phases"),
         replace(BASE, method="dpf", settings=PHASES, weight_decay=1e-3),
+        replace(BASE, method="dpf", settings=PHASES, weight_decay=0.02, weight_decay_power=0.5),
+        replace(BASE, settings=PHASES, weight_decay=0.02, weight_decay_power=0.5),
         replace(BASE, method="rigl", settings=PHASES, schedule="phases_cosine"),
         replace(BASE, method="lottery", settings=PHASES, momentum=0.5),
         replace(BASE, preset="paper", decay=0.3, sparsity=None, schedule="phases", seed=3, settings=FROM_MAGNITUDE),
@@ -303,7 +307,8 @@ def test_a_run_that_diverges_leaves_the_others_alone(tmp_path: Path) -> None:
         f"the loss of run {runs[1].run_id} is no longer finite: lower its learning rate"
     ]
     (expected,) = sweep(runs[:1], tmp_path / "alone")
-    assert [good[key] for key in ("accuracy", "train_loss")] == [expected[key] for key in ("accuracy", "train_loss")]
+    assert good["accuracy"] == expected["accuracy"]
+    assert good["train_loss"] == pytest.approx(expected["train_loss"], rel=1e-5)  # a stack of another height rounds so
     head, rows = sweep_table([good, bad])
     assert head[0] == "lr"
     assert [row[:2] for row in rows] == [["0.1", f"{100 * good['accuracy']:.2f}"], ["1e+30", "diverged"]]

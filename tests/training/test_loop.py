@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional
 
+import gossamer
 from gossamer.data import Batches, ImageSet, TextSet
 from gossamer.models import create
 from gossamer.training import Interrupted, LossNotFinite, Run, networks, result, train
@@ -81,6 +82,28 @@ def test_a_dense_run_is_plain_training(images: ImageSet, tmp_path: Path) -> None
             optimizer.zero_grad()
             step += 1
     assert_same(weights(tmp_path), dict(model.state_dict()))
+
+
+def test_weight_decay_falls_when_connections_begin_to_go(images: ImageSet, tmp_path: Path) -> None:
+    run = SPARSE.with_settings(["weight_decay=0.02", "weight_decay_power=0.5"])
+    train(run, tmp_path)
+
+    torch.manual_seed(run.seed)
+    model = networks.create(run, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    batches, step = Batches.training(images, 8, seed=0), 0
+    sparsifier = gossamer.Sparsifier(model, optimizer, sparsity=0.8, total_steps=20, steps_per_epoch=5)
+    for _ in range(4):
+        for x, y in batches:
+            decay = 0.02 if step < sparsifier.plan.warmup else 0.02 * 0.2**0.5
+            optimizer.param_groups[0].update(lr=0.05 * (1 + math.cos(math.pi * step / 20)), weight_decay=decay)
+            functional.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            step += 1
+    sparsifier.finish()
+    for name, tensor in weights(tmp_path).items():
+        torch.testing.assert_close(tensor, model.state_dict()[name], rtol=1e-5, atol=1e-6)
 
 
 def test_the_result_says_what_was_done(images: ImageSet, tmp_path: Path) -> None:

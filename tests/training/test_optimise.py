@@ -6,7 +6,14 @@ import torch
 from torch import nn
 
 from gossamer.schedule import Plan
-from gossamer.training.optimise import Plateau, learning_rate, make_optimizer, out_of_reach, plan_without_masks
+from gossamer.training.optimise import (
+    Plateau,
+    learning_rate,
+    make_optimizer,
+    out_of_reach,
+    plan_without_masks,
+    weight_decay,
+)
 from gossamer.training.run import Run
 
 PLAN = Plan(warmup=10, sparsify=6, stabilise=4, finetune=20)
@@ -89,6 +96,21 @@ def test_optimizers_have_the_settings_of_the_run() -> None:
     adamw = make_optimizer(Run(optimizer="adamw", lr=0.001, weight_decay=0.05), model)
     assert isinstance(adamw, torch.optim.AdamW)
     assert adamw.param_groups[0]["weight_decay"] == 0.05
+
+
+def test_weight_decay_goes_with_what_shall_be_left() -> None:
+    usual = {"weight_decay": 0.01, "weight_decay_power": 0.5}
+
+    def decays(**request: object) -> list[float]:
+        return [weight_decay(Run(**usual, **request), PLAN, step) for step in (0, 9, 10, 39)]  # type: ignore[arg-type]
+
+    assert decays(method="scl", sparsity=0.96) == pytest.approx([0.01, 0.01, 0.002, 0.002])
+    assert decays(method="scl", flops=0.25) == pytest.approx([0.01, 0.01, 0.005, 0.005])
+    for same in ({"method": "scl", "decay": 0.1}, {"method": "dense"}):  # nobody knows what will be left; all is
+        assert decays(**same) == [0.01] * 4
+    assert weight_decay(Run(**usual), None, 39) == 0.01  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="weight_decay_power: expected from 0 to 10, got -1"):
+        Run(weight_decay_power=-1.0)
 
 
 def test_on_a_plateau_the_rate_falls_and_the_best_stays() -> None:

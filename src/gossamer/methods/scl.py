@@ -1,8 +1,8 @@
 """Automatic Sparse Connectivity Learning (Tang et al.): the method of this library, on the rows of a race.
 
 Rule: every weight has a mask variable m̃; m = H(m̃); m̃ follows (∂L/∂w ⊙ w̃)·σ'(m̃), scaled, and λ1 pushes it down; w̃
-follows the dense gradient in the paper, and here while it is kept. Masks start at |w̃|, the learning rate of m̃ goes to
-zero.
+follows the dense gradient in the paper; here, half of it while it is removed. Masks start at |w̃| and go back to it by
+the share `anchor` a step, so that they remember 1/`anchor` steps; the learning rate of m̃ goes to zero.
 Ours: λ1 is solved for, so that the budget is met exactly, and the scale is one number for the network. With `decay` λ1
 is fixed as in the paper and the sparsity is what comes out; `feature_power=1, global_power=0` is the paper's scale.
 The same numbers as `gossamer.Sparsifier`, which is what `gossamer train` uses (tests/side_by_side/test_race.py).
@@ -17,8 +17,7 @@ To be tried out; each has a default that changes nothing. With d the mask gradie
     mask gradient   of what is kept at w̃ − `midpoint`·η·g. Where noise pulls weights to and fro around their best,
                 E[g·w̃] = η/2·E[g²]/(1 − momentum), so that masks sink by the noise of their weights, in long runs and
                 first layers most of all; `midpoint` = 1/2/(1 − momentum) takes that out
-    m̃           goes back to |w̃| by the share `anchor` a step, so that it remembers 1/`anchor` steps; that stays or
-                comes down with the learning rate of m̃ (`anchor_anneal`)
+    anchor      stays, or comes down with the learning rate of m̃ (`anchor_anneal`)
     gradient    of what is removed, times `removed_gradient` (1 in the paper), in rows that are sparser than
                 `removed_gradient_above`
 """
@@ -41,7 +40,7 @@ STARTS = ("magnitude", "layer_magnitude")
 
 @dataclass(frozen=True)
 class SCLOptions(Options):
-    mask_lr: float = 0.01  # learning rate of the mask variables
+    mask_lr: float = 0.003  # learning rate of the mask variables
     global_power: float = 1.0  # of the scale over the whole network: 0 leaves the mask gradient raw
     feature_power: float = 0.0  # of the scale of each output feature
     estimator: str = "identity"
@@ -58,11 +57,11 @@ class SCLOptions(Options):
     curvature: float = 0.0
     score_memory: float = 0.0
     hysteresis: float = 0.0
-    removed_gradient: float = 0.0
+    removed_gradient: float = 0.5
     removed_gradient_above: float = 0.0
     midpoint: float = 0.0
-    anchor: float = 0.0
-    anchor_anneal: str = "constant"
+    anchor: float = 0.001
+    anchor_anneal: str = "constant"  # with a fixed λ1 always that of mask_lr, as else all masks would return
     start: str = "magnitude"  # layer_magnitude: over the root mean square of its tensor
     ramp: str = "cubic"  # shape of the budget on its way to the target
     ramp_share: float = 1.0  # of the sparsify phase, at the end of which the target is met; above 1 it goes on
@@ -163,8 +162,9 @@ class SCL(DenseGradient[SCLOptions]):
         self._unit = start.mean(1, keepdim=True)
         self._curvature, self._hysteresis = each_row("curvature"), each_row("hysteresis")
         self._midpoint = each_row("midpoint") if any_row("midpoint") else None
-        anchors, kinds = [each.anchor for each in settings], [each.anchor_anneal for each in settings]
-        self._anchor = timeline.annealed(anchors, kinds) if any_row("anchor") else None
+        anneals = [each.anchor_anneal if each.decay is None else each.anneal for each in settings]
+        anchored = any(each.anchor for each in settings)
+        self._anchor = timeline.annealed([each.anchor for each in settings], anneals) if anchored else None
         damped = any(each.removed_gradient != 1.0 for each in settings)
         self._damping = (each_row("removed_gradient"), each_row("removed_gradient_above")) if damped else None
 

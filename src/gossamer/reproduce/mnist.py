@@ -23,7 +23,7 @@ from gossamer.recipes import find
 from gossamer.recipes.mnist import DECAY_TABLE
 from gossamer.reproduce.picture import draw_input_connections
 from gossamer.reproduce.record import write_record
-from gossamer.results.records import make_folder, read_record, removed_gradient_of
+from gossamer.results.records import defaults_of, make_folder, read_record
 from gossamer.side_by_side.lanes import Outcome
 from gossamer.side_by_side.sweeps import checkpoint_path, train_together
 from gossamer.training.place import Place
@@ -140,7 +140,8 @@ def _is_there(path: Path, entry: Entry) -> bool:
     """Whether a run has its record, and not one from before a default changed."""
     if not path.exists() or entry.part == "dense":
         return path.exists()
-    return removed_gradient_of(read_record(path, _NEEDED)) == entry.run.mask_settings.removed_gradient
+    asked = entry.run.mask_settings
+    return all(value == getattr(asked, name) for name, value in defaults_of(read_record(path, _NEEDED)).items())
 
 
 def record(
@@ -163,6 +164,7 @@ def record(
         "run_id": run.run_id,
         "method": run.method,
         "preset": run.preset,
+        "anchor": run.mask_settings.anchor,
         "removed_gradient": run.mask_settings.removed_gradient,
         "net": run.model,
         "data": run.data,

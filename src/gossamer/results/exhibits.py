@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from gossamer.results.records import Record, mean_and_spread, read, removed_gradient_of, table
+from gossamer.results.records import Record, defaults_of, mean_and_spread, read, table
 from gossamer.settings import Settings
 
 
@@ -113,9 +113,9 @@ def mnist_estimator_table(records: Sequence[Record]) -> tuple[list[str], list[li
 
 def _defaults(records: Sequence[Record]) -> str:
     """What to call them: those of now, or of when the runs were made."""
-    then = {removed_gradient_of(record) for record in records if record["part"] == "default"}
-    changed = sorted(then - {Settings().removed_gradient})
-    return ", ".join(["our defaults", *(f"removed_gradient={share:g}" for share in changed)])
+    then = {item for record in records if record["part"] == "default" for item in defaults_of(record).items()}
+    changed = sorted((name, value) for name, value in then if value != getattr(Settings(), name))
+    return ", ".join(["our defaults", *(f"{name}={value:g}" for name, value in changed)])
 
 
 def _setting(record: Record, *names: str) -> tuple[Any, ...]:

@@ -1,7 +1,7 @@
 """Methods against each other: a row a method, a column a sparsity.
 
 Runs of different tiers, lengths and kinds (single connections, whole filters) have tables of their own. Runs whose
-settings are not the defaults say so in their row. Records of other tiers, in which settings are tried out and not
+settings are not the defaults say so in their row, or above the table where all have them. Records of other tiers, in which settings are tried out and not
 methods, belong to no table here.
 """
 
@@ -42,11 +42,13 @@ def race_table(records: Sequence[Record], key: str = "accuracy") -> tuple[list[s
 
 
 def race_blocks(records: Sequence[Record], key: str = "accuracy") -> list[tuple[str, list[str], list[list[str]]]]:
-    """A table of single connections and, apart from it, one of whole filters: title, head and rows of each."""
+    """A table of single connections and, apart from it, one of whole filters: title, head and rows of each.
+
+    The title has the settings that all the methods of a table have."""
     whole = [each for each in records if find(each["method"]).structured]
     single = [each for each in records if each not in whole]
     blocks = (("single connections", single), ("whole filters", whole))
-    return [(title, *race_table(own, key)) for title, own in blocks if own]
+    return [(f"{title}{_all_with(own)}", *race_table(own, key)) for title, own in blocks if own]
 
 
 def race_page(records: Sequence[Record]) -> str:
@@ -73,9 +75,23 @@ def _over(seeds: int) -> str:
 
 
 def labels(records: Sequence[Record]) -> list[str]:
-    """For each run the title of its method, and in which settings it differs from the defaults."""
-    usual = _usual_race(records)
-    return [", ".join([find(record["method"]).title, *_changes(record, usual)]) for record in records]
+    """For each run the title of its method, and in which settings it differs from the defaults, where not all do."""
+    usual, known = _usual_race(records), shared(records)
+    changes = ([each for each in _changes(record, usual) if each not in known] for record in records)
+    return [", ".join([find(record["method"]).title, *own]) for record, own in zip(records, changes, strict=True)]
+
+
+def shared(records: Sequence[Record]) -> list[str]:
+    """In what all runs differ from the defaults, dense ones apart, where there are several methods."""
+    sparse = [record for record in records if record["method"] != "dense"]
+    if len({record["method"] for record in sparse}) < 2:
+        return []
+    first, *others = (_changes(record, _usual_race(records)) for record in sparse)
+    return [each for each in first if all(each in other for other in others)]
+
+
+def _all_with(records: Sequence[Record]) -> str:
+    return f", all with {', '.join(known)}" if (known := shared(records)) else ""
 
 
 def _changes(record: Record, usual_race: dict[str, Any]) -> list[str]:
@@ -229,6 +245,6 @@ def _more(summary: str, records: Sequence[Record], key: str) -> list[str]:
 def _tables(records: Sequence[Record], key: str = "accuracy") -> list[str]:
     parts: list[str] = []
     for title, head, rows in race_blocks(records, key):
-        parts += [f"{title.capitalize()}:"] if parts else []
+        parts += [f"{title.capitalize()}:"] if parts or ", all with" in title else []
         parts.append(table(head, rows))
     return parts

@@ -15,7 +15,7 @@ _OF_A_RUN = (
     *("accuracy", "validation_accuracy", "train_loss"),
 )
 # What settings that came later were in the records from before them, where their default changed since.
-BEFORE: Mapping[str, Any] = MappingProxyType({"removed_gradient": 1.0, "rate": None})
+BEFORE: Mapping[str, Any] = MappingProxyType({"removed_gradient": 1.0, "rate": None, "anchor": 0.0})
 
 
 def read(folder: Path) -> list[Record]:
@@ -61,6 +61,6 @@ def mean_and_spread(values: Sequence[float]) -> str:
     return f"{mean} ± {statistics.stdev(values):.2f}" if len(values) > 1 else mean
 
 
-def removed_gradient_of(record: Record) -> float:
-    """The share of their gradient that removed weights followed in a run."""
-    return float(record.get("removed_gradient", BEFORE["removed_gradient"]))
+def defaults_of(record: Record) -> dict[str, float]:
+    """What a run had of the settings whose default has changed since."""
+    return {name: float(record.get(name, BEFORE[name])) for name in ("anchor", "removed_gradient")}

@@ -16,6 +16,7 @@ from gossamer.methods.scl import SCLOptions
 from gossamer.schedule import Plan, make_plan
 from gossamer.settings import Settings
 from gossamer.side_by_side.lanes import Common, Lane
+from gossamer.side_by_side.training import Training
 from gossamer.training.optimise import learning_rate, plan_without_masks
 from gossamer.training.run import Run
 
@@ -23,7 +24,7 @@ _DEFAULT = Run()
 # What runs of one stack may differ in. Everything else they share.
 _RATES = ("lr", "schedule", "lr_warmup", "lr_drops", "lr_factor", "lr_restart")
 _REQUEST = ("method", "sparsity", "decay")
-_OWN = (*_REQUEST, "preset", "settings", "seed", "momentum", "weight_decay", *_RATES)
+_OWN = (*_REQUEST, "preset", "settings", "seed", "momentum", "weight_decay", "weight_decay_power", *_RATES)
 # What has to stay as it is by default.
 _NOT_IN_A_STACK = ("flops", "leave_at", "include", "exclude", "optimizer", "nesterov", "clip", "sharding", "distil")
 
@@ -120,6 +121,7 @@ def lane_of(run: Run, steps_per_epoch: int) -> Lane:
         weight_decay=run.weight_decay,
         momentum=run.momentum,
         floor=settings.floor,
+        training=Training() if rule is Dense else Training(weight_decay_power=run.weight_decay_power),
     )
 
 
@@ -136,6 +138,7 @@ def _options(run: Run, settings: Settings) -> Options:
         start_value=settings.start_value if settings.start == "constant" else None,
         decay=run.decay,
         l2=settings.l2,
+        anchor=settings.anchor,
         removed_gradient=settings.removed_gradient,
         midpoint=0.5 / (1.0 - run.momentum) if settings.halfway else 0.0,
     )

@@ -90,6 +90,7 @@ def _wrong_numbers(run: "Run") -> list[str]:
         ("momentum", "from 0 to below 1", 0 <= run.momentum < 1),
         ("nesterov", "false where momentum is 0", not run.nesterov or run.momentum > 0),
         ("weight_decay", "at least 0", run.weight_decay >= 0),
+        ("weight_decay_power", "from 0 to 10", 0 <= run.weight_decay_power <= 10),
         ("clip", "a norm above 0, or none", run.clip is None or run.clip > 0),
         ("label_smoothing", "from 0 to below 1", 0 <= run.label_smoothing < 1),
         ("lr_factor", "above 0 and up to 1", 0 < run.lr_factor <= 1),

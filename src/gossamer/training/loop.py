@@ -25,7 +25,9 @@ from gossamer.training.optimise import (
     make_optimizer,
     out_of_reach,
     plan_without_masks,
+    set_weight_decay,
     taken_learning_rate,
+    weight_decay,
 )
 from gossamer.training.place import (
     fast_algorithms,
@@ -134,13 +136,9 @@ def _train(run: Run, folder: Path, observers: Sequence[Observer], held: ExitStac
                 if teacher is not None:
                     teacher.begin_epoch()
             for batch in task.source:
-                lr = learning_rate(
-                    run,
-                    plan if sparsifier is None else sparsifier.plan,
-                    step,
-                    total_steps=total,
-                    steps_per_epoch=per_epoch,
-                )
+                phases = plan if sparsifier is None else sparsifier.plan
+                lr = learning_rate(run, phases, step, total_steps=total, steps_per_epoch=per_epoch)
+                set_weight_decay(optimizer, weight_decay(run, phases, step))
                 lr *= parts.plateau.factor
                 if teacher is not None:
                     teacher.before(step, model)

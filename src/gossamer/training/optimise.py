@@ -66,6 +66,20 @@ def set_learning_rate(optimizer: Optimizer, value: float) -> None:
             group["lr"] = value
 
 
+def weight_decay(run: Run, plan: Plan | None, step: int) -> float:
+    """The weight decay of a step: a sparse network fits less and wants less of it than the dense one it comes from."""
+    if plan is None or step < plan.warmup:
+        return run.weight_decay
+    left = 1.0 if run.sparsity is None else 1.0 - run.sparsity
+    left = left if run.flops is None else run.flops
+    return run.weight_decay * math.pow(left, run.weight_decay_power)
+
+
+def set_weight_decay(optimizer: Optimizer, value: float) -> None:
+    for group in optimizer.param_groups:
+        group["weight_decay"] = value
+
+
 def taken_learning_rate(optimizer: Optimizer, given: float) -> float:
     """The rate of the step that was taken: the one that was given, but for methods that have rates of their own."""
     taken = optimizer.param_groups[0]["lr"]

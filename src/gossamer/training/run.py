@@ -68,6 +68,7 @@ class Run:
     momentum: float = 0.9
     nesterov: bool = False
     weight_decay: float = 1e-4
+    weight_decay_power: float = 0.0  # once connections go: times the share that shall be left, to this power
     clip: float | None = None  # largest norm of the gradient
     label_smoothing: float = 0.0
 

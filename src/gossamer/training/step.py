@@ -28,7 +28,7 @@ from gossamer.training.teacher import Teacher
 _LOOK_EVERY = 50  # steps after which the loss on an accelerator is looked at, as looking means waiting
 
 Batch = tuple[Tensor, Tensor]
-_Kernels = tuple[Phase, bool]
+_Kernels = tuple[Phase, bool, float]
 
 
 class LossNotFinite(ArithmeticError):
@@ -156,9 +156,11 @@ class Step:
         return self._captured
 
     def _kernels_of(self) -> _Kernels:
-        """The phase of the coming step, as far as kernels differ, and whether a teacher speaks in it."""
+        """The phase of the coming step, as far as kernels differ, whether a teacher speaks in it, and the weight decay,
+        which is a number in a kernel."""
         taught = self._teacher is not None and self._teacher.teaches
+        weight_decay = float(self._optimizer.param_groups[0]["weight_decay"])
         if not isinstance(self._sparsifier, Sparsifier):
-            return Phase.WARMUP, taught
+            return Phase.WARMUP, taught, weight_decay
         phase = self._sparsifier.plan.at(self._sparsifier.step).phase
-        return Phase.SPARSIFY if phase.masks_train else phase, taught
+        return Phase.SPARSIFY if phase.masks_train else phase, taught, weight_decay
