@@ -163,8 +163,8 @@ def descend_on_gpu_(
     anchor: Tensor | float | None,
     removed_gradient: float,
 ) -> None:
-    """Update the mask variables, which go back to |w̃| by the share `anchor`, damp the gradients of removed weights, leave
-    w̃ in the parameters."""
+    """Update the mask variables, which go back to |w̃| by the share `anchor`, damp gradients of removed weights, leave w̃
+    in the parameters."""
     if isinstance(anchor, float):
         anchor = learning_rate.new_full((), anchor)
     with torch.cuda.device_of(store.mask):
