@@ -46,7 +46,8 @@ VALIDATION = 5000
 SECONDS = 0.17  # an epoch and run of ResNet-20 on an H200; the measured figure takes its place after the first race
 SPARSITIES = (0.5, 0.7, 0.9, 0.95, 0.98)
 PEER_SPARSITIES = (0.9, 0.95, 0.98)
-FORMER = {"removed_gradient": BEFORE["removed_gradient"], "anchor": BEFORE["anchor"], "mask_lr": 0.01}  # defaults
+# What the defaults were before.
+FORMER = {name: BEFORE[name] for name in ("removed_gradient", "anchor", "anchor_cap")} | {"mask_lr": 0.01}
 
 
 @dataclass(frozen=True)

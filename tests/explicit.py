@@ -63,6 +63,8 @@ class ExplicitMasks:
     decay: float = 0.0
     momentum: float = 0.0
     anchor: float = 0.0
+    cap: float = 0.0
+    level: Tensor = field(default_factory=lambda: torch.zeros(()))  # what masks have been lowered by, forgotten alike
     mask_lr: float = 1.0  # the learning rate before it comes down
     velocity: dict[str, Tensor] = field(default_factory=dict)
 
@@ -78,6 +80,7 @@ class ExplicitMasks:
             for name, g in gradients.items():
                 s = g.flatten(1).square().mean(1).sqrt().view(-1, *[1] * (g.dim() - 1))
                 gradients[name] = torch.where(s > 0, g / (s + 1e-12), g)
+        share = self.anchor if keep is not None else self.anchor * learning_rate / self.mask_lr
         for name, mask in masks.items():
             direction = gradients.get(name, torch.zeros_like(mask)) + self.decay
             if self.momentum:
@@ -86,9 +89,11 @@ class ExplicitMasks:
             mask -= direction * learning_rate
             mask.grad = None
             if self.anchor:
-                share = self.anchor if keep is not None else self.anchor * learning_rate / self.mask_lr
-                mask += share * (self.model.model.get_parameter(name).abs() - mask)
+                size = self.model.model.get_parameter(name).abs()
+                mask += share * ((size.minimum(self.level * self.cap) if self.cap else size) - mask)
+        self.level = self.level * (1.0 - torch.tensor(share)) + learning_rate * self.decay
         if keep is not None:
             values = torch.cat([mask.flatten() for mask in masks.values()]).sort(descending=True).values
             for mask in masks.values():
                 mask -= values[keep] if keep < count else 0.0
+            self.level = self.level + (values[keep] if keep < count else 0.0)

@@ -65,6 +65,7 @@ class Step:
     dense: Tensor
     unscale: Tensor | None
     found_inf: Tensor | None
+    cap: Tensor | None
 
     def store(self) -> Store:
         store = Store(self.parameters, momentum=False)
@@ -124,6 +125,7 @@ def draw(seed: int, device: torch.device) -> Step:
         dense=dense.to(device),
         unscale=torch.tensor(1 / 1024, device=device) if scaled else None,
         found_inf=torch.tensor(float(chance(0.3)), device=device) if scaled else None,
+        cap=torch.tensor([0.7], device=device) if chance(0.5) else None,
     )
 
 
@@ -142,6 +144,7 @@ def take(step: Step, *, fused: bool) -> tuple[Store, list[Tensor], list[Tensor |
             decay=step.decay,
             learning_rate=torch.tensor(0.01, device=step.mask.device),
             anchor=step.settings.anchor,
+            caps=step.cap,
             connections=store.count,
             unscale=step.unscale,
             found_inf=step.found_inf,
@@ -186,7 +189,8 @@ def check_step(seed: int, device: torch.device) -> None:
         step.mask_variable.clone(), work, learning_rate=torch.tensor(0.01, device=device)
     )
     if step.settings.anchor:
-        method.anchor_mask_variable_(expected, step.dense.abs(), share=step.settings.anchor)
+        size = step.dense.abs() if step.cap is None else step.dense.abs().minimum(step.cap)
+        method.anchor_mask_variable_(expected, size, share=step.settings.anchor)
     assert torch.equal(store.mask_variable, expected)
     if step.settings.scale == "none":
         assert torch.equal(store.mask_variable, other.mask_variable)

@@ -214,3 +214,27 @@ def test_weights_that_cannot_be_made_sparse_are_refused() -> None:
     whole = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(ValueError, match=r"1\.weight is in 2 optimizers: let exactly one update it"):
         gossamer.Sparsifier(model, [whole, partial], sparsity=0.5, total_steps=100)
+
+
+@pytest.mark.parametrize("cap", [0.0, 3.0])
+def test_the_size_of_a_weight_counts_up_to_a_cap(cap: float) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(20, 10, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    phases = {"warmup": "0it", "sparsify": "20it", "stabilise": "79it"}
+    sparsifier = gossamer.Sparsifier(
+        model, optimizer, sparsity=0.5, total_steps=100, anchor=0.2, anchor_cap=cap, mask_lr=1e-6, **phases
+    )
+    connectivity = sparsifier._connectivity
+    assert connectivity is not None
+    for step in range(90):
+        model(torch.randn(8, 20)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 40:
+            where = int((~connectivity.store.mask).nonzero()[0])
+            connectivity.store.dense[where] = 1000.0
+    highest = float(connectivity.store.mask_variable[where] + connectivity._level)
+    cut = float(connectivity.store.dense.abs()[connectivity.store.mask].min())
+    assert float(connectivity._level) == pytest.approx(cut, rel=0.1)
+    assert highest == pytest.approx(3 * connectivity._level.item() if cap else 900.0, rel=0.15)

@@ -57,7 +57,8 @@ REQUESTS: dict[str, dict[str, Any]] = {
     "decay-momentum": {"decay": 0.01, "scale": "none", "mask_lr": 0.01, "mask_momentum": 0.9},
     "decay-anchored": {"decay": 0.5, "scale": "global", "mask_lr": 0.01, "anchor": 0.05},
     "default": {"sparsity": 0.8, "scale": "global"},
-    "budget-anchored": {"sparsity": 0.8, "mask_lr": 0.01, "scale": "global", "anchor": 0.25},
+    "budget-anchored": {"sparsity": 0.8, "mask_lr": 0.01, "scale": "global", "anchor": 0.25, "anchor_cap": 0.0},
+    "budget-capped": {"sparsity": 0.8, "mask_lr": 0.01, "scale": "global", "anchor": 0.25, "anchor_cap": 1.5},
     "budget-global": {"sparsity": 0.8, "scale": "global", "mask_lr": 0.01, "anchor": 0.0},
     "budget-raw": {"sparsity": 0.6, "scale": "none", "mask_lr": 1.0},
     "budget-damped": {"sparsity": 0.8, "mask_lr": 0.01, "scale": "global", "removed_gradient": 0.3},
@@ -91,6 +92,7 @@ def test_equals_the_explicit_formulation_bit_for_bit(request_: str, optimizer: s
     their_optimizer = OPTIMIZERS[optimizer](plain.parameters())
     masks = ExplicitMasks(theirs, asked["scale"], asked.get("decay", 0.0), asked.get("mask_momentum", 0.0))
     masks.anchor, masks.mask_lr = sparsifier.settings.anchor, sparsifier.settings.mask_lr
+    masks.cap = sparsifier.settings.anchor_cap
 
     flips = 0
     for step, batch in enumerate(batches):
@@ -195,8 +197,8 @@ def test_agrees_with_the_numpy_reference(scale: str, estimator: str, exact: bool
     request = {"sparsity": 0.7} if exact else {"decay": 0.02 if scale != "none" else 5e-4, "removed_gradient": 1.0}
     sparsifier = gossamer.Sparsifier(
         torch_net, optimizer, total_steps=steps, warmup="0it", sparsify=f"{steps - 20}it", stabilise="20it",
-        scale=scale, estimator=estimator, mask_lr=0.05, anchor=0.1, floor=0.0, mask_momentum=0.0 if exact else 0.5,
-        **request,
+        scale=scale, estimator=estimator, mask_lr=0.05, anchor=0.1, anchor_cap=1.5, floor=0.0,
+        mask_momentum=0.0 if exact else 0.5, **request,
     )  # fmt: skip
     trajectory = mlp.train(
         mlp.Problem(
@@ -213,6 +215,7 @@ def test_agrees_with_the_numpy_reference(scale: str, estimator: str, exact: bool
             momentum=0.9,
             weight_decay=1e-3,
             removed=0.5 if exact else 1.0,
+            cap=1.5,
             anchor=lambda step: 0.1 if exact else 0.1 * method.cosine(sparsifier.plan.at(step).settling),
             mask_momentum=0.0 if exact else 0.5,
             estimator=estimator,

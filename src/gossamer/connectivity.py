@@ -57,6 +57,7 @@ class Connectivity:
         # Scalars on the device, so that a captured step reads what was set before its replay.
         self.learning_rate = torch.zeros((), dtype=store.dtype, device=store.device)
         self.budget = torch.zeros((), dtype=torch.int64, device=store.device)
+        self._level = torch.zeros_like(self.learning_rate)  # of |w̃|: below it weights go, as far as their size counts
         self._met = torch.full_like(self.budget, target.total)  # the budget that the masks meet now
         self._threshold_size = 0.0  # of the last steps: the next one is seldom much larger
 
@@ -124,6 +125,7 @@ class Connectivity:
         what the loss was multiplied by, which only the per-sample scale needs to know; `reaches`
         is for masks that learn half-way."""
         store = self.store
+        anchor = self._anchor()
         outcome = learn_masks_(
             store,
             self.weights,
@@ -132,7 +134,8 @@ class Connectivity:
             self._settings,
             decay=self._target.decay or 0.0,
             learning_rate=self.learning_rate,
-            anchor=self._anchor(),
+            anchor=anchor,
+            caps=self._caps() if self._settings.anchor and self._settings.anchor_cap else None,
             connections=self.total,
             unscale=unscale,
             found_inf=found_inf,
@@ -140,6 +143,8 @@ class Connectivity:
             reaches=reaches,
             group=self._group,
         )
+        # Masks are sums of gradients and sizes, less this level.
+        self._level.mul_(1.0 - torch.where(outcome.healthy, anchor, 0.0))
         decay, flips = self.set_masks(outcome.healthy)
         by_count = self._target.decay is None and self._costs is None
         left = self._met if by_count else self._over_shards(torch.count_nonzero(store.mask))
@@ -155,6 +160,15 @@ class Connectivity:
         """With a fixed λ1 the anchor comes down with the learning rate, as λ1's push does: else all masks return."""
         anchor = self._settings.anchor
         return anchor if self._target.decay is None else self.learning_rate * (anchor / self._settings.mask_lr)
+
+    def _caps(self) -> Tensor:
+        """How far the size of a weight counts: where a feature has no connection that varies, batch norm multiplies the
+        gradient of what was removed by hundreds, and giants would push out all others."""
+        cap = self._level * self._settings.anchor_cap
+        if self._costs is None:
+            return cap.reshape(1)
+        prices = self._costs.of_tensors() if self.store.device.type == "cpu" else self._costs.of_connections()
+        return cap * prices
 
     def damp(self) -> None:
         """Leave removed weights their share of new gradients, as `learn` does."""
@@ -190,11 +204,13 @@ class Connectivity:
                 group=self._group,
                 reach=2 * self._threshold_size,
             )
+            self._level.add_(threshold)
             if store.device.type == "cpu":
                 self._threshold_size = max(abs(float(threshold)), 0.8 * self._threshold_size)
             # Anchored masks are pushed down however small their learning rate is by now.
             rate = self.learning_rate if not self._settings.anchor else self._settings.mask_lr
             return torch.where(self.learning_rate > 0, threshold / rate, 0.0), flips
+        self._level.add_(self.learning_rate * self._target.decay)
         if self._protected is not None:
             kept = store.mask_variable.index_select(0, self._protected).clamp_min_(torch.finfo(store.dtype).tiny)
             store.mask_variable.index_copy_(0, self._protected, kept)
@@ -283,6 +299,7 @@ class Connectivity:
             state["dense"] = self._named(store.dense_views)
             state["mask_variable"] = self._named(store.mask_variable_views)
             state["budget"] = self._met.clone()
+            state["level"] = self._level.clone()
             if store.velocity is not None:
                 state["velocity"] = self._named(store.views(store.velocity))
             if self._protected is not None:
@@ -301,6 +318,8 @@ class Connectivity:
         self._fill(store.dense_views, state["dense"])
         self._fill(store.mask_variable_views, state["mask_variable"])
         self._met.copy_(state["budget"])
+        if "level" in state:  # not in those from before masks were anchored
+            self._level.copy_(state["level"])
         if store.velocity is not None:
             self._fill(store.views(store.velocity), state["velocity"])
         if self._protected is not None:

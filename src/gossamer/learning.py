@@ -64,6 +64,7 @@ def learn_masks_(
     decay: float,
     learning_rate: Tensor,
     anchor: Tensor | float,
+    caps: Tensor | None,
     connections: int,
     unscale: Tensor | None = None,
     found_inf: Tensor | None = None,
@@ -72,13 +73,15 @@ def learn_masks_(
     group: dist.ProcessGroup | None = None,
 ) -> Outcome:
     """Update the mask variables from the gradients of the weights. Leaves w̃ in `scratch`, and in the gradients what
-    the optimizer shall apply to it. `anchor` is the share by which mask variables go back to |w̃|; with `reaches`
-    (reach.py) masks learn half-way."""
+    the optimizer shall apply to it. `anchor` is the share by which mask variables go back to |w̃|, or to `caps` where it
+    is larger (one for all; or one a tensor on a CPU, one a connection on an accelerator). With `reaches` (reach.py)
+    masks learn half-way."""
     common = settings.scale in ("none", "global") and settings.estimator == "identity" and not settings.l2
     plain = store.velocity is None and moments is None and group is None and reaches is None
+    plain = plain and (caps is None or len(caps) == 1)
     if common and plain and has_kernels(store, scratch) and _alike(store, gradients):
         return _learn_in_two_passes_(
-            store, gradients, scratch, settings, decay, learning_rate, anchor, connections, unscale, found_inf
+            store, gradients, scratch, settings, decay, learning_rate, anchor, caps, connections, unscale, found_inf
         )
     parts, views = _lay_out(store, gradients, scratch, reaches)
     blocks = [block for part in parts for block in part]
@@ -100,14 +103,16 @@ def learn_masks_(
         _rescale_features_(views, weights, settings, moments, group)
     healthy = _healthy(squares, found_inf, moments, group)
     if store.device.type == "cpu":
-        for block in blocks:
-            if healthy:
-                if divisor is not None:
-                    block.work.div_(divisor)
-                _descend_(block, block.work, settings, decay, learning_rate)
-                if settings.anchor:
-                    _anchor_(block, anchor)
-            block.work.copy_(block.weight)  # here, while this piece of memory is in the cache
+        for number, part in enumerate(parts):
+            cap = None if caps is None else caps[number if len(caps) > 1 else 0]
+            for block in part:
+                if healthy:
+                    if divisor is not None:
+                        block.work.div_(divisor)
+                    _descend_(block, block.work, settings, decay, learning_rate)
+                    if settings.anchor:
+                        _anchor_(block, anchor, cap)
+                block.work.copy_(block.weight)  # here, while this piece of memory is in the cache
         _leave_weights([(tensor, work) for tensor, work in zip(scratch, views, strict=True) if tensor is not work])
         return Outcome(squares, healthy)
     for block in blocks:
@@ -119,7 +124,7 @@ def learn_masks_(
             block, torch.where(healthy, block.work, 0.0), settings, decay, torch.where(healthy, learning_rate, 0.0)
         )
         if settings.anchor:
-            _anchor_(block, torch.where(healthy, anchor, 0.0).to(store.dtype))
+            _anchor_(block, torch.where(healthy, anchor, 0.0).to(store.dtype), caps)
         if block.velocity is not None and velocity is not None:
             torch.where(healthy, block.velocity, velocity, out=block.velocity)
     _leave_weights(list(zip(scratch, store.dense_views, strict=True)))
@@ -148,6 +153,7 @@ def _learn_in_two_passes_(
     decay: float,
     learning_rate: Tensor,
     anchor: Tensor | float,
+    cap: Tensor | None,
     connections: int,
     unscale: Tensor | None,
     found_inf: Tensor | None,
@@ -167,6 +173,7 @@ def _learn_in_two_passes_(
         learning_rate=learning_rate,
         decay=decay,
         anchor=anchor if settings.anchor else None,
+        cap=cap,
         removed_gradient=settings.removed_gradient,
     )
     return Outcome(squares, healthy)
@@ -239,8 +246,11 @@ def _descend_(block: _Block, work: Tensor, settings: Settings, decay: float, lea
     method.update_mask_variable_(block.mask_variable, direction, learning_rate=learning_rate)
 
 
-def _anchor_(block: _Block, share: Tensor | float) -> None:
-    method.anchor_mask_variable_(block.mask_variable, torch.abs(block.weight, out=block.work), share=share)
+def _anchor_(block: _Block, share: Tensor | float, cap: Tensor | None) -> None:
+    magnitude = torch.abs(block.weight, out=block.work)
+    if cap is not None:
+        magnitude.clamp_max_(cap)
+    method.anchor_mask_variable_(block.mask_variable, magnitude, share=share)
 
 
 def _lay_out(

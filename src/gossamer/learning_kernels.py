@@ -95,6 +95,7 @@ def _descend(
     learning_rate,
     decay,
     anchor,
+    cap,
     removed,
     multiple: tl.constexpr,
     block: tl.constexpr,
@@ -112,7 +113,10 @@ def _descend(
         direction = direction + decay
     new = old - direction * tl.load(learning_rate)
     if anchor is not None:
-        new = new + (tl.abs(weight) - new) * tl.load(anchor)
+        size = tl.abs(weight)
+        if cap is not None:
+            size = tl.minimum(size, tl.load(cap))
+        new = new + (size - new) * tl.load(anchor)
     # Where gradients were not finite, everything stays as it is.
     tl.store(mask_variable + in_store, tl.where(tl.load(healthy) != 0, new, old), mask=inside)
     if removed is not None:
@@ -161,6 +165,7 @@ def descend_on_gpu_(
     learning_rate: Tensor,
     decay: float,
     anchor: Tensor | float | None,
+    cap: Tensor | None,
     removed_gradient: float,
 ) -> None:
     """Update the mask variables, which go back to |w̃| by the share `anchor`, damp gradients of removed weights, leave w̃
@@ -185,6 +190,7 @@ def descend_on_gpu_(
                 learning_rate,
                 decay if decay else None,
                 anchor,
+                cap,
                 removed_gradient if removed_gradient != 1.0 else None,
                 store.blocks.multiple,
                 BLOCK,

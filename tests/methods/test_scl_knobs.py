@@ -29,7 +29,8 @@ KNOBS: dict[str, dict[str, Any]] = {
     "remembered score": {"score_memory": 0.7},
     "hysteresis": {"hysteresis": 0.5},
     "halfway": {"midpoint": 2.0},
-    "anchored": {"anchor": 0.2},
+    "anchored": {"anchor": 0.2, "anchor_cap": 0.0},
+    "capped": {"anchor": 0.2, "anchor_cap": 1.0},
     "anchor comes down": {"anchor": 0.3, "anchor_anneal": "cosine"},
     "all": {
         "midpoint": 1.0,
@@ -48,7 +49,7 @@ class ByHand:
 
     def __init__(self, weights: Array, **settings: Any) -> None:
         self.m, self.options = np.abs(weights), SCLOptions(**settings)
-        self.unit = self.m.mean()
+        self.unit, self.level = self.m.mean(), 0.0
         self.mask = np.ones(40, dtype=bool)
         self.directions: list[Array] = []
         self.squares: dict[str, list[Array]] = {"feature": [], "layer": [], "global": []}
@@ -72,7 +73,9 @@ class ByHand:
         cosine = 0.5 * (1 + math.cos(math.pi * number / 15))
         self.m = self.m - told.mask_lr * self.direction(g * seen) * cosine
         anchor = told.anchor * (cosine if told.anchor_anneal == "cosine" else 1.0)
-        self.m = (1 - anchor) * self.m + anchor * np.abs(w)
+        cap = told.anchor_cap * self.level if told.anchor_cap else np.inf
+        self.m = (1 - anchor) * self.m + anchor * np.minimum(np.abs(w), cap)
+        self.level *= 1 - anchor
         self.variables.append(self.m)
         deviation = np.sqrt(mean([each**2 for each in self.directions], told.second_moment))
         score = mean(self.variables, told.score_memory) + told.hysteresis * self.unit * self.mask
@@ -81,6 +84,7 @@ class ByHand:
         self.mask = top(score[None], keep)[0]
         threshold = np.sort(score)[::-1][keep] if keep < 40 else 0.0
         self.m = self.m - threshold
+        self.level += threshold
         self.variables = [each - threshold for each in self.variables]
 
 

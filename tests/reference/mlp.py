@@ -46,6 +46,7 @@ class Settings:
     momentum: float = 0.0
     weight_decay: float = 0.0
     removed: float = 1.0  # share of their gradient that removed weights follow
+    cap: float = 0.0  # |w̃| counts up to so many times what masks have been lowered by; 0: it always counts
     mask_momentum: float = 0.0
     anchor: Callable[[int], float] = lambda step: 0.0  # share by which m̃ goes back to |w̃|
     estimator: str = "identity"
@@ -153,6 +154,7 @@ def train(problem: Problem, settings: Settings, steps: int) -> tuple[Snapshot, .
         [np.zeros_like(tensor) for tensor in group] for group in (weights, biases, masks)
     )
     trajectory: list[Snapshot] = []
+    level = 0.0
     for step in range(steps):
         rows = problem.batches[step % len(problem.batches)]
         used, kept = tuple(map(scl.masked_weight, weights, masks)), [scl.unit_step(mask) for mask in masks]
@@ -167,15 +169,18 @@ def train(problem: Problem, settings: Settings, steps: int) -> tuple[Snapshot, .
         )
         for i in range(len(weights)):
             masks[i], mask_velocity[i] = decay(masks[i], mask_velocity[i], mask_gradients[i])
-            masks[i] = masks[i] + settings.anchor(step) * (np.abs(weights[i]) - masks[i])
+            size = np.minimum(np.abs(weights[i]), settings.cap * level if settings.cap else np.inf)
+            masks[i] = masks[i] + settings.anchor(step) * (size - masks[i])
             share = np.where(kept[i] > 0, 1.0, settings.removed).astype(kept[i].dtype)
             weights[i], weight_velocity[i] = sgd(weights[i], weight_velocity[i], share * gradients.weights[i])
             biases[i], bias_velocity[i] = sgd(biases[i], bias_velocity[i], gradients.biases[i])
+        level = level * (1.0 - settings.anchor(step)) + settings.mask_rate(step) * settings.decay
         shift = 0.0
         if settings.budget is not None:
             protected = scl.floor_positions(masks, settings.floor)
             outcome = scl.exact_budget(masks, settings.costs, settings.budget(step), protected=protected)
             masks, shift = list(outcome.mask_variables), outcome.shift
+            level += shift
         trajectory.append(snapshot(tuple(weights), tuple(biases), tuple(masks), gradients.loss, shift))
     return tuple(trajectory)
 

@@ -81,6 +81,7 @@ def alone(member: Member) -> tuple[nn.Module, float]:
             estimator=options.estimator,
             anneal=options.anneal,
             anchor=options.anchor,
+            anchor_cap=options.anchor_cap,
             removed_gradient=options.removed_gradient,
             halfway=options.midpoint > 0,
             floor=RACE.floor,
@@ -139,7 +140,9 @@ def test_the_papers_settings_equal_the_sparsifier_too() -> None:
         Member.of(seed=1, sparsity=0.7, removed_gradient=0.25),
         Member.of(seed=2, sparsity=0.7, removed_gradient=0.0),
         Member.of(seed=2, sparsity=0.7, anchor=0.0),
-        Member.of(seed=1, decay=0.3, anchor=0.02),
+        Member.of(seed=2, sparsity=0.7, anchor=0.05, anchor_cap=1.0),
+        Member.of(seed=2, sparsity=0.7, anchor=0.05, anchor_cap=0.0),
+        Member.of(seed=1, decay=0.3, anchor=0.02, anchor_cap=1.0),
         Member.of(seed=1, decay=0.3, anchor=0.02, anneal="constant"),
         Member.of(seed=1, sparsity=0.7, midpoint=0.5 / (1 - RACE.momentum)),
     ]

@@ -17,7 +17,8 @@ To be tried out; each has a default that changes nothing. With d the mask gradie
     mask gradient   of what is kept at w̃ − `midpoint`·η·g. Where noise pulls weights to and fro around their best,
                 E[g·w̃] = η/2·E[g²]/(1 − momentum), so that masks sink by the noise of their weights, in long runs and
                 first layers most of all; `midpoint` = 1/2/(1 − momentum) takes that out
-    anchor      stays, or comes down with the learning rate of m̃ (`anchor_anneal`)
+    anchor      draws m̃ to |w̃|, at most to `anchor_cap` times the level below which weights go by their size; it stays,
+                or comes down with the learning rate of m̃ (`anchor_anneal`)
     gradient    of what is removed, times `removed_gradient` (1 in the paper), in rows that are sparser than
                 `removed_gradient_above`
 """
@@ -62,6 +63,7 @@ class SCLOptions(Options):
     midpoint: float = 0.0
     anchor: float = 0.001
     anchor_anneal: str = "constant"  # with a fixed λ1 always that of mask_lr, as else all masks would return
+    anchor_cap: float = 3.0
     start: str = "magnitude"  # layer_magnitude: over the root mean square of its tensor
     ramp: str = "cubic"  # shape of the budget on its way to the target
     ramp_share: float = 1.0  # of the sparsify phase, at the end of which the target is met; above 1 it goes on
@@ -93,6 +95,7 @@ class SCLOptions(Options):
             "curvature",
             "hysteresis",
             "midpoint",
+            "anchor_cap",
         )
         expect(
             self,
@@ -162,6 +165,7 @@ class SCL(DenseGradient[SCLOptions]):
         self._unit = start.mean(1, keepdim=True)
         self._curvature, self._hysteresis = each_row("curvature"), each_row("hysteresis")
         self._midpoint = each_row("midpoint") if any_row("midpoint") else None
+        self._cap, self._level = each_row("anchor_cap"), start.new_zeros(len(settings), 1)
         anneals = [each.anchor_anneal if each.decay is None else each.anneal for each in settings]
         anchored = any(each.anchor for each in settings)
         self._anchor = timeline.annealed([each.anchor for each in settings], anneals) if anchored else None
@@ -194,14 +198,19 @@ class SCL(DenseGradient[SCLOptions]):
         push = direction if self._decay is None else direction + self._decay  # Eq. (connectivity)
         self._variable.copy_(self._variable - push * rate)
         if self._anchor is not None:
-            self._variable.lerp_(magnitude(weights), self._timeline.now(self._anchor))
+            share = self._timeline.now(self._anchor)
+            cap = torch.where(self._cap > 0, self._cap * self._level, torch.inf)
+            self._variable.lerp_(torch.minimum(magnitude(weights), cap), share)
+            self._level.mul_(1.0 - share)
         if self._apart:
             self._budget.score.copy_(self._score(deviation))
         if self._decay is None:
             lowered = self._budget.meet_()
+            self._level.add_(lowered[:, None])
             if self._apart:
                 self._lower_(lowered[:, None])
             return
+        self._level.add_(rate * self._decay)
         self._budget.keep_floor_()
         torch.gt(self._budget.score, 0, out=self._budget.mask)  # Eq. (step)
 
@@ -220,6 +229,7 @@ class SCL(DenseGradient[SCLOptions]):
         means = {f"{kind}_squares": scale.squares for kind, scale in self._scales.items()}
         means |= {"mean": self._mean, "square": self._square, "memory": self._memory}
         found = self._budget.state() | {name: mean.value for name, mean in means.items() if mean is not None}
+        found["level"] = self._level
         return {**found, "variable": self._variable, "unit": self._unit} if self._apart else found
 
     def _halfway(self, gradient: Tensor, weights: Tensor) -> Tensor:

@@ -165,6 +165,7 @@ def record(
         "method": run.method,
         "preset": run.preset,
         "anchor": run.mask_settings.anchor,
+        "anchor_cap": run.mask_settings.anchor_cap,
         "removed_gradient": run.mask_settings.removed_gradient,
         "net": run.model,
         "data": run.data,

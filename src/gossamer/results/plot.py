@@ -2,6 +2,7 @@
 
 import importlib.util
 import statistics
+import textwrap
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -112,6 +113,11 @@ def map_fitting_curves(records: Sequence[Record], path: Path) -> None:
     _write(figure, path)
 
 
+def _wrapped(line: Line) -> str:
+    """Long names would leave no room for the plot."""
+    return textwrap.fill(line.label, 44, break_on_hyphens=False)
+
+
 def _write(figure: Any, path: Path) -> None:
     """The same records give the same file."""
     from matplotlib import rc_context
@@ -124,13 +130,13 @@ def _write(figure: Any, path: Path) -> None:
 def _draw_rows(axes: Any, dense: Sequence[Line], own: Sequence[Line]) -> None:
     """At a single sparsity there are no lines to draw: a row a method, the best on top."""
     for line in dense:
-        axes.axvline(line.accuracy[0], color="black", linewidth=1, linestyle=":", label=line.label)
+        axes.axvline(line.accuracy[0], color="black", linewidth=1, linestyle=":", label=_wrapped(line))
     ranked = sorted(own, key=lambda line: line.accuracy[0])
     for place, line in enumerate(ranked):
         ours = line.method == "scl"
         style = {"color": "C0" if ours else "C7", "linewidth": 2.5 if ours else 1}
         axes.errorbar(line.accuracy, [place], xerr=line.spread, marker="o", markersize=5, capsize=3, **style)
-    axes.set_yticks(range(len(ranked)), [line.label for line in ranked])
+    axes.set_yticks(range(len(ranked)), [_wrapped(line) for line in ranked])
     axes.set_xlabel("test accuracy, %")
     axes.grid(alpha=0.3)
     if dense:
@@ -140,7 +146,7 @@ def _draw_rows(axes: Any, dense: Sequence[Line], own: Sequence[Line]) -> None:
 def _draw(axes: Any, dense: Sequence[Line], own: Sequence[Line]) -> None:
     """The axis of sparsity shows the logarithm of what is left, as 90 and 95 % are farther apart than 50 and 55 %."""
     for line in dense:
-        axes.axhline(line.accuracy[0], color="black", linewidth=1, linestyle=":", label=line.label)
+        axes.axhline(line.accuracy[0], color="black", linewidth=1, linestyle=":", label=_wrapped(line))
     for number, line in enumerate(own):
         axes.errorbar(
             [100 - each for each in line.sparsity],
@@ -152,7 +158,7 @@ def _draw(axes: Any, dense: Sequence[Line], own: Sequence[Line]) -> None:
             markersize=4,
             capsize=2,
             linewidth=2.5 if line.method == "scl" else 1,
-            label=line.label,
+            label=_wrapped(line),
         )
     at = sorted({each for line in own for each in line.sparsity})
     axes.set_xscale("log")

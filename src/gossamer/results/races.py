@@ -105,6 +105,8 @@ def _changes(record: Record, usual_race: dict[str, Any]) -> list[str]:
     then = {name: value for name, value in BEFORE.items() if name in usual}
     told = {name: value for name, value in (then | record["settings"]).items() if name not in foreign | _ASKED}
     changed = {name: value for name, value in told.items() if name not in usual or value != usual[name]}
+    if not told.get("anchor", 1.0):
+        changed.pop("anchor_cap", None)  # of nothing
     changed |= {name: value for name, value in record.get("race", {}).items() if value != usual_race.get(name, value)}
     if changed.keys() & _PHASES:
         phases = "+".join(str(record["race"][name]) for name in ("warmup", "sparsify", "stabilise", "finetune"))

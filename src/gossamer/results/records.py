@@ -15,7 +15,7 @@ _OF_A_RUN = (
     *("accuracy", "validation_accuracy", "train_loss"),
 )
 # What settings that came later were in the records from before them, where their default changed since.
-BEFORE: Mapping[str, Any] = MappingProxyType({"removed_gradient": 1.0, "rate": None, "anchor": 0.0})
+BEFORE: Mapping[str, Any] = MappingProxyType({"removed_gradient": 1.0, "rate": None, "anchor": 0.0, "anchor_cap": 0.0})
 
 
 def read(folder: Path) -> list[Record]:
@@ -63,4 +63,4 @@ def mean_and_spread(values: Sequence[float]) -> str:
 
 def defaults_of(record: Record) -> dict[str, float]:
     """What a run had of the settings whose default has changed since."""
-    return {name: float(record.get(name, BEFORE[name])) for name in ("anchor", "removed_gradient")}
+    return {name: float(record.get(name, BEFORE[name])) for name in ("anchor", "anchor_cap", "removed_gradient")}

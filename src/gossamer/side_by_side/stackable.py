@@ -139,6 +139,7 @@ def _options(run: Run, settings: Settings) -> Options:
         decay=run.decay,
         l2=settings.l2,
         anchor=settings.anchor,
+        anchor_cap=settings.anchor_cap,
         removed_gradient=settings.removed_gradient,
         midpoint=0.5 / (1.0 - run.momentum) if settings.halfway else 0.0,
     )
