@@ -13,9 +13,9 @@ Screening: 50 epochs, 5,000 images held out, three seeds each; the table is by a
 difference to the default in runs of the same seed (same trunk, same batches). The test accuracy is in the records and
 is not looked at. Normalisation: the same for the paper's scale of mask gradients, with the exact budget and with fixed
 λ1, in which the sparsity is what comes out. Damping: less gradient for removed weights, alone and with what may go with
-it. Sinking: what keeps masks of noisy layers from going down in long runs. Cap: how far sizes of weights count. Final: the chosen settings at 50 to 98 %
-zeros with the dense network and two peers, on all training images. One JSON record a run; a run that has one is not
-trained again, and a race that was cut short goes on.
+it. Sinking: what keeps masks of noisy layers from going down in long runs. Cap: how far sizes of weights count. Final:
+the chosen settings at 50 to 98 % zeros with the dense network and two peers, on all training images. One JSON record a
+run; a run that has one is not trained again, and a race that was cut short goes on.
 """
 
 import argparse
