@@ -83,7 +83,7 @@ class ExplicitMasks:
                 gradients[name] = torch.where(s > 0, g / (s + 1e-12), g)
         if self.usual is None:
             every = torch.cat([self.model.model.get_parameter(name).flatten() for name in masks])
-            self.usual = (every.square().sum() / count).sqrt()
+            self.usual = (torch.linalg.vector_norm(every).square() / count).sqrt()
         share = self.anchor if keep is not None else self.anchor * learning_rate / self.mask_lr
         for name, mask in masks.items():
             direction = gradients.get(name, torch.zeros_like(mask)) + self.decay

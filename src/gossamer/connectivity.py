@@ -73,7 +73,9 @@ class Connectivity:
                 store.mask_variable.clamp_min_(torch.finfo(store.dtype).tiny)
             else:
                 store.mask_variable.fill_(settings.start_value)
-            self._usual.copy_((self._over_shards(store.dense.square().sum()) / self.total).sqrt())
+            squares = torch.linalg.vector_norm(store.dense).square()
+            self._usual.copy_((self._over_shards(squares) / self.total).sqrt())
+            self._level.zero_()
             self._protected = store.strongest(self._floors, self._group) if sum(self._floors) else None
 
     def set(self, *, learning_rate: float, budget: int, step: int) -> None:
@@ -169,8 +171,7 @@ class Connectivity:
         gradient of what was removed by hundreds, and giants would push out all others."""
         level = self._level.reshape(1)
         if self._costs is not None:
-            on_cpu = self.store.device.type == "cpu"
-            level = level * (self._costs.of_tensors() if on_cpu else self._costs.of_connections())
+            level = level * self._costs.of_tensors()
         return torch.maximum(level, self._usual) * self._settings.anchor_cap
 
     def damp(self) -> None:

@@ -96,12 +96,12 @@ class SCLOptions(Options):
             "curvature",
             "hysteresis",
             "midpoint",
-            "anchor_cap",
         )
         expect(
             self,
             **{name: (is_rate(getattr(self, name)), "a number of at least 0") for name in rates},
             alpha=(0 < self.alpha < math.inf, "a number above 0"),
+            anchor_cap=(self.anchor_cap == 0 or 1 <= self.anchor_cap < math.inf, "a number of at least 1, or 0"),
             start_value=(self.start_value is None or 0 < self.start_value < math.inf, "a number above 0, or none"),
             decay=(self.decay is None or is_rate(self.decay), "a number of at least 0, or none"),
             floor=(self.floor is None or 0 <= self.floor < 1, "a share from 0 to below 1, or none"),
