@@ -64,6 +64,7 @@ class ExplicitMasks:
     momentum: float = 0.0
     anchor: float = 0.0
     cap: float = 0.0
+    usual: Tensor | None = None
     level: Tensor = field(default_factory=lambda: torch.zeros(()))  # what masks have been lowered by, forgotten alike
     mask_lr: float = 1.0  # the learning rate before it comes down
     velocity: dict[str, Tensor] = field(default_factory=dict)
@@ -80,6 +81,9 @@ class ExplicitMasks:
             for name, g in gradients.items():
                 s = g.flatten(1).square().mean(1).sqrt().view(-1, *[1] * (g.dim() - 1))
                 gradients[name] = torch.where(s > 0, g / (s + 1e-12), g)
+        if self.usual is None:
+            every = torch.cat([self.model.model.get_parameter(name).flatten() for name in masks])
+            self.usual = (torch.linalg.vector_norm(every).square() / count).sqrt()
         share = self.anchor if keep is not None else self.anchor * learning_rate / self.mask_lr
         for name, mask in masks.items():
             direction = gradients.get(name, torch.zeros_like(mask)) + self.decay
@@ -90,7 +94,7 @@ class ExplicitMasks:
             mask.grad = None
             if self.anchor:
                 size = self.model.model.get_parameter(name).abs()
-                mask += share * ((size.minimum(self.level * self.cap) if self.cap else size) - mask)
+                mask += share * ((size.minimum(self.level.maximum(self.usual) * self.cap) if self.cap else size) - mask)
         self.level = self.level * (1.0 - torch.tensor(share)) + learning_rate * self.decay
         if keep is not None:
             values = torch.cat([mask.flatten() for mask in masks.values()]).sort(descending=True).values

@@ -60,9 +60,6 @@ class Costs:
     def of_tensors(self) -> Tensor:
         return self.prices.index_select(0, self.kinds)
 
-    def of_connections(self) -> Tensor:
-        return torch.repeat_interleave(self.of_tensors(), self.sizes, output_size=self.count)
-
     def kind_of_connections(self) -> Tensor:
         return torch.repeat_interleave(self.kinds, self.sizes, output_size=self.count)
 

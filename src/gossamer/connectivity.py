@@ -48,6 +48,9 @@ class Connectivity:
         self.store = store = Store(self._parameters, momentum=settings.mask_momentum > 0)
         self._floors = floors([parameter.numel() for parameter in self._parameters], settings.floor)
         self._protected: Tensor | None = None
+        # Of |w̃|: below this level weights go, as far as their size counts; and its root mean square at the beginning.
+        self._level = torch.zeros((), dtype=store.dtype, device=store.device)
+        self._usual = torch.zeros_like(self._level)
         self.take_up()
         self._costs = target.costs_on(store.sizes, store.device)
         self.log = HealthLog(len(weights), *log, store.device)
@@ -57,7 +60,6 @@ class Connectivity:
         # Scalars on the device, so that a captured step reads what was set before its replay.
         self.learning_rate = torch.zeros((), dtype=store.dtype, device=store.device)
         self.budget = torch.zeros((), dtype=torch.int64, device=store.device)
-        self._level = torch.zeros_like(self.learning_rate)  # of |w̃|: below it weights go, as far as their size counts
         self._met = torch.full_like(self.budget, target.total)  # the budget that the masks meet now
         self._threshold_size = 0.0  # of the last steps: the next one is seldom much larger
 
@@ -71,6 +73,9 @@ class Connectivity:
                 store.mask_variable.clamp_min_(torch.finfo(store.dtype).tiny)
             else:
                 store.mask_variable.fill_(settings.start_value)
+            squares = torch.linalg.vector_norm(store.dense).square()
+            self._usual.copy_((self._over_shards(squares) / self.total).sqrt())
+            self._level.zero_()
             self._protected = store.strongest(self._floors, self._group) if sum(self._floors) else None
 
     def set(self, *, learning_rate: float, budget: int, step: int) -> None:
@@ -164,11 +169,10 @@ class Connectivity:
     def _caps(self) -> Tensor:
         """How far the size of a weight counts: where a feature has no connection that varies, batch norm multiplies the
         gradient of what was removed by hundreds, and giants would push out all others."""
-        cap = self._level * self._settings.anchor_cap
-        if self._costs is None:
-            return cap.reshape(1)
-        prices = self._costs.of_tensors() if self.store.device.type == "cpu" else self._costs.of_connections()
-        return cap * prices
+        level = self._level.reshape(1)
+        if self._costs is not None:
+            level = level * self._costs.of_tensors()
+        return torch.maximum(level, self._usual) * self._settings.anchor_cap
 
     def damp(self) -> None:
         """Leave removed weights their share of new gradients, as `learn` does."""
@@ -299,7 +303,7 @@ class Connectivity:
             state["dense"] = self._named(store.dense_views)
             state["mask_variable"] = self._named(store.mask_variable_views)
             state["budget"] = self._met.clone()
-            state["level"] = self._level.clone()
+            state["sizes"] = torch.stack([self._level, self._usual])
             if store.velocity is not None:
                 state["velocity"] = self._named(store.views(store.velocity))
             if self._protected is not None:
@@ -318,8 +322,9 @@ class Connectivity:
         self._fill(store.dense_views, state["dense"])
         self._fill(store.mask_variable_views, state["mask_variable"])
         self._met.copy_(state["budget"])
-        if "level" in state:  # not in those from before masks were anchored
-            self._level.copy_(state["level"])
+        if "sizes" in state:  # not in those from before masks were anchored
+            self._level.copy_(state["sizes"][0])
+            self._usual.copy_(state["sizes"][1])
         if store.velocity is not None:
             self._fill(store.views(store.velocity), state["velocity"])
         if self._protected is not None:

@@ -74,8 +74,7 @@ def learn_masks_(
 ) -> Outcome:
     """Update the mask variables from the gradients of the weights. Leaves w̃ in `scratch`, and in the gradients what
     the optimizer shall apply to it. `anchor` is the share by which mask variables go back to |w̃|, or to `caps` where it
-    is larger (one for all; or one a tensor on a CPU, one a connection on an accelerator). With `reaches` (reach.py)
-    masks learn half-way."""
+    is larger (one for all, or one a tensor). With `reaches` (reach.py) masks learn half-way."""
     common = settings.scale in ("none", "global") and settings.estimator == "identity" and not settings.l2
     plain = store.velocity is None and moments is None and group is None and reaches is None
     plain = plain and (caps is None or len(caps) == 1)
@@ -103,15 +102,14 @@ def learn_masks_(
         _rescale_features_(views, weights, settings, moments, group)
     healthy = _healthy(squares, found_inf, moments, group)
     if store.device.type == "cpu":
-        for number, part in enumerate(parts):
-            cap = None if caps is None else caps[number if len(caps) > 1 else 0]
+        for part, cap in zip(parts, _one_a_part(caps, len(parts)), strict=True):
             for block in part:
                 if healthy:
                     if divisor is not None:
                         block.work.div_(divisor)
                     _descend_(block, block.work, settings, decay, learning_rate)
                     if settings.anchor:
-                        _anchor_(block, anchor, cap)
+                        _anchor_(block, anchor, [(block.work, cap)])
                 block.work.copy_(block.weight)  # here, while this piece of memory is in the cache
         _leave_weights([(tensor, work) for tensor, work in zip(scratch, views, strict=True) if tensor is not work])
         return Outcome(squares, healthy)
@@ -124,7 +122,12 @@ def learn_masks_(
             block, torch.where(healthy, block.work, 0.0), settings, decay, torch.where(healthy, learning_rate, 0.0)
         )
         if settings.anchor:
-            _anchor_(block, torch.where(healthy, anchor, 0.0).to(store.dtype), caps)
+            pieces = [block.work] if caps is None or len(caps) == 1 else views
+            _anchor_(
+                block,
+                torch.where(healthy, anchor, 0.0).to(store.dtype),
+                list(zip(pieces, _one_a_part(caps, len(pieces)), strict=True)),
+            )
         if block.velocity is not None and velocity is not None:
             torch.where(healthy, block.velocity, velocity, out=block.velocity)
     _leave_weights(list(zip(scratch, store.dense_views, strict=True)))
@@ -246,10 +249,16 @@ def _descend_(block: _Block, work: Tensor, settings: Settings, decay: float, lea
     method.update_mask_variable_(block.mask_variable, direction, learning_rate=learning_rate)
 
 
-def _anchor_(block: _Block, share: Tensor | float, cap: Tensor | None) -> None:
+def _one_a_part(caps: Tensor | None, parts: int) -> Sequence[Tensor | None]:
+    return [None] * parts if caps is None else list(caps.expand(parts))
+
+
+def _anchor_(block: _Block, share: Tensor | float, caps: Sequence[tuple[Tensor, Tensor | None]]) -> None:
+    """Towards |w̃|, which is written where `caps` names parts of it with the largest size that counts there."""
     magnitude = torch.abs(block.weight, out=block.work)
-    if cap is not None:
-        magnitude.clamp_max_(cap)
+    for part, cap in caps:
+        if cap is not None:
+            part.clamp_max_(cap)
     method.anchor_mask_variable_(block.mask_variable, magnitude, share=share)
 
 

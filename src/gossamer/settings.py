@@ -28,7 +28,7 @@ class Settings:
     start: str = "magnitude"  # of the mask variables: |w̃| of the warmed-up weights, or one constant
     start_value: float = 1.0  # that constant
     anchor: float = 0.001  # share by which mask variables go back to |w̃| in each step; 0: they remember all steps
-    anchor_cap: float = 3.0  # |w̃| counts up to so many times the size at which weights go; 0: it always counts
+    anchor_cap: float = 3.0  # |w̃| counts up to so many times the size at which weights go, or usual ones; 0: always
     removed_gradient: float = 0.5  # share of their gradient that removed weights follow: 0, they rest; 1 is the paper's
     halfway: bool = False  # mask gradient of kept weights half-way along their step, so that noise does not sink masks
     l2: float = 0.0  # λ2 in the mask gradient, for the reading where the L2 term acts on the masks
@@ -56,7 +56,7 @@ class Settings:
                 ("mask_lr", "a number above 0", self.mask_lr > 0),
                 ("mask_momentum", "a number from 0 to below 1", 0 <= self.mask_momentum < 1),
                 ("anchor", "a share from 0 to below 1", 0 <= self.anchor < 1),
-                ("anchor_cap", "at least 1, or 0", self.anchor_cap >= 1 or self.anchor_cap == 0),
+                ("anchor_cap", "a number of at least 1, or 0", self.anchor_cap >= 1 or self.anchor_cap == 0),
                 ("removed_gradient", "a share from 0 to 1", 0 <= self.removed_gradient <= 1),
                 ("start_value", "a number above 0, as masks start as connections", self.start_value > 0),
                 (

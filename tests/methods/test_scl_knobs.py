@@ -49,7 +49,7 @@ class ByHand:
 
     def __init__(self, weights: Array, **settings: Any) -> None:
         self.m, self.options = np.abs(weights), SCLOptions(**settings)
-        self.unit, self.level = self.m.mean(), 0.0
+        self.unit, self.level, self.usual = self.m.mean(), 0.0, np.sqrt(np.mean(weights**2))
         self.mask = np.ones(40, dtype=bool)
         self.directions: list[Array] = []
         self.squares: dict[str, list[Array]] = {"feature": [], "layer": [], "global": []}
@@ -73,7 +73,7 @@ class ByHand:
         cosine = 0.5 * (1 + math.cos(math.pi * number / 15))
         self.m = self.m - told.mask_lr * self.direction(g * seen) * cosine
         anchor = told.anchor * (cosine if told.anchor_anneal == "cosine" else 1.0)
-        cap = told.anchor_cap * self.level if told.anchor_cap else np.inf
+        cap = told.anchor_cap * max(self.level, self.usual) if told.anchor_cap else np.inf
         self.m = (1 - anchor) * self.m + anchor * np.minimum(np.abs(w), cap)
         self.level *= 1 - anchor
         self.variables.append(self.m)

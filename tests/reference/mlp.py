@@ -154,7 +154,7 @@ def train(problem: Problem, settings: Settings, steps: int) -> tuple[Snapshot, .
         [np.zeros_like(tensor) for tensor in group] for group in (weights, biases, masks)
     )
     trajectory: list[Snapshot] = []
-    level = 0.0
+    level, usual = 0.0, np.sqrt(np.mean(np.concatenate([each.ravel() for each in weights]) ** 2))
     for step in range(steps):
         rows = problem.batches[step % len(problem.batches)]
         used, kept = tuple(map(scl.masked_weight, weights, masks)), [scl.unit_step(mask) for mask in masks]
@@ -169,7 +169,7 @@ def train(problem: Problem, settings: Settings, steps: int) -> tuple[Snapshot, .
         )
         for i in range(len(weights)):
             masks[i], mask_velocity[i] = decay(masks[i], mask_velocity[i], mask_gradients[i])
-            size = np.minimum(np.abs(weights[i]), settings.cap * level if settings.cap else np.inf)
+            size = np.minimum(np.abs(weights[i]), settings.cap * max(level, usual) if settings.cap else np.inf)
             masks[i] = masks[i] + settings.anchor(step) * (size - masks[i])
             share = np.where(kept[i] > 0, 1.0, settings.removed).astype(kept[i].dtype)
             weights[i], weight_velocity[i] = sgd(weights[i], weight_velocity[i], share * gradients.weights[i])

@@ -17,8 +17,9 @@ To be tried out; each has a default that changes nothing. With d the mask gradie
     mask gradient   of what is kept at w̃ − `midpoint`·η·g. Where noise pulls weights to and fro around their best,
                 E[g·w̃] = η/2·E[g²]/(1 − momentum), so that masks sink by the noise of their weights, in long runs and
                 first layers most of all; `midpoint` = 1/2/(1 − momentum) takes that out
-    anchor      draws m̃ to |w̃|, at most to `anchor_cap` times the level below which weights go by their size; it stays,
-                or comes down with the learning rate of m̃ (`anchor_anneal`)
+    anchor      draws m̃ to |w̃|, at most to `anchor_cap` times the level below which weights go by their size, or times
+                the root mean square of w̃ at the start where that is more; it stays, or comes down with the learning
+                rate of m̃ (`anchor_anneal`)
     gradient    of what is removed, times `removed_gradient` (1 in the paper), in rows that are sparser than
                 `removed_gradient_above`
 """
@@ -95,12 +96,12 @@ class SCLOptions(Options):
             "curvature",
             "hysteresis",
             "midpoint",
-            "anchor_cap",
         )
         expect(
             self,
             **{name: (is_rate(getattr(self, name)), "a number of at least 0") for name in rates},
             alpha=(0 < self.alpha < math.inf, "a number above 0"),
+            anchor_cap=(self.anchor_cap == 0 or 1 <= self.anchor_cap < math.inf, "a number of at least 1, or 0"),
             start_value=(self.start_value is None or 0 < self.start_value < math.inf, "a number above 0, or none"),
             decay=(self.decay is None or is_rate(self.decay), "a number of at least 0, or none"),
             floor=(self.floor is None or 0 <= self.floor < 1, "a share from 0 to below 1, or none"),
@@ -166,6 +167,7 @@ class SCL(DenseGradient[SCLOptions]):
         self._curvature, self._hysteresis = each_row("curvature"), each_row("hysteresis")
         self._midpoint = each_row("midpoint") if any_row("midpoint") else None
         self._cap, self._level = each_row("anchor_cap"), start.new_zeros(len(settings), 1)
+        self._usual = weights.square().mean(1, keepdim=True).sqrt()
         anneals = [each.anchor_anneal if each.decay is None else each.anneal for each in settings]
         anchored = any(each.anchor for each in settings)
         self._anchor = timeline.annealed([each.anchor for each in settings], anneals) if anchored else None
@@ -199,7 +201,7 @@ class SCL(DenseGradient[SCLOptions]):
         self._variable.copy_(self._variable - push * rate)
         if self._anchor is not None:
             share = self._timeline.now(self._anchor)
-            cap = torch.where(self._cap > 0, self._cap * self._level, torch.inf)
+            cap = torch.where(self._cap > 0, self._cap * torch.maximum(self._level, self._usual), torch.inf)
             self._variable.lerp_(torch.minimum(magnitude(weights), cap), share)
             self._level.mul_(1.0 - share)
         if self._apart:
@@ -229,7 +231,7 @@ class SCL(DenseGradient[SCLOptions]):
         means = {f"{kind}_squares": scale.squares for kind, scale in self._scales.items()}
         means |= {"mean": self._mean, "square": self._square, "memory": self._memory}
         found = self._budget.state() | {name: mean.value for name, mean in means.items() if mean is not None}
-        found["level"] = self._level
+        found |= {"level": self._level, "usual": self._usual}
         return {**found, "variable": self._variable, "unit": self._unit} if self._apart else found
 
     def _halfway(self, gradient: Tensor, weights: Tensor) -> Tensor:

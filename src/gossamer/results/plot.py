@@ -115,7 +115,7 @@ def map_fitting_curves(records: Sequence[Record], path: Path) -> None:
 
 def _wrapped(line: Line) -> str:
     """Long names would leave no room for the plot."""
-    return textwrap.fill(line.label, 44, break_on_hyphens=False)
+    return textwrap.fill(line.label, 60, break_on_hyphens=False)
 
 
 def _write(figure: Any, path: Path) -> None:

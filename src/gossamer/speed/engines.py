@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+import logging
 import shutil
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -147,7 +149,7 @@ def _onnxruntime_int8(job: Job) -> Ready:
     target = source.with_suffix(".int8.onnx")
     if not target.is_file():
         prepared = source.with_suffix(".prepared.onnx")
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), _no_remarks():
             warnings.simplefilter("ignore")
             quant_pre_process(str(source), str(prepared), skip_symbolic_shape=True)
             network = onnx.load(str(prepared))
@@ -161,6 +163,18 @@ def _onnxruntime_int8(job: Job) -> Ready:
             else:
                 quantization.quantize_dynamic(str(prepared), str(target), per_channel=True)
     return _session(target, job)
+
+
+@contextmanager
+def _no_remarks() -> Iterator[None]:
+    """The quantiser tells the root logger, weight by weight, what it cannot cut along an axis: a line a batch norm."""
+    root = logging.getLogger()
+    level = root.level
+    root.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        root.setLevel(level)
 
 
 def _calibration(path: Path, inputs: Sequence[Tensor]) -> Any:
