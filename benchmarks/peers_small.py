@@ -23,7 +23,7 @@ from gossamer import data
 from gossamer.data.sets import ImageSet, Labelled
 from gossamer.models.initialise import he_initialise_
 from gossamer.models.resnet import BasicBlock
-from gossamer.results import race_blocks
+from gossamer.results import race_blocks, race_table
 from gossamer.results.records import table
 from gossamer.side_by_side import Member, run_race
 from gossamer.side_by_side.compare import Comparison, entrant, record
@@ -161,8 +161,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for sparsity in told.sparsity
         for file in race(told.out, NETWORKS[told.net], told.methods, sparsity, told.seeds, told.epochs, images)
     ]
-    for _, head, rows in race_blocks([json.loads(file.read_text()) for file in files]):
-        print(table(head, rows))
+    for block in race_blocks([json.loads(file.read_text()) for file in files]):
+        print(table(*race_table(block)))
 
 
 if __name__ == "__main__":

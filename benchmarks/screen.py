@@ -8,14 +8,17 @@
     python benchmarks/screen.py --stage decay --sparsity 0.5 0.7 0.9 0.95 --epochs 100
     python benchmarks/screen.py --stage sinking --sparsity 0.5 0.95 0.98 --epochs 60
     python benchmarks/screen.py --stage share --sparsity 0.5 0.7 0.95 0.98 --epochs 60
+    python benchmarks/screen.py --stage ending --sparsity 0.7 0.95 0.98 --epochs 60
+    python benchmarks/screen.py --stage whole-decay --sparsity 0.5 0.7 0.95 0.98 --epochs 60
 
 Screening: 50 epochs, 5,000 images held out, three seeds each; the table is by accuracy on those images, with the
 difference to the default in runs of the same seed (same trunk, same batches). The test accuracy is in the records and
 is not looked at. Normalisation: the same for the paper's scale of mask gradients, with the exact budget and with fixed
 λ1, in which the sparsity is what comes out. Damping: less gradient for removed weights, alone and with what may go with
 it. Sinking: what keeps masks of noisy layers from going down in long runs. Share: of their gradient that removed
-weights follow. Final: the chosen settings at 50 to 98 % zeros with the dense network and two peers, on all training
-images. One JSON record a run; a run that has one is not trained again, and a race that was cut short goes on.
+weights follow. Ending, whole decay: weight decay, anchor and phases once they follow less. Final: the chosen settings
+at 50 to 98 % zeros with the dense network and two peers, on all training images. One JSON record a run; a run that has
+one is not trained again, and a race that was cut short goes on.
 """
 
 import argparse
@@ -227,6 +230,36 @@ SHARE = tuple(
         ("quarter, half the warm-up", {**TODAY, **QUARTER, "phases": (0.12, 0.48, 0.16, 0.24)}, (0.98,)),
     )
 )
+# With masks that do not sink: is weight decay still to come down with what is left, and what should the end be like?
+FOURTH, WHOLE = {"weight_decay_power": 0.25}, {"weight_decay_power": 0.0}
+ENDING = tuple(
+    Hypothesis(name, {**LASTING, **TODAY, **settings}, sparsities=sparsities)
+    for name, settings, sparsities in (
+        ("default", {}, (0.7, 0.95, 0.98)),
+        ("decay with the fourth root", FOURTH, (0.7,)),
+        ("whole decay", WHOLE, (0.7,)),
+        ("quarter, decay with the fourth root", {**QUARTER, **FOURTH}, (0.95, 0.98)),
+        ("quarter, whole decay", {**QUARTER, **WHOLE}, (0.95, 0.98)),
+        ("quarter, anchor comes down", {**QUARTER, "anchor_anneal": "cosine"}, (0.95, 0.98)),
+        ("quarter, masks to the end", {**QUARTER, **TO_THE_END}, (0.95, 0.98)),
+    )
+)
+# It is not: with the whole decay, what of the rest holds, and do the peers gain as well?
+COMES_DOWN, EVERYWHERE = {"anchor_anneal": "cosine"}, (0.5, 0.7, 0.95, 0.98)
+WHOLE_DECAY = (
+    *(
+        Hypothesis(name, {**LASTING, **TODAY, **WHOLE, **settings}, sparsities=sparsities)
+        for name, settings, sparsities in (
+            ("whole decay", {}, EVERYWHERE),
+            ("quarter, whole decay", QUARTER, EVERYWHERE),
+            ("quarter, whole decay, anchor comes down", {**QUARTER, **COMES_DOWN}, EVERYWHERE),
+            ("whole decay, anchor comes down", COMES_DOWN, EVERYWHERE),
+            ("eighth, whole decay, anchor comes down", {**EIGHTH, **COMES_DOWN}, (0.98,)),
+        )
+    ),
+    Hypothesis("str, whole decay", {**LASTING, **WHOLE, "method": "str"}, sparsities=(0.5, 0.95, 0.98)),
+    Hypothesis("autoprune, whole decay", {**LASTING, **WHOLE, "method": "autoprune"}, sparsities=(0.95, 0.98)),
+)
 STAGES = {
     "screening": HYPOTHESES,
     "normalisation": NORMALISATION,
@@ -236,6 +269,8 @@ STAGES = {
     "decay": DECAY,
     "sinking": SINKING,
     "share": SHARE,
+    "ending": ENDING,
+    "whole-decay": WHOLE_DECAY,
 }
 
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from gossamer.schedule import Phase, Plan, connections_left, make_plan, steps_of
+from gossamer.schedule import Phase, Plan, connections_left, make_plan, sparse_weight_decay, steps_of
 
 
 @pytest.mark.parametrize(
@@ -91,3 +91,9 @@ def test_budget_ramp_ends_exactly_at_the_target() -> None:
     assert budgets[-1] == 50
     assert budgets == sorted(budgets, reverse=True)
     assert budgets[50] == 50 + round(950 / 8)
+
+
+def test_weight_decay_falls_with_what_is_left() -> None:
+    assert sparse_weight_decay(0.01, left=0.25, power=0.5) == pytest.approx(0.005)
+    assert sparse_weight_decay(0.01, left=0.25, power=2.0) == pytest.approx(0.01 / 16)
+    assert sparse_weight_decay(0.01, left=0.25, power=0.0) == sparse_weight_decay(0.01, left=1.0, power=2.0) == 0.01

@@ -201,6 +201,10 @@ def test_bad_requests_say_what_was_expected() -> None:
     refused("expected a preset out of default, paper, got 'papre'", sparsity=0.5, preset="papre")
     refused("unknown setting 'mask_rate': did you mean 'mask_lr'", sparsity=0.5, mask_rate=1.0)
     refused("estimator: expected one of identity, .* got 'ste'", sparsity=0.5, estimator="ste")
+    refused("anchor: expected a share from 0 to below 1, got 1.0", sparsity=0.5, anchor=1.0)
+    refused("anchor: expected a share from 0 to below 1, got -0.1", sparsity=0.5, anchor=-0.1)
+    refused("anchor_cap: expected a number of at least 1, or 0, got 0.5", sparsity=0.5, anchor_cap=0.5)
+    refused("anchor_cap: expected a number of at least 1, or 0, got nan", sparsity=0.5, anchor_cap=math.nan)
     refused("take 125 steps, but the run has only 100", sparsity=0.5, warmup="110it", sparsify="0it")
 
 
@@ -239,3 +243,39 @@ def test_the_size_of_a_weight_counts_up_to_a_cap(cap: float) -> None:
     assert float(connectivity._level) == pytest.approx(cut, rel=0.1)
     usual = float(connectivity._usual)
     assert highest == pytest.approx(3 * max(cut, usual) if cap else 900.0, rel=0.15)
+
+
+def test_with_a_flops_budget_the_cap_goes_with_what_a_connection_costs() -> None:
+    """The weights rest, so that all sizes are known: m̃ is the size of a weight, less the level times its cost."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.Flatten(), nn.Linear(4 * 36, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    images = torch.randn(4, 1, 8, 8)
+    sparsifier = gossamer.Sparsifier(
+        model, optimizer, flops=0.4, example_input=images, total_steps=100, anchor=0.2, anchor_cap=3.0, mask_lr=1e-8,
+        floor=0.0, warmup="0it", sparsify="20it", stabilise="79it",
+    )  # fmt: skip
+    connectivity = sparsifier._connectivity
+    assert connectivity is not None
+    sizes = torch.cat([model[0].weight.flatten(), model[2].weight.flatten()]).detach().abs().double()
+    cost = torch.cat([torch.full((36,), 36), torch.full((432,), 1)])  # multiply-adds: 6 × 6 positions, or one
+    usual = float(sizes.square().mean().sqrt())
+    giants = []
+    for step in range(98):
+        model(images).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 30:
+            removed = (~connectivity.store.mask).nonzero().flatten().tolist()
+            giants = [min(removed), max(removed)]  # one of each tensor
+            connectivity.store.dense[giants] = 1000.0
+    assert giants[0] < 36 <= giants[1]
+    sizes[giants] = 1000.0
+    order = (sizes / cost).argsort(descending=True)
+    fits = cost[order].cumsum(0) <= int(0.4 * (36 * 36 + 432))
+    level = float((sizes / cost)[order][~fits][0])  # the first one that goes
+    assert float(connectivity._level) == pytest.approx(level, rel=1e-3)
+    assert level * 1 < usual < level * 36  # so both sides of the bound are seen
+    for giant in giants:
+        highest = float(connectivity.store.mask_variable[giant]) + level * int(cost[giant])
+        assert highest == pytest.approx(3 * max(level * int(cost[giant]), usual), rel=1e-3)

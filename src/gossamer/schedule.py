@@ -133,3 +133,9 @@ def make_plan(
 def connections_left(ramp: float, total: int, target: int) -> int:
     """The budget along the ramp: a cubic from everything to the target, fast at first while much is superfluous."""
     return target + int((total - target) * (1.0 - ramp) ** 3 + 0.5)
+
+
+def sparse_weight_decay(dense: float, *, left: float, power: float) -> float:
+    """The weight decay once connections go, from that of the dense network and the share that shall be left: a sparse
+    network fits less, and wants less of it."""
+    return dense * math.pow(left, power)

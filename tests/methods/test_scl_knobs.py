@@ -239,6 +239,8 @@ def test_a_step_can_be_captured(name: str, monkeypatch: pytest.MonkeyPatch) -> N
         ({"start": "zero"}, "start: expected one of magnitude, layer_magnitude, got 'zero'"),
         ({"score_memory": 1.0}, "score_memory: expected a decay from 0 to below 1, got 1.0"),
         ({"removed_gradient": -0.5}, "removed_gradient: expected a number from 0 to 1, got -0.5"),
+        ({"anchor": 1.0}, "anchor: expected a decay from 0 to below 1, got 1.0"),
+        ({"anchor_cap": 0.5}, "anchor_cap: expected a number of at least 1, or 0, got 0.5"),
         ({"ramp_share": 0.0}, "ramp_share: expected a number above 0, got 0.0"),
     ],
 )

@@ -2,15 +2,25 @@
 
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from gossamer.methods import METHODS
-from gossamer.results import labels, plot, race_blocks, race_page
-from gossamer.results.pages import drawings
-from gossamer.results.races import race_table, races
+from gossamer.results import Record, plot, race_blocks, race_page, race_table
+from gossamer.results.pages import drawings, summary
+from gossamer.results.races import race_groups, races
+
+
+def rows_of(records: Sequence[Record], key: str = "accuracy") -> list[list[str]]:
+    (block,) = race_blocks(records)
+    return race_table(block, key)[1]
+
+
+def labels(records: Sequence[Record]) -> list[str]:
+    return [group.label() for group in race_groups(records)]
 
 
 def record(method: str, sparsity: float, accuracy: float, seed: int = 0, **more: Any) -> dict[str, Any]:
@@ -37,7 +47,7 @@ def test_a_row_a_method_and_a_column_a_sparsity() -> None:
     runs = [record("dense", 0.0, 92.0), record("scl", 0.5, 91.0), record("scl", 0.5, 92.0, seed=1)]
     runs += [record("dpf", 0.95, 89.0), record("dpf", 0.95, 90.0, seed=1), record("scl", 0.95, 90.0)]
     runs += [record("rigl", 0.98, 80.0), record("rigl", 0.98, 80.0, seed=1)]
-    head, rows = race_table(runs)
+    head, rows = race_table(*race_blocks(runs))
     assert head == ["method", "0 %", "50 %", "95 %", "98 %"]
     titles = {name: METHODS[name].title for name in ("dense", "scl", "dpf", "rigl")}
     assert rows == [  # best first at 95 %, where most can be compared
@@ -46,16 +56,21 @@ def test_a_row_a_method_and_a_column_a_sparsity() -> None:
         [titles["dpf"], "–", "–", "89.50 ± 0.71", "–"],
         [titles["rigl"], "–", "–", "–", "80.00 ± 0.00"],
     ]
-    assert race_table(runs, "train_loss")[1][0][1] == "0.250 (1)"
-    assert race_table([record("scl", 0.9, 90.0, validation_accuracy=None)], "validation_accuracy")[1][0][1] == "–"
+    assert rows_of(runs, "train_loss")[0][1] == "0.250 (1)"
+    assert rows_of([record("scl", 0.9, 90.0, validation_accuracy=None)], "validation_accuracy")[0][1] == "–"
 
 
 def test_runs_that_have_diverged_are_counted() -> None:
     runs = [record("dpf", 0.9, 90.0), record("dpf", 0.9, 10.0, seed=1, train_loss=None), record("scl", 0.9, 91.0)]
-    rows = {row[0]: row[1] for row in race_table(runs)[1]}
+    rows = {row[0]: row[1] for row in rows_of(runs)}
     assert rows[METHODS["dpf"].title] == "50.00 ± 56.57 (1 diverged)"
     assert rows[METHODS["scl"].title] == "91.00 (1)"
-    assert race_table(runs, "train_loss")[1][1][1] == "0.250 (1) (1 diverged)"
+    assert rows_of(runs, "train_loss")[1][1] == "0.250 (1) (1 diverged)"
+
+
+def test_a_method_that_was_called_otherwise_has_one_row() -> None:
+    runs = [record("dpf", 0.9, 90.0), record("magnitude", 0.9, 91.0, seed=1)]
+    assert rows_of(runs) == [[METHODS["dpf"].title, "90.50 ± 0.71"]]
 
 
 def test_a_record_from_before_a_setting_tells_what_it_was_then() -> None:
@@ -72,7 +87,7 @@ def test_a_row_says_what_differs_from_the_defaults() -> None:
         record("scl", 0.9, 90.0, race={"warmup": 10, "sparsify": 20, "label_smoothing": 0.1}),
     ]
     title = METHODS["scl"].title
-    assert labels([runs[0], *runs])[1:] == [
+    assert labels([runs[0], *runs]) == [
         title,
         f"{title}, mask_lr=0.03, shares=0.2+0.8",
         f"{METHODS['dpf'].title}, weight_decay=0.0005",
@@ -80,25 +95,100 @@ def test_a_row_says_what_differs_from_the_defaults() -> None:
     ]
 
 
+STRONG = {"weight_decay": 5e-4, "weight_decay_power": 0.5}
+SAID = "all with weight_decay=0.0005, weight_decay_power=0.5"
+
+
 def test_what_all_methods_have_is_said_once() -> None:
-    strong = {"weight_decay": 5e-4}
-    runs = [record("dense", 0.0, 90.0, settings=strong)]
-    runs += [record(name, 0.9, 90.0, settings={**strong, "weight_decay_power": 0.5}) for name in ("scl", "dpf")]
-    runs.append(record("scl", 0.9, 90.0, settings={**strong, "weight_decay_power": 0.5, "mask_lr": 0.1}))
-    ((title, _, rows),) = race_blocks(runs)
-    assert title == "single connections, all with weight_decay=0.0005, weight_decay_power=0.5"
+    runs = [record("dense", 0.0, 90.0, settings={"weight_decay": 5e-4})]
+    runs += [record(name, 0.9, 90.0, settings=STRONG) for name in ("scl", "dpf")]
+    runs.append(record("scl", 0.9, 90.0, settings={**STRONG, "mask_lr": 0.1, "recalibrate": True}))
+    (block,) = race_blocks(runs)
+    assert (block.kind, block.shared) == ("single connections", ("weight_decay=0.0005", "weight_decay_power=0.5"))
+    assert block.title == f"single connections, {SAID}"
     ours = METHODS["scl"].title
-    assert sorted(row[0] for row in rows) == sorted(["dense", ours, f"{ours}, mask_lr=0.1", METHODS["dpf"].title])
-    assert race_page(runs).splitlines()[2] == f"{title.capitalize()}:"
-    (alone,) = race_blocks([runs[1]])  # one method has only its row to say it
-    assert alone[2][0][0] == f"{ours}, weight_decay=0.0005, weight_decay_power=0.5"
+    said = [row[0] for row in rows_of(runs)]
+    assert sorted(said) == sorted(["dense", ours, f"{ours}, mask_lr=0.1, recalibrate=True", METHODS["dpf"].title])
+    assert race_page(runs).splitlines()[2] == f"Single connections, {SAID}:"
+    assert race_blocks([runs[1]])[0].title == "single connections"  # one method has only its row to say it
+    assert rows_of([runs[1]])[0][0] == f"{ours}, weight_decay=0.0005, weight_decay_power=0.5"
+
+
+def test_a_title_keeps_the_capitals_of_values() -> None:
+    runs = [record(name, 0.9, 90.0, settings={"recalibrate": True}) for name in ("scl", "dpf")]
+    assert "\nSingle connections, all with recalibrate=True:\n" in race_page(runs)
 
 
 def test_whole_filters_stand_apart() -> None:
-    blocks = race_blocks([record(name, 0.5, 90.0) for name in ("slimming", "scl", "dpf")])
-    assert [(title, [row[0] for row in rows]) for title, _, rows in blocks] == [
+    runs = [record(name, 0.5, 90.0) for name in ("slimming", "scl", "dpf")]
+    blocks = race_blocks(runs)
+    assert [(block.title, [row[0] for row in race_table(block)[1]]) for block in blocks] == [
         ("single connections", [METHODS["scl"].title, METHODS["dpf"].title]),
         ("whole filters", [METHODS["slimming"].title]),
+    ]
+    assert [line for line in race_page(runs).splitlines() if line.endswith(":")] == [
+        "Single connections:",
+        "Whole filters:",
+    ]
+
+
+def test_each_kind_has_what_its_own_methods_share() -> None:
+    runs = [record(name, 0.5, 90.0, settings=STRONG) for name in ("scl", "dpf")]
+    runs += [record(name, 0.5, 90.0) for name in ("slimming", "l1_filter")]
+    assert [block.title for block in race_blocks(runs)] == [f"single connections, {SAID}", "whole filters"]
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A checkout without a run."""
+    (tmp_path / "race-resnet20").mkdir()
+    (tmp_path / "step-overhead").mkdir()
+    for name in ("cpu", "h200"):
+        (tmp_path / "step-overhead" / f"{name}.json").write_text('{"rows": []}')
+    return tmp_path
+
+
+def rows_of_the_readme(checkout: Path, runs: Sequence[Record]) -> list[list[str]]:
+    for number, each in enumerate(runs):
+        (checkout / "race-resnet20" / f"{number}.json").write_text(json.dumps({**each, "tier": "final"}))
+    lines = [line for line in summary(checkout).splitlines() if line.startswith("| ")]
+    return [line.strip("| ").split(" | ") for line in lines[2:]]
+
+
+def test_the_readme_has_of_each_method_what_is_nearest_to_the_defaults(checkout: Path) -> None:
+    runs = [
+        record("dense", 0.0, 93.0),
+        record("scl", 0.9, 92.0, settings={"mask_lr": 0.1, "distil": 0.5}),
+        record("scl", 0.9, 91.0, settings={"mask_lr": 0.1}),
+        record("dpf", 0.9, 90.0),
+        record("dpf", 0.5, 92.5, settings={"weight_decay": 5e-4}),
+    ]
+    assert rows_of_the_readme(checkout, runs) == [
+        ["dense", "93.00", "–"],
+        [f"{METHODS['scl'].title}, mask_lr=0.1", "–", "91.00"],
+        [METHODS["dpf"].title, "–", "90.00"],
+    ]  # and no column for what is not there
+
+
+def test_of_two_that_are_as_near_the_readme_has_the_better(checkout: Path) -> None:
+    rates = {0.02: 90.0, 0.1: 92.0, 0.05: 91.0}
+    runs = [record("scl", 0.9, accuracy, settings={"mask_lr": rate}) for rate, accuracy in rates.items()]
+    assert rows_of_the_readme(checkout, runs) == [[f"{METHODS['scl'].title}, mask_lr=0.1", "92.00"]]
+
+
+def test_methods_whose_titles_begin_alike_both_are_in_the_readme(
+    checkout: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(METHODS["dpf"], "title", "magnitude")
+    monkeypatch.setattr(METHODS["gradual"], "title", "magnitude, gradual")
+    runs = [
+        record("dpf", 0.9, 90.0, settings={"weight_decay": 5e-4}),
+        record("gradual", 0.9, 89.0),
+        record("gradual", 0.9, 91.0, settings={"weight_decay": 2e-4}),
+    ]
+    assert rows_of_the_readme(checkout, runs) == [
+        ["magnitude, weight_decay=0.0005", "90.00"],
+        ["magnitude, gradual", "89.00"],
     ]
 
 
@@ -138,6 +228,7 @@ def test_every_length_and_tier_has_its_section(page: str) -> None:
     ]
     sections = page.split("\n### ")
     assert "90.30" in sections[1]
+    assert [section.count("\nSingle connections:\n") for section in sections] == [0, 2, 2, 3, 0]
     assert "89.60" in sections[2]
     assert "Whole filters:" in sections[3]
     assert "86.50" in sections[4]
@@ -182,7 +273,7 @@ def test_runs_that_try_settings_are_in_no_race(page: str) -> None:
 def test_the_plot_has_a_line_a_method(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     points = [("dense", 0.0, 92.0), ("scl", 0.9, 91.0), ("scl", 0.9, 91.5), ("scl", 0.5, 92.0), ("slimming", 0.5, 90.0)]
     records = [record(*point) for point in points]
-    scl = plot.lines(records)[1]
+    scl = plot.panels(records)[0].sparse[0]
     assert (scl.sparsity, scl.accuracy) == ((50.0, 90.0), (92.0, 91.25))
     assert scl.spread == (0.0, pytest.approx(0.5 / 2**0.5))
     plot.accuracy_against_sparsity(records, tmp_path / "race.svg")
@@ -203,3 +294,35 @@ def test_at_one_sparsity_the_plot_has_a_row_a_method_the_best_on_top(tmp_path: P
     height = {name: float(found[1]) for name, found in places.items() if found}  # from the top
     assert height["scl"] < height["dpf"] < height["rigl"]
     assert "90 % zeros" in drawn
+
+
+def texts(drawn: Path) -> list[str]:
+    return re.findall(r">([^<>]+)</t", drawn.read_text())
+
+
+@pytest.mark.parametrize("at", [(0.9,), (0.9, 0.95)])
+def test_a_panel_says_what_all_its_runs_share(tmp_path: Path, at: Sequence[float]) -> None:
+    runs = [record("dense", 0.0, 92.0, settings={"weight_decay": 5e-4})]
+    for sparsity in at:
+        runs += [record(name, sparsity, 90.0, settings={**STRONG, "distil": 0.5}) for name in ("scl", "dpf")]
+        runs += [record(name, sparsity, 90.0) for name in ("slimming", "l1_filter")]
+    single, whole = plot.panels(runs)
+    zeros = ", 90 % zeros" if len(at) == 1 else ""
+    assert single.title == f"single connections{zeros}, {SAID}, distil=0.5"
+    assert [line.label for line in single.sparse] == [METHODS["scl"].title, METHODS["dpf"].title]
+    assert [line.label for line in single.dense] == ["dense"]
+    assert whole.title == f"whole filters{zeros}"
+    assert [line.label for line in whole.dense] == ["dense, weight_decay=0.0005"]  # here nothing above says it
+    plot.accuracy_against_sparsity(runs, tmp_path / "race.svg")
+    drawn = texts(tmp_path / "race.svg")
+    (first,) = [number for number, text in enumerate(drawn) if text.startswith("single connections")]
+    assert single.title.startswith(drawn[first])
+    assert " ".join(drawn[first:]).startswith(single.title)  # wrapped, but all there
+    assert len(drawn[first]) <= (60 if zeros == "" else 40) < len(single.title)
+
+
+def test_dense_runs_alone_have_a_panel(tmp_path: Path) -> None:
+    (panel,) = plot.panels([record("dense", 0.0, 92.0)])
+    assert (panel.sparse, [line.accuracy for line in panel.dense]) == ((), [(92.0,)])
+    plot.accuracy_against_sparsity([record("dense", 0.0, 92.0)], tmp_path / "race.svg")
+    assert "dense" in texts(tmp_path / "race.svg")

@@ -20,7 +20,7 @@ from gossamer.cli.arguments import (
 from gossamer.cli.telling import lines_to
 from gossamer.methods import METHODS
 from gossamer.recipes import find
-from gossamer.results import about, race_blocks, sweep_table
+from gossamer.results import about, race_blocks, race_table, sweep_table
 from gossamer.side_by_side import runs_of, sweep
 from gossamer.side_by_side.compare import TIERS, Comparison, compare
 from gossamer.side_by_side.sweeps import record_path
@@ -122,8 +122,8 @@ class Compare:
 
         def show(records: list[dict[str, Any]]) -> None:
             console.print(about(records), highlight=False)
-            for title, head, rows in race_blocks(records):
-                console.print(tables.of_rows(head, rows, title))
+            for block in race_blocks(records):
+                console.print(tables.of_rows(*race_table(block), block.title))
 
         compare(
             comparison,

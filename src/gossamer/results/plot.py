@@ -3,15 +3,13 @@
 import importlib.util
 import statistics
 import textwrap
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gossamer.methods import find
 from gossamer.results.exhibits import best_of, rates_of
-from gossamer.results.races import labels
+from gossamer.results.races import Block, Group, race_blocks
 from gossamer.results.records import Record
 
 _MARKERS = "osD^v<>PXp"  # with the ten colours twice, so that each of twenty lines has its own pair
@@ -44,18 +42,37 @@ def check(path: Path | None = None) -> None:
             raise ValueError(f"expected a plot whose name ends in one of {', '.join(kinds)}, got {path.name!r}")
 
 
-def lines(records: Sequence[Record]) -> list[Line]:
-    """What is drawn, in the order in which methods first appear."""
-    found: dict[tuple[str, str], dict[float, list[float]]] = defaultdict(lambda: defaultdict(list))
-    for label, record in zip(labels(records), records, strict=True):
-        found[record["method"], label][100 * record["asked_sparsity"]].append(record["accuracy"])
-    drawn = []
-    for (method, label), points in found.items():
-        at = sorted(points)
-        spread = [statistics.stdev(points[each]) if len(points[each]) > 1 else 0.0 for each in at]
-        mean = [statistics.mean(points[each]) for each in at]
-        drawn.append(Line(method, label, tuple(at), tuple(mean), tuple(spread)))
-    return drawn
+@dataclass(frozen=True)
+class Panel:
+    """Methods that are compared with each other."""
+
+    title: str
+    dense: tuple[Line, ...]  # in every panel
+    sparse: tuple[Line, ...]  # the best first, as in the table
+    sparsity: tuple[float, ...]  # in percent, rising
+
+
+def panels(records: Sequence[Record]) -> list[Panel]:
+    """What is drawn."""
+    blocks = race_blocks(records)
+    dense = [group for block in blocks for group in block.groups if group.method == "dense"]
+    found = [_panel(block, dense) for block in blocks]
+    return [panel for panel in found if panel.sparse] or found
+
+
+def _panel(block: Block, dense: Sequence[Group]) -> Panel:
+    sparse = tuple(_line(group, block) for group in block.groups if group.method != "dense")
+    at = sorted({each for line in sparse for each in line.sparsity})
+    zeros = f"{at[0]:g} % zeros" if len(at) == 1 else ""
+    title = ", ".join(filter(None, (block.kind, zeros, block.about_all)))
+    return Panel(title, tuple(_line(group, block) for group in dense), sparse, tuple(at))
+
+
+def _line(group: Group, block: Block) -> Line:
+    points = {100 * at: [run["accuracy"] for run in runs] for at, runs in sorted(group.runs.items())}
+    mean = [statistics.mean(each) for each in points.values()]
+    spread = [statistics.stdev(each) if len(each) > 1 else 0.0 for each in points.values()]
+    return Line(group.method, group.label(block.shared), tuple(points), tuple(mean), tuple(spread))
 
 
 def accuracy_against_sparsity(records: Sequence[Record], path: Path) -> None:
@@ -63,22 +80,11 @@ def accuracy_against_sparsity(records: Sequence[Record], path: Path) -> None:
     check()
     from matplotlib.figure import Figure  # optional
 
-    drawn = lines(records)
-    dense = [line for line in drawn if line.method == "dense"]
-    panels = [
-        (title, own)
-        for title, structured in (("single connections", False), ("whole filters", True))
-        if (own := [line for line in drawn if find(line.method).structured is structured and line not in dense])
-    ] or [("", [])]
-    figure = Figure(figsize=(8 * len(panels), 7), layout="constrained")
-    for axes, (title, own) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
-        at = sorted({each for line in own for each in line.sparsity})
-        if len(at) == 1:
-            _draw_rows(axes, dense, own)
-            title = f"{title}, {at[0]:g} % zeros"
-        else:
-            _draw(axes, dense, own)
-        axes.set_title(title)
+    drawn = panels(records)
+    figure = Figure(figsize=(8 * len(drawn), 7), layout="constrained")
+    for axes, panel in zip(figure.subplots(1, len(drawn), squeeze=False)[0], drawn, strict=True):
+        draw = _draw_rows if len(panel.sparsity) == 1 else _draw
+        draw(axes, panel)
     first = records[0]
     run = f"{first['tier']}: {first['net']} on {first['data']}, {first['epochs']} epochs"
     figure.suptitle(f"{run}, mean ± standard deviation over seeds")
@@ -113,9 +119,9 @@ def map_fitting_curves(records: Sequence[Record], path: Path) -> None:
     _write(figure, path)
 
 
-def _wrapped(line: Line) -> str:
+def _wrapped(text: str, width: int = 60) -> str:
     """Long names would leave no room for the plot."""
-    return textwrap.fill(line.label, 60, break_on_hyphens=False)
+    return textwrap.fill(text, width, break_on_hyphens=False)
 
 
 def _write(figure: Any, path: Path) -> None:
@@ -127,27 +133,28 @@ def _write(figure: Any, path: Path) -> None:
         figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
 
 
-def _draw_rows(axes: Any, dense: Sequence[Line], own: Sequence[Line]) -> None:
+def _draw_rows(axes: Any, panel: Panel) -> None:
     """At a single sparsity there are no lines to draw: a row a method, the best on top."""
-    for line in dense:
-        axes.axvline(line.accuracy[0], color="black", linewidth=1, linestyle=":", label=_wrapped(line))
-    ranked = sorted(own, key=lambda line: line.accuracy[0])
+    for line in panel.dense:
+        axes.axvline(line.accuracy[0], color="black", linewidth=1, linestyle=":", label=_wrapped(line.label))
+    ranked = panel.sparse[::-1]
     for place, line in enumerate(ranked):
         ours = line.method == "scl"
         style = {"color": "C0" if ours else "C7", "linewidth": 2.5 if ours else 1}
         axes.errorbar(line.accuracy, [place], xerr=line.spread, marker="o", markersize=5, capsize=3, **style)
-    axes.set_yticks(range(len(ranked)), [_wrapped(line) for line in ranked])
+    axes.set_yticks(range(len(ranked)), [_wrapped(line.label) for line in ranked])
+    axes.set_title(_wrapped(panel.title, 40))  # half of the width is for the names of the rows
     axes.set_xlabel("test accuracy, %")
     axes.grid(alpha=0.3)
-    if dense:
+    if panel.dense:
         axes.legend(fontsize="small", loc="upper left", frameon=False)
 
 
-def _draw(axes: Any, dense: Sequence[Line], own: Sequence[Line]) -> None:
+def _draw(axes: Any, panel: Panel) -> None:
     """The axis of sparsity shows the logarithm of what is left, as 90 and 95 % are farther apart than 50 and 55 %."""
-    for line in dense:
-        axes.axhline(line.accuracy[0], color="black", linewidth=1, linestyle=":", label=_wrapped(line))
-    for number, line in enumerate(own):
+    for line in panel.dense:
+        axes.axhline(line.accuracy[0], color="black", linewidth=1, linestyle=":", label=_wrapped(line.label))
+    for number, line in enumerate(panel.sparse):
         axes.errorbar(
             [100 - each for each in line.sparsity],
             line.accuracy,
@@ -158,13 +165,13 @@ def _draw(axes: Any, dense: Sequence[Line], own: Sequence[Line]) -> None:
             markersize=4,
             capsize=2,
             linewidth=2.5 if line.method == "scl" else 1,
-            label=_wrapped(line),
+            label=_wrapped(line.label),
         )
-    at = sorted({each for line in own for each in line.sparsity})
     axes.set_xscale("log")
     axes.invert_xaxis()
-    axes.set_xticks([100 - each for each in at], [f"{each:g}" for each in at])
+    axes.set_xticks([100 - each for each in panel.sparsity], [f"{each:g}" for each in panel.sparsity])
     axes.minorticks_off()
+    axes.set_title(_wrapped(panel.title))
     axes.set_xlabel("zeros, %")
     axes.set_ylabel("test accuracy, %")
     axes.grid(alpha=0.3)

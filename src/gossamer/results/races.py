@@ -1,14 +1,14 @@
 """Methods against each other: a row a method, a column a sparsity.
 
 Runs of different tiers, lengths and kinds (single connections, whole filters) have tables of their own. Runs whose
-settings are not the defaults say so in their row, or above the table where all have them. Records of other tiers, in which settings are tried out and not
-methods, belong to no table here.
+settings are not the defaults say so in their row, or above the table where all have them. Records of other tiers, in
+which settings are tried out and not methods, belong to no table here.
 """
 
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -18,45 +18,78 @@ from gossamer.results.records import BEFORE, Record, mean_and_spread, read_races
 _NAMES = {"resnet20": "ResNet-20", "vgg16_cifar": "VGG-16", "cifar10": "CIFAR-10", "cifar100": "CIFAR-100"}
 _WEIGHT_DECAY = 1e-4  # of a run that is asked for nothing else
 _ASKED = {"seed", "method", "sparsity"}
+_OUTCOMES = {"validation_accuracy": "validation", "accuracy": "test accuracy", "train_loss": "training loss"}
 _PHASES = {"warmup", "sparsify", "stabilise", "finetune"}
 
 
-def race_table(records: Sequence[Record], key: str = "accuracy") -> tuple[list[str], list[list[str]]]:
-    """Head and rows: mean ± standard deviation over seeds. The best in the test first, at the sparsity that most rows
-    have, of several the one nearest to 95 %.
+@dataclass(frozen=True)
+class Group:
+    """Runs that differ in nothing but seed and sparsity: a row of a table, a line of a plot."""
+
+    method: str
+    changes: tuple[str, ...]  # settings that are not the defaults
+    runs: Mapping[float, Sequence[Record]]  # by the sparsity that was asked for
+
+    def label(self, known: Sequence[str] = ()) -> str:
+        """The title of the method, and what the reader does not know yet of its settings."""
+        return ", ".join([find(self.method).title, *(each for each in self.changes if each not in known)])
+
+
+@dataclass(frozen=True)
+class Block:
+    """What stands in one table, or one panel of a plot."""
+
+    kind: str
+    shared: tuple[str, ...]  # in what all groups differ from the defaults, dense ones apart
+    groups: tuple[Group, ...]  # the best first
+
+    @property
+    def about_all(self) -> str:
+        return f"all with {', '.join(self.shared)}" if self.shared else ""
+
+    @property
+    def title(self) -> str:
+        return ", ".join(filter(None, (self.kind, self.about_all)))
+
+
+def race_groups(records: Sequence[Record]) -> list[Group]:
+    """In the order in which they first appear."""
+    usual = _usual_race(records)
+    found: dict[tuple[str, tuple[str, ...]], dict[float, list[Record]]] = defaultdict(lambda: defaultdict(list))
+    for record in records:
+        name = find(record["method"]).name  # records may have an older one
+        found[name, tuple(_changes(record, usual))][record["asked_sparsity"]].append(record)
+    return [Group(method, changes, dict(runs)) for (method, changes), runs in found.items()]
+
+
+def race_blocks(records: Sequence[Record]) -> list[Block]:
+    """Single connections and, apart from them, whole filters; those of them that there are.
+
+    The best in the test first, at the sparsity that most groups have, of several the one nearest to 95 %.
+    """
+    groups = race_groups(records)
+    kinds = (("single connections", False), ("whole filters", True))
+    parts = ((kind, [each for each in groups if find(each.method).structured is whole]) for kind, whole in kinds)
+    return [Block(kind, _shared(own), tuple(_ranked(own))) for kind, own in parts if own]
+
+
+def race_table(block: Block, key: str = "accuracy") -> tuple[list[str], list[list[str]]]:
+    """Head and rows: mean ± standard deviation over seeds.
 
     Where a cell has fewer seeds than others their number is given behind it, and how many of its runs have diverged.
     """
-    cells: dict[str, dict[float, list[Record]]] = defaultdict(lambda: defaultdict(list))
-    for label, record in zip(labels(records), records, strict=True):
-        cells[label][record["asked_sparsity"]].append(record)
-    columns = sorted({sparsity for row in cells.values() for sparsity in row})
-    seeds = max((len(runs) for row in cells.values() for runs in row.values()), default=0)
-    counted = Counter(sparsity for row in cells.values() for sparsity in row if sparsity)
-    at = max(counted, key=lambda sparsity: (counted[sparsity], -abs(sparsity - 0.95)), default=0.0)
+    columns = sorted({sparsity for group in block.groups for sparsity in group.runs})
+    seeds = max((len(runs) for group in block.groups for runs in group.runs.values()), default=0)
     rows = [
-        [label, *(_cell_of(cells[label][sparsity], seeds, key) for sparsity in columns)]
-        for label in sorted(cells, key=lambda label: _rank(cells[label], at))
+        [group.label(block.shared), *(_cell_of(group.runs.get(sparsity, ()), seeds, key) for sparsity in columns)]
+        for group in block.groups
     ]
     return ["method", *(f"{100 * sparsity:g} %" for sparsity in columns)], rows
 
 
-def race_blocks(records: Sequence[Record], key: str = "accuracy") -> list[tuple[str, list[str], list[list[str]]]]:
-    """A table of single connections and, apart from it, one of whole filters: title, head and rows of each.
-
-    The title has the settings that all the methods of a table have."""
-    whole = [each for each in records if find(each["method"]).structured]
-    single = [each for each in records if each not in whole]
-    blocks = (("single connections", single), ("whole filters", whole))
-    return [(f"{title}{_all_with(own)}", *race_table(own, key)) for title, own in blocks if own]
-
-
 def race_page(records: Sequence[Record]) -> str:
     """The tables of one comparison as Markdown."""
-    parts = [about(records)]
-    for title, head, rows in race_blocks(records):
-        parts += [f"{title.capitalize()}:", table(head, rows)]
-    return "\n\n".join(parts) + "\n"
+    return "\n\n".join([about(records), *_tables(records)]) + "\n"
 
 
 def about(records: Sequence[Record]) -> str:
@@ -74,24 +107,13 @@ def _over(seeds: int) -> str:
     return f"mean ± standard deviation over {seeds} seeds" if seeds > 1 else "one seed"
 
 
-def labels(records: Sequence[Record]) -> list[str]:
-    """For each run the title of its method, and in which settings it differs from the defaults, where not all do."""
-    usual, known = _usual_race(records), shared(records)
-    changes = ([each for each in _changes(record, usual) if each not in known] for record in records)
-    return [", ".join([find(record["method"]).title, *own]) for record, own in zip(records, changes, strict=True)]
-
-
-def shared(records: Sequence[Record]) -> list[str]:
-    """In what all runs differ from the defaults, dense ones apart, where there are several methods."""
-    sparse = [record for record in records if record["method"] != "dense"]
-    if len({record["method"] for record in sparse}) < 2:
-        return []
-    first, *others = (_changes(record, _usual_race(records)) for record in sparse)
-    return [each for each in first if all(each in other for other in others)]
-
-
-def _all_with(records: Sequence[Record]) -> str:
-    return f", all with {', '.join(known)}" if (known := shared(records)) else ""
+def _shared(groups: Sequence[Group]) -> tuple[str, ...]:
+    """What stands above the rows: with one method alone, its row says it."""
+    sparse = [group for group in groups if group.method != "dense"]
+    if len({group.method for group in sparse}) < 2:
+        return ()
+    first, *others = sparse
+    return tuple(each for each in first.changes if all(each in other.changes for other in others))
 
 
 def _changes(record: Record, usual_race: dict[str, Any]) -> list[str]:
@@ -129,11 +151,17 @@ def _usual_race(records: Sequence[Record]) -> dict[str, Any]:
     return {name: counted.most_common(1)[0][0] for name, counted in seen.items()}
 
 
-def _rank(row: Mapping[float, Sequence[Record]], at: float) -> tuple[int, float]:
-    """Dense first; what has no run at this sparsity last."""
-    runs = row.get(at) or [run for each in row.values() for run in each]
-    place = 0 if set(row) == {0.0} else 1 if at in row else 2
-    return place, -statistics.mean(run["accuracy"] for run in runs)
+def _ranked(groups: Sequence[Group]) -> list[Group]:
+    """Dense first; what has no run at the sparsity that is looked at last."""
+    counted = Counter(sparsity for group in groups for sparsity in group.runs if sparsity)
+    at = max(counted, key=lambda sparsity: (counted[sparsity], -abs(sparsity - 0.95)), default=0.0)
+
+    def rank(group: Group) -> tuple[int, float]:
+        runs = group.runs.get(at) or [run for each in group.runs.values() for run in each]
+        place = 0 if set(group.runs) == {0.0} else 1 if at in group.runs else 2
+        return place, -statistics.mean(run["accuracy"] for run in runs)
+
+    return sorted(groups, key=rank)
 
 
 def _cell_of(runs: Sequence[Record], seeds: int, key: str) -> str:
@@ -202,26 +230,21 @@ def _of_network(folder: Path, name: str, records: Sequence[Record]) -> str:
 
 
 def _settings_table(records: Sequence[Record]) -> tuple[list[str], list[list[str]]]:
-    """One row for each kind of run, the best on held-out images first."""
-    groups: dict[tuple[float, str], list[Record]] = defaultdict(list)
-    for label, record in zip(labels(records), records, strict=True):
-        groups[record["asked_sparsity"], label].append(record)
+    """One row for each kind of run and sparsity, the best on held-out images first."""
 
-    def held_out(group: Sequence[Record]) -> float:
-        return float(statistics.mean(record["validation_accuracy"] for record in group))
+    def held_out(runs: Sequence[Record]) -> float:
+        return float(statistics.mean(run["validation_accuracy"] for run in runs))
 
+    kinds = [(sparsity, group.label(), runs) for group in race_groups(records) for sparsity, runs in group.runs.items()]
     rows = [
         [
             label,
             f"{100 * sparsity:g} %",
-            *(
-                _cell([record[key] for record in group], len(group), key)
-                for key in ("validation_accuracy", "accuracy", "train_loss")
-            ),
+            *(_cell([run[key] for run in runs], len(runs), key) for key in _OUTCOMES),
         ]
-        for (sparsity, label), group in sorted(groups.items(), key=lambda each: (each[0][0], -held_out(each[1])))
+        for sparsity, label, runs in sorted(kinds, key=lambda kind: (kind[0], -held_out(kind[2])))
     ]
-    return ["method", "zeros", "validation", "test accuracy", "training loss"], rows
+    return ["method", "zeros", *_OUTCOMES.values()], rows
 
 
 def by_epochs(records: Sequence[Record], tier: str) -> list[tuple[int, list[Record]]]:
@@ -245,8 +268,10 @@ def _more(summary: str, records: Sequence[Record], key: str) -> list[str]:
 
 
 def _tables(records: Sequence[Record], key: str = "accuracy") -> list[str]:
-    parts: list[str] = []
-    for title, head, rows in race_blocks(records, key):
-        parts += [f"{title.capitalize()}:"] if parts or ", all with" in title else []
-        parts.append(table(head, rows))
-    return parts
+    blocks = race_blocks(records)
+    return [part for block in blocks for part in (f"{_sentence(block.title)}:", table(*race_table(block, key)))]
+
+
+def _sentence(text: str) -> str:
+    """With a capital letter; names and values of settings stay as they are."""
+    return text[:1].upper() + text[1:]

@@ -4,7 +4,6 @@ Runs that are still the same dense network share a row, the trunk, and branch of
 (lanes.py says who sits where). Methods that are sparse from the first step on have rows of their own from the start.
 """
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -19,7 +18,7 @@ from gossamer.methods import Layout, Timeline
 from gossamer.methods.dense import Dense
 from gossamer.methods.filters import gains_of
 from gossamer.methods.frozen import Frozen
-from gossamer.schedule import Plan
+from gossamer.schedule import Plan, sparse_weight_decay
 from gossamer.side_by_side.averaging import averaging_rates, recalibrate_
 from gossamer.side_by_side.capture import Captured
 from gossamer.side_by_side.checkpoint import fill_, random_state, read, set_random_state, write
@@ -304,7 +303,7 @@ def _weight_decay(lane: Lane, training: Training, step: int) -> float:
     if later is not None and lane.is_frozen(step):
         return later
     left = 1.0 - lane.request.sparsity
-    return lane.weight_decay * math.pow(left, training.weight_decay_power)  # a trunk has power 0
+    return sparse_weight_decay(lane.weight_decay, left=left, power=training.weight_decay_power)  # a trunk has power 0
 
 
 def _plain(lane: Lane, test: list[float], held_out: list[float] | None, row: int) -> dict[str, float | None]:

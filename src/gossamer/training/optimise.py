@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import SGD, AdamW, Optimizer
 
 from gossamer.method import cosine
-from gossamer.schedule import Plan, make_plan, steps_of
+from gossamer.schedule import Plan, make_plan, sparse_weight_decay, steps_of
 from gossamer.training.durations import PHASES
 from gossamer.training.run import Run
 
@@ -67,12 +67,12 @@ def set_learning_rate(optimizer: Optimizer, value: float) -> None:
 
 
 def weight_decay(run: Run, plan: Plan | None, step: int) -> float:
-    """The weight decay of a step: a sparse network fits less and wants less of it than the dense one it comes from."""
+    """The weight decay of a step."""
     if plan is None or step < plan.warmup:
         return run.weight_decay
     left = 1.0 if run.sparsity is None else 1.0 - run.sparsity
     left = left if run.flops is None else run.flops
-    return run.weight_decay * math.pow(left, run.weight_decay_power)
+    return sparse_weight_decay(run.weight_decay, left=left, power=run.weight_decay_power)
 
 
 def set_weight_decay(optimizer: Optimizer, value: float) -> None:
