@@ -19,7 +19,7 @@ LAYERS = (
     {"method", "_json", "distillation", "schedule", "sharding", "tune", "_selectors", "_engines", "_hooks", "reach"},
     {"settings", "budget_kernels", "budget", "select", "_forward"},
     {"flops", "target", "store", "moments", "models", "data", "_claims", "keep_zeros", "sparsefile"},
-    {"learning", "health", "_resume", "report", "verify", "checkpoint", "runtime", "methods"},
+    {"learning_kernels", "learning", "health", "_resume", "report", "verify", "checkpoint", "runtime", "methods"},
     {"sample_scales", "_preconditions", "compaction", "results", "stored"},
     {"connectivity"},
     {"sparsifier"},

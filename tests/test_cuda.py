@@ -1,17 +1,21 @@
 """What only a GPU can show: fused kernels, captured steps, no host synchronisation. Skipped where there is none."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+from learning_cases import check_run, check_step
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import gossamer
 from gossamer import budget
+from gossamer.learning import has_kernels
 from gossamer.models.resnet import ResNet
 from gossamer.side_by_side.capture import Captured
 from gossamer.side_by_side.stack import NetworkStack
+from gossamer.store import Store
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
@@ -29,14 +33,45 @@ def test_fused_budget_equals_the_one_in_torch_operations(seed: int, monkeypatch:
         values[:, size // 3 :] = -torch.inf  # as what is gone for good
     keep = torch.randint(0, size + 1, (rows,), generator=generator).cuda()
     keep[0] = (size, 0, size // 3)[seed % 3]
+    if seed % 4 == 0:
+        values = 1.0 + 1e-6 * values  # many of the same first digits
     fused, plain = values.clone(), values.clone()
-    masks = [torch.zeros(rows, size, dtype=torch.bool, device="cuda") for _ in range(2)]
-    thresholds = budget.meet_budgets_(fused, masks[0], keep)
+    masks = [values > 0.5, values > 0.5]
+    thresholds, _, flips = budget._lower_rows_by_digits_(fused, masks[0], keep, None, None)
     monkeypatch.setattr(budget, "_has_kernels", lambda values: False)
-    assert torch.equal(thresholds, budget.meet_budgets_(plain, masks[1], keep))
+    thresholds_2, _, flips_2 = budget._lower_rows_by_digits_(plain, masks[1], keep, None, None)
+    assert torch.equal(thresholds, thresholds_2)
+    assert torch.equal(flips, flips_2)
     assert torch.equal(masks[0], masks[1])
     assert torch.equal(fused, plain)
     assert torch.equal(masks[0].sum(1), keep)
+
+
+def test_float32_weights_on_a_gpu_get_fused_mask_learning_and_others_do_not() -> None:
+    for dtype, device, expected in (
+        (torch.float32, "cuda", True),
+        (torch.bfloat16, "cuda", True),
+        (torch.float64, "cuda", False),
+        (torch.float32, "cpu", False),
+    ):
+        parameters = [nn.Parameter(torch.randn(64, 33, dtype=dtype, device=device))]
+        assert has_kernels(Store(parameters, momentum=False), parameters) == expected
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_fused_mask_learning_equals_the_one_in_torch_operations(seed: int) -> None:
+    check_step(seed, torch.device("cuda"))
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"scale": "none", "mask_lr": 1.0}, {"removed_gradient": 0.3}, {"optimizers": 2}], ids=str
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_run_with_fused_mask_learning_equals_one_in_torch_operations(
+    dtype: torch.dtype, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
+    check_run(torch.device("cuda"), dtype, **settings)
 
 
 def network() -> nn.Module:
@@ -44,11 +79,11 @@ def network() -> nn.Module:
     return nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 4)).double()
 
 
-def train(device: str, *, captured: bool, **settings: object) -> list[Tensor]:
+def train(device: str, *, captured: bool, dtype: torch.dtype = torch.float64, **settings: object) -> list[Tensor]:
     generator = torch.Generator().manual_seed(1)
-    x = torch.randn(400, 20, generator=generator, dtype=torch.float64).to(device)
+    x = torch.randn(400, 20, generator=generator, dtype=torch.float64).to(device, dtype)
     y = x[:, :4].argmax(1)
-    model = network().to(device)
+    model = network().to(device, dtype)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     sparsifier = gossamer.Sparsifier(
         model, optimizer, total_steps=200, sparsity=0.9, warmup="40it", sparsify="80it", stabilise="40it", **settings
@@ -86,6 +121,14 @@ def test_a_captured_step_equals_an_eager_one_and_the_cpu(settings: dict[str, obj
     for ours, theirs in zip(train("cpu", captured=False, **settings), eager, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12)
         assert torch.equal(ours == 0, theirs == 0)
+
+
+@pytest.mark.parametrize("settings", [{}, {"removed_gradient": 0.25}, {"scale": "none", "mask_lr": 1.0}], ids=str)
+def test_captured_fused_kernels_give_the_bits_of_eager_ones_in_every_run(settings: dict[str, object]) -> None:
+    eager = train("cuda", captured=False, dtype=torch.float32, **settings)
+    for captured in (True, True, False):
+        again = train("cuda", captured=captured, dtype=torch.float32, **settings)
+        assert all(map(torch.equal, again, eager))
 
 
 def plain_network() -> nn.Module:

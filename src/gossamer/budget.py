@@ -95,9 +95,7 @@ def meet_budget_(
         threshold, flips = _lower_by_bracket_(mask_variable, mask, int(budget), reach)
         decay = threshold
     else:
-        before = mask.clone()
-        threshold, decay = _lower_by_digits_(mask_variable, mask, budget, costs, group)
-        flips = torch.count_nonzero(mask != before)
+        threshold, decay, flips = _lower_by_digits_(mask_variable, mask, budget, costs, group)
     if protected is not None and kept_values is not None:
         smallest = torch.finfo(mask_variable.dtype).tiny
         lowered = kept_values - (decay if decay.dim() == 0 else decay.index_select(0, protected))
@@ -217,8 +215,7 @@ def meet_budgets_(mask_variables: Tensor, masks: Tensor, budgets: Tensor) -> Ten
     if _one_by_one(mask_variables):
         rows = zip(mask_variables, masks, budgets.numpy(), strict=True)
         return torch.stack([_lower_by_bracket_(values, mask, int(budget))[0] for values, mask, budget in rows])
-    thresholds, _ = _lower_rows_by_digits_(mask_variables, masks, budgets, None, None)
-    return thresholds
+    return _lower_rows_by_digits_(mask_variables, masks, budgets, None, None)[0]
 
 
 def _one_by_one(matrix: Tensor) -> bool:
@@ -228,20 +225,22 @@ def _one_by_one(matrix: Tensor) -> bool:
 
 def _lower_by_digits_(
     values: Tensor, mask: Tensor, budget: Tensor, costs: Costs | None, group: dist.ProcessGroup | None
-) -> tuple[Tensor, Tensor]:
-    thresholds, decay = _lower_rows_by_digits_(values[None], mask[None], budget.reshape(1), costs, group)
-    return thresholds[0], decay[0].squeeze()
+) -> tuple[Tensor, Tensor, Tensor]:
+    thresholds, decay, flips = _lower_rows_by_digits_(values[None], mask[None], budget.reshape(1), costs, group)
+    return thresholds[0], decay[0].squeeze(), flips[0]
 
 
 def _lower_rows_by_digits_(
     values: Tensor, mask: Tensor, budgets: Tensor, costs: Costs | None, group: dist.ProcessGroup | None
-) -> tuple[Tensor, Tensor]:
-    """Returns the threshold of each row, and what its values were lowered by: one number, or one for each value."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the threshold of each row, what its values were lowered by (one number, or one for each value), and how
+    many of its masks have changed."""
     if costs is None and group is None and _has_kernels(values):
         from gossamer.budget_kernels import meet_budgets_on_gpu_  # needs Triton, which only GPU builds of torch bring
 
-        thresholds = meet_budgets_on_gpu_(values, mask, budgets)
-        return thresholds, thresholds[:, None]
+        thresholds, flips = meet_budgets_on_gpu_(values, mask, budgets)
+        return thresholds, thresholds[:, None], flips
+    before = mask.clone()
     smallest = torch.finfo(values.dtype).tiny
     if costs is None:
         order, cost, kind, prices = values, None, None, budgets.new_ones(1)
@@ -262,15 +261,16 @@ def _lower_rows_by_digits_(
     lowered = values - decay
     # Rounding (and ties) may leave a value on the wrong side of zero: the mask decides.
     torch.where(mask, lowered.clamp_min(smallest), lowered.clamp_max(0.0), out=values)
-    return threshold[:, 0], decay
+    return threshold[:, 0], decay, torch.count_nonzero(mask != before, dim=1)
 
 
 def _has_kernels(values: Tensor) -> bool:
-    return values.is_cuda and values.dtype == torch.float32 and values.is_contiguous() and _triton_is_there()
+    return values.is_cuda and values.dtype == torch.float32 and values.is_contiguous() and triton_is_there()
 
 
 @functools.cache
-def _triton_is_there() -> bool:
+def triton_is_there() -> bool:
+    """Whether there is what the kernels for CUDA GPUs are written in."""
     return torch.version.hip is None and importlib.util.find_spec("triton") is not None
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from gossamer import method
 from gossamer.budget import meet_budget_
 from gossamer.health import Health, HealthLog
-from gossamer.learning import damp_removed_, learn_masks_
+from gossamer.learning import damp_removed_, has_kernels, learn_masks_
 from gossamer.sample_scales import SampleScales
 from gossamer.select import Weight
 from gossamer.settings import Settings
@@ -239,6 +239,8 @@ class Connectivity:
         """Keep what the parameters hold as w̃, and leave w = w̃ ⊙ m in them."""
         self._check_device()
         store = self.store
+        if self._shown_by_kernels(indices):
+            return
         others = []
         for index in indices:
             tensor, dense = local(self._parameters[index]), store.dense_views[index]
@@ -257,7 +259,7 @@ class Connectivity:
         self._check_device()
         store = self.store
         indices = range(len(self.weights)) if indices is None else indices
-        if not indices:
+        if not indices or (store.frozen and self._shown_by_kernels(indices)):
             return
         tensors = [local(self._parameters[index]) for index in indices]
         if store.device.type == "cpu":
@@ -272,6 +274,18 @@ class Connectivity:
             torch._foreach_copy_([views[index] for index in indices], tensors)
         shown = store.views(method.masked_weight(dense, store.mask))
         torch._foreach_copy_(tensors, [shown[index] for index in indices])
+
+    def _shown_by_kernels(self, indices: Sequence[int]) -> bool:
+        """Keep what the parameters hold, unless frozen, and mask it, in one pass of a GPU. False where it cannot."""
+        if len(indices) < len(self._parameters):
+            return False  # another optimizer has the rest
+        tensors = [local(parameter) for parameter in self._parameters]
+        if not has_kernels(self.store, tensors):
+            return False
+        from gossamer.learning_kernels import show_on_gpu_  # needs Triton
+
+        show_on_gpu_(self.store, tensors)
+        return True
 
     def freeze(self) -> None:
         """Masks stay as they are from now on."""

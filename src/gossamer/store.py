@@ -11,6 +11,7 @@ Extra memory: two weight-sized vectors and a byte a connection (a third vector w
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
@@ -19,7 +20,36 @@ from torch import Tensor, nn
 
 from gossamer.sharding import local, of_all_processes
 
+BLOCK = 4096  # connections that one program of a GPU kernel treats
+TOGETHER = 32  # tensors that one launch of it treats
 _LAYOUTS = {4: (torch.channels_last,), 5: (torch.channels_last_3d,)}
+
+
+@dataclass(frozen=True, eq=False)
+class Blocks:
+    """The tensors cut into blocks, none of which lies in two tensors: what the kernels of learning_kernels.py go by."""
+
+    table: (
+        Tensor  # one row a block: its place in the vectors, its place in its tensor, its size, its tensor in its launch
+    )
+    first: Sequence[int]  # the first block of each tensor, and the number of all
+    firsts: Tensor  # the same, on the device
+    multiple: int  # 16 where all places and sizes are multiples of it, which is faster, else 1
+
+    @classmethod
+    def of(cls, sizes: Sequence[int], offsets: Sequence[int], device: torch.device) -> "Blocks":
+        rows = [
+            (offset + start, start, min(BLOCK, size - start), tensor % TOGETHER)
+            for tensor, (size, offset) in enumerate(zip(sizes, offsets, strict=True))
+            for start in range(0, size, BLOCK)
+        ]
+        first = list(accumulate((-(-size // BLOCK) for size in sizes), initial=0))
+        return cls(
+            table=torch.tensor(rows, dtype=torch.int64).reshape(-1, 4).to(device),
+            first=first,
+            firsts=torch.tensor(first, device=device),
+            multiple=1 if any(size % 16 for size in sizes) else 16,
+        )
 
 
 class Store:
@@ -41,6 +71,7 @@ class Store:
         self.dense_views = self.views(self.dense)
         self.mask_variable_views = self.views(self.mask_variable)
         self.mask_views = self.views(self.mask)
+        self.blocks = Blocks.of(self.sizes, self.offsets, self.device)
 
     def vector(self) -> Tensor:
         return torch.zeros(self.count, dtype=self.dtype, device=self.device)
@@ -51,6 +82,18 @@ class Store:
             vector.as_strided(shape, strides, offset)
             for (shape, strides), offset in zip(self._shapes, self.offsets, strict=True)
         ]
+
+    def is_laid_out_like(self, tensors: Sequence[Tensor | None]) -> bool:
+        """Whether the tensors, one a weight or None, lie in memory as the views do. There has to be one at least."""
+        there = [(tensor, shape) for tensor, shape in zip(tensors, self._shapes, strict=True) if tensor is not None]
+        return len(there) > 0 and all(
+            tensor.layout == torch.strided
+            and all(
+                stride == ours or length == 1
+                for stride, ours, length in zip(tensor.stride(), strides, shape, strict=True)
+            )
+            for tensor, (shape, strides) in there
+        )
 
     def freeze(self) -> None:
         """Let go of all but the masks: they do not change any more."""

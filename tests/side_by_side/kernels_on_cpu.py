@@ -108,17 +108,25 @@ def stack(make: type[nn.Module] | object, kernels: bool) -> list[Tensor]:
 
 
 def budgets() -> None:
-    """With ties, with what is gone for good, with everything kept."""
-    values = torch.randn(4, 5000)
+    """With ties, with what is gone for good, with everything or nothing kept, with many values of the same digits, some
+    of them of one block only."""
+    values = torch.randn(8, 9000)
     values[1, 2000:] = values[2, 3000:] = -torch.inf
-    values[3] = 0.25
-    keep = torch.tensor([100, 2000, 3010, 5000])
+    values[3] = values[4] = 0.25
+    values[5] = 1.0 + 1e-6 * torch.rand(9000)
+    values[6, :500] = 0.01 + 1e-8 * torch.rand(500)
+    values[7] = (values[7] * 3).round() / 2
+    keep = torch.tensor([100, 2000, 3010, 9000, 4321, 4500, 4600, 0])
+    keep[6] = int((values[6] > 0.01).sum()) - 200
     fused, plain = values.clone(), values.clone()
-    masks = [torch.zeros(4, 5000, dtype=torch.bool) for _ in range(2)]
-    thresholds = [meet_budgets_on_gpu_(fused, masks[0], keep), budget.meet_budgets_(plain, masks[1], keep)]
-    assert torch.equal(*thresholds)
+    masks = [torch.rand(8, 9000) > 0.5]
+    masks.append(masks[0].clone())
+    before = masks[0].clone()
+    thresholds, flips = meet_budgets_on_gpu_(fused, masks[0], keep)
+    assert torch.equal(thresholds, budget.meet_budgets_(plain, masks[1], keep))
     assert torch.equal(*masks)
     assert torch.equal(fused, plain)
+    assert torch.equal(flips, (before != masks[0]).sum(1))
 
 
 if __name__ == "__main__":

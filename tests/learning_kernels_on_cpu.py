@@ -1,0 +1,20 @@
+"""The kernels of mask learning on a CPU, by Triton's interpreter.
+
+A program of its own, because the interpreter has to be switched on before Triton is imported.
+"""
+
+import os
+
+os.environ["TRITON_INTERPRET"] = "1"
+
+import torch
+from learning_cases import check_run, check_step
+
+if __name__ == "__main__":
+    cpu = torch.device("cpu")
+    for seed in range(32):
+        check_step(seed, cpu)
+    check_run(cpu, torch.float32)
+    check_run(cpu, torch.float32, scale="none", mask_lr=1.0)
+    check_run(cpu, torch.float32, optimizers=2)
+    check_run(cpu, torch.bfloat16, removed_gradient=0.25)
