@@ -57,6 +57,7 @@ class Step:
     """What a step starts from."""
 
     settings: Settings
+    removed: float
     decay: float
     parameters: list[nn.Parameter]
     gradients: list[Tensor | None]
@@ -115,8 +116,8 @@ def draw(seed: int, device: torch.device) -> Step:
             scale=("global", "none")[number(2)],
             power=(1.0, 0.5, 0.0)[number(3)],
             anchor=(0.0, 0.01)[number(2)],
-            removed_gradient=(1.0, 0.25 if interpreted else 0.3, 0.0)[number(3)],
         ),
+        removed=(1.0, 0.25 if interpreted else 0.3, 0.0)[number(3)],
         decay=(0.0, 0.03)[number(2)],
         parameters=parameters,
         gradients=gradients,
@@ -145,6 +146,7 @@ def take(step: Step, *, fused: bool) -> tuple[Store, list[Tensor], list[Tensor |
             learning_rate=torch.tensor(0.01, device=step.mask.device),
             anchor=step.settings.anchor,
             caps=step.cap,
+            removed=step.removed,
             connections=store.count,
             unscale=step.unscale,
             found_inf=step.found_inf,

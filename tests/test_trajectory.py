@@ -1,6 +1,7 @@
 """The sparsifier's trajectory is, bit for bit, that of the explicit autograd formulation (float32, CPU)."""
 
 import copy
+import math
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
@@ -67,6 +68,11 @@ REQUESTS: dict[str, dict[str, Any]] = {
 }
 
 
+def share_left(count: int, sparsity: float) -> float:
+    """In whole connections, of which a half is rounded away."""
+    return (count - math.floor(count * sparsity + 0.5)) / count
+
+
 def reach_by_hand(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> Tensor:
     """η/(1 − μ), over the root of the mean square of past gradients where the optimizer has one."""
     group, state = optimizer.param_groups[0], optimizer.state[parameter]
@@ -88,7 +94,9 @@ def test_equals_the_explicit_formulation_bit_for_bit(request_: str, optimizer: s
     sparsifier = gossamer.Sparsifier(ours, our_optimizer, total_steps=STEPS, **asked)
 
     plain = network()
-    theirs = Explicit(plain, WEIGHTS, sparsifier.settings.removed_gradient)
+    count = sum(plain.get_parameter(name).numel() for name in WEIGHTS)
+    left = share_left(count, asked.get("sparsity", 0.0))
+    theirs = Explicit(plain, WEIGHTS, asked.get("removed_gradient", left**0.4 if "sparsity" in asked else 0.5))
     their_optimizer = OPTIMIZERS[optimizer](plain.parameters())
     masks = ExplicitMasks(theirs, asked["scale"], asked.get("decay", 0.0), asked.get("mask_momentum", 0.0))
     masks.anchor, masks.mask_lr = sparsifier.settings.anchor, sparsifier.settings.mask_lr
@@ -194,6 +202,7 @@ def test_agrees_with_the_numpy_reference(scale: str, estimator: str, exact: bool
     batches = tuple(rng.integers(0, 40, 10) for _ in range(steps))
 
     optimizer = torch.optim.SGD(torch_net.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-3)
+    count = sum(weight.size for weight in weights)
     request = {"sparsity": 0.7} if exact else {"decay": 0.02 if scale != "none" else 5e-4, "removed_gradient": 1.0}
     sparsifier = gossamer.Sparsifier(
         torch_net, optimizer, total_steps=steps, warmup="0it", sparsify=f"{steps - 20}it", stabilise="20it",
@@ -214,7 +223,7 @@ def test_agrees_with_the_numpy_reference(scale: str, estimator: str, exact: bool
             mask_rate=lambda step: 0.05 * method.cosine(sparsifier.plan.at(step).settling),
             momentum=0.9,
             weight_decay=1e-3,
-            removed=0.5 if exact else 1.0,
+            removed=share_left(count, 0.7) ** 0.4 if exact else 1.0,
             cap=1.5,
             anchor=lambda step: 0.1 if exact else 0.1 * method.cosine(sparsifier.plan.at(step).settling),
             mask_momentum=0.0 if exact else 0.5,

@@ -42,6 +42,8 @@ class Connectivity:
         """`log` is the first step of the mask phases and their number; `group` the processes that share each tensor,
         `replicas` those that hold copies of the model and a part of each batch."""
         self.weights, self._settings, self._target, self._group = weights, settings, target, group
+        asked = settings.removed_gradient
+        self._removed = method.removed_share(target.left) if asked is None else asked
         self._parameters = [weight.parameter for weight in weights]
         self.names = [weight.name for weight in weights]
         self.total = sum(parameter.numel() for parameter in self._parameters)
@@ -140,6 +142,7 @@ class Connectivity:
             decay=self._target.decay or 0.0,
             learning_rate=self.learning_rate,
             anchor=anchor,
+            removed=self._removed,
             caps=self._caps() if self._settings.anchor and self._settings.anchor_cap else None,
             connections=self.total,
             unscale=unscale,
@@ -176,7 +179,7 @@ class Connectivity:
 
     def damp(self) -> None:
         """Leave removed weights their share of new gradients, as `learn` does."""
-        damp_removed_(self.store, self._gradients(), self._settings.removed_gradient)
+        damp_removed_(self.store, self._gradients(), self._removed)
 
     def _gradients(self) -> list[Tensor | None]:
         return [None if parameter.grad is None else local(parameter.grad) for parameter in self._parameters]

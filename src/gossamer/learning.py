@@ -65,6 +65,7 @@ def learn_masks_(
     learning_rate: Tensor,
     anchor: Tensor | float,
     caps: Tensor | None,
+    removed: float,
     connections: int,
     unscale: Tensor | None = None,
     found_inf: Tensor | None = None,
@@ -80,16 +81,27 @@ def learn_masks_(
     plain = plain and (caps is None or len(caps) == 1)
     if common and plain and has_kernels(store, scratch) and _alike(store, gradients):
         return _learn_in_two_passes_(
-            store, gradients, scratch, settings, decay, learning_rate, anchor, caps, connections, unscale, found_inf
+            store,
+            gradients,
+            scratch,
+            settings,
+            decay,
+            learning_rate,
+            anchor,
+            caps,
+            removed,
+            connections,
+            unscale,
+            found_inf,
         )
     parts, views = _lay_out(store, gradients, scratch, reaches)
     blocks = [block for part in parts for block in part]
     if store.device.type == "cpu":
-        squares = torch.stack([_sum_of_squares(part, settings, unscale) for part in parts])
+        squares = torch.stack([_sum_of_squares(part, settings, removed, unscale) for part in parts])
     else:
         for block in blocks:
             _mask_gradient_(block, settings, unscale)
-        damp_removed_(store, gradients, settings.removed_gradient)
+        damp_removed_(store, gradients, removed)
         if settings.l2:
             for view, gradient in zip(views, gradients, strict=True):
                 if gradient is None:
@@ -157,6 +169,7 @@ def _learn_in_two_passes_(
     learning_rate: Tensor,
     anchor: Tensor | float,
     cap: Tensor | None,
+    removed: float,
     connections: int,
     unscale: Tensor | None,
     found_inf: Tensor | None,
@@ -177,7 +190,7 @@ def _learn_in_two_passes_(
         decay=decay,
         anchor=anchor if settings.anchor else None,
         cap=cap,
-        removed_gradient=settings.removed_gradient,
+        removed_gradient=removed,
     )
     return Outcome(squares, healthy)
 
@@ -188,14 +201,14 @@ def _global_divisor(squares: Tensor, connections: int, settings: Settings) -> Te
     return method.divisor(method.global_scale(squares, connections), settings.power)
 
 
-def _sum_of_squares(blocks: Sequence[_Block], settings: Settings, unscale: Tensor | None) -> Tensor:
+def _sum_of_squares(blocks: Sequence[_Block], settings: Settings, removed: float, unscale: Tensor | None) -> Tensor:
     """The mask gradient of a tensor, left in its blocks, and the gradient of what is removed: all that the first pass
     over memory can do while a block is in the cache of a CPU."""
     norms = []
     for block in blocks:
         _mask_gradient_(block, settings, unscale)
         if block.gradient is not None:
-            _damp_(block.gradient, block.mask, settings.removed_gradient)
+            _damp_(block.gradient, block.mask, removed)
         norms.append(torch.linalg.vector_norm(block.work))
     return torch.stack(norms).square().sum()
 

@@ -94,6 +94,12 @@ def weight_gradient(gradient: Tensor, mask: Tensor, *, removed: float, out: Tens
     return torch.where(mask, gradient, gradient * removed, out=out)
 
 
+def removed_share(left: float | None) -> float:
+    """The share `removed` above that we take where none is asked for: the smaller, the fewer connections shall be left
+    (measured: section 27 of docs/lab-book.md); half, where that is not known."""
+    return 0.5 if left is None else math.pow(left, 0.4)
+
+
 def mask_gradient(
     gradient: Tensor,
     weight: Tensor,

@@ -29,7 +29,7 @@ class Settings:
     start_value: float = 1.0  # that constant
     anchor: float = 0.001  # share by which mask variables go back to |w̃| in each step; 0: they remember all steps
     anchor_cap: float = 3.0  # |w̃| counts up to so many times the size at which weights go, or usual ones; 0: always
-    removed_gradient: float = 0.5  # share of their gradient that removed weights follow: 0, they rest; 1 is the paper's
+    removed_gradient: float | None = None  # share that removed weights follow: 0, they rest; 1, the paper's; None, ours
     halfway: bool = False  # mask gradient of kept weights half-way along their step, so that noise does not sink masks
     l2: float = 0.0  # λ2 in the mask gradient, for the reading where the L2 term acts on the masks
     floor: float = 0.001  # share of each tensor that is never removed, at least one connection; 0 switches it off
@@ -57,7 +57,11 @@ class Settings:
                 ("mask_momentum", "a number from 0 to below 1", 0 <= self.mask_momentum < 1),
                 ("anchor", "a share from 0 to below 1", 0 <= self.anchor < 1),
                 ("anchor_cap", "a number of at least 1, or 0", self.anchor_cap >= 1 or self.anchor_cap == 0),
-                ("removed_gradient", "a share from 0 to 1", 0 <= self.removed_gradient <= 1),
+                (
+                    "removed_gradient",
+                    "a share from 0 to 1, or None",
+                    self.removed_gradient is None or 0 <= self.removed_gradient <= 1,
+                ),
                 ("start_value", "a number above 0, as masks start as connections", self.start_value > 0),
                 (
                     "l2",

@@ -27,6 +27,11 @@ class Target:
             return f"decay={self.decay}"
         return f"{self.final:,} of {self.total:,} {'connections' if self.costs is None else 'multiply-adds'}"
 
+    @property
+    def left(self) -> float | None:
+        """The share of connections, or of multiply-adds, that shall be left; None where that is what comes out."""
+        return None if self.decay is not None else self.final / self.total
+
     def budget(self, ramp: float) -> int:
         return connections_left(ramp, self.total, self.final)
 

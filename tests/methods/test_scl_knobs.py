@@ -160,13 +160,14 @@ def test_noise_makes_masks_sink_and_the_halfway_weight_takes_that_out() -> None:
         assert abs(halfway) < 0.1 * sinking
 
 
-@pytest.mark.parametrize("above", [0.0, 0.5])
-def test_the_gradient_of_what_is_removed_is_damped(above: float) -> None:
-    rule, weights, timeline = begin("scl", 0.6, removed_gradient=0.25, removed_gradient_above=above)
+@pytest.mark.parametrize(("asked", "above"), [(0.25, 0.0), (0.25, 0.5), (None, 0.0)])
+def test_the_gradient_of_what_is_removed_is_damped(asked: float | None, above: float) -> None:
+    rule, weights, timeline = begin("scl", 0.6, removed_gradient=asked, removed_gradient_above=above)
+    share = 0.4**0.4 if asked is None else asked
     for number in range(12):
         removed = ~rule.mask.numpy()[0]
         given, gradient = step(rule, weights, timeline, number)
-        factor = np.where(removed & (removed.sum() >= above * 40), 0.25, 1.0)
+        factor = np.where(removed & (removed.sum() >= above * 40), share, 1.0)
         np.testing.assert_array_equal(gradient.numpy()[0], given.numpy()[0] * factor)
     assert int(removed.sum()) == 24
 
@@ -238,7 +239,7 @@ def test_a_step_can_be_captured(name: str, monkeypatch: pytest.MonkeyPatch) -> N
         ({"ramp": "steep"}, "ramp: expected one of cubic, linear, cosine, at_once, got 'steep'"),
         ({"start": "zero"}, "start: expected one of magnitude, layer_magnitude, got 'zero'"),
         ({"score_memory": 1.0}, "score_memory: expected a decay from 0 to below 1, got 1.0"),
-        ({"removed_gradient": -0.5}, "removed_gradient: expected a number from 0 to 1, got -0.5"),
+        ({"removed_gradient": -0.5}, "removed_gradient: expected a number from 0 to 1, or none, got -0.5"),
         ({"anchor": 1.0}, "anchor: expected a decay from 0 to below 1, got 1.0"),
         ({"anchor_cap": 0.5}, "anchor_cap: expected a number of at least 1, or 0, got 0.5"),
         ({"ramp_share": 0.0}, "ramp_share: expected a number above 0, got 0.0"),

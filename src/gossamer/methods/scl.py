@@ -20,8 +20,8 @@ To be tried out; each has a default that changes nothing. With d the mask gradie
     anchor      draws m̃ to |w̃|, at most to `anchor_cap` times the level below which weights go by their size, or times
                 the root mean square of w̃ at the start where that is more; it stays, or comes down with the learning
                 rate of m̃ (`anchor_anneal`)
-    gradient    of what is removed, times `removed_gradient` (1 in the paper), in rows that are sparser than
-                `removed_gradient_above`
+    gradient    of what is removed, times `removed_gradient` (1 in the paper; none: by the sparsity asked for), in rows
+                that are sparser than `removed_gradient_above`
 """
 
 import math
@@ -59,7 +59,7 @@ class SCLOptions(Options):
     curvature: float = 0.0
     score_memory: float = 0.0
     hysteresis: float = 0.0
-    removed_gradient: float = 0.5
+    removed_gradient: float | None = None  # method.removed_share
     removed_gradient_above: float = 0.0
     midpoint: float = 0.0
     anchor: float = 0.001
@@ -83,9 +83,6 @@ class SCLOptions(Options):
         for name in ("scale_memory", "mask_momentum", "second_moment", "score_memory", "anchor"):
             if not 0.0 <= getattr(self, name) < 1.0:
                 raise ValueError(f"{name}: expected a decay from 0 to below 1, got {getattr(self, name)}")
-        for name in ("removed_gradient", "removed_gradient_above"):
-            if not 0.0 <= getattr(self, name) <= 1.0:
-                raise ValueError(f"{name}: expected a number from 0 to 1, got {getattr(self, name)}")
         rates = (
             "mask_lr",
             "global_power",
@@ -104,6 +101,8 @@ class SCLOptions(Options):
             anchor_cap=(self.anchor_cap == 0 or 1 <= self.anchor_cap < math.inf, "a number of at least 1, or 0"),
             start_value=(self.start_value is None or 0 < self.start_value < math.inf, "a number above 0, or none"),
             decay=(self.decay is None or is_rate(self.decay), "a number of at least 0, or none"),
+            removed_gradient=(0 <= (self.removed_gradient or 0.0) <= 1, "a number from 0 to 1, or none"),
+            removed_gradient_above=(0 <= self.removed_gradient_above <= 1, "a number from 0 to 1"),
             floor=(self.floor is None or 0 <= self.floor < 1, "a share from 0 to below 1, or none"),
             ramp_share=(0 < self.ramp_share < math.inf, "a number above 0"),
         )
@@ -171,8 +170,9 @@ class SCL(DenseGradient[SCLOptions]):
         anneals = [each.anchor_anneal if each.decay is None else each.anneal for each in settings]
         anchored = any(each.anchor for each in settings)
         self._anchor = timeline.annealed([each.anchor for each in settings], anneals) if anchored else None
-        damped = any(each.removed_gradient != 1.0 for each in settings)
-        self._damping = (each_row("removed_gradient"), each_row("removed_gradient_above")) if damped else None
+        shares = [_removed_share(request, layout) for request in requests]
+        damped = any(share != 1.0 for share in shares)
+        self._damping = (column(shares, weights), each_row("removed_gradient_above")) if damped else None
 
     @property
     def mask(self) -> Tensor:
@@ -269,3 +269,11 @@ class SCL(DenseGradient[SCLOptions]):
             elif each.start == "layer_magnitude":
                 start[row] = layer_magnitude(weights[row : row + 1], layout)[0]
         return start
+
+
+def _removed_share(request: Request[SCLOptions], layout: Layout) -> float:
+    asked = request.settings.removed_gradient
+    if asked is not None:
+        return asked
+    known = request.settings.decay is None
+    return method.removed_share(layout.keep(request.sparsity) / layout.count if known else None)
