@@ -26,7 +26,7 @@ def labels(records: Sequence[Record]) -> list[str]:
 def record(method: str, sparsity: float, accuracy: float, seed: int = 0, **more: Any) -> dict[str, Any]:
     settings = {"seed": seed, "method": method, "sparsity": sparsity, "weight_decay": 1e-4, **more.pop("settings", {})}
     if method == "scl":
-        settings |= {"removed_gradient": 0.5, "anchor": 0.001, "anchor_cap": 3.0}
+        settings |= {"removed_gradient": None, "anchor": 0.001, "anchor_cap": 3.0}
     about: dict[str, Any] = {"hardware": "NVIDIA H200", "net": "resnet20", "data": "cifar10", "tier": "screening", "epochs": 50, "validation_images": 5000}
     race = {
         "warmup": 12,

@@ -114,9 +114,9 @@ def mnist_estimator_table(records: Sequence[Record]) -> tuple[list[str], list[li
 def _defaults(records: Sequence[Record]) -> str:
     """What to call them: those of now, or of when the runs were made."""
     then = {item for record in records if record["part"] == "default" for item in defaults_of(record).items()}
-    usual = {**vars(Settings()), "anchor_cap": None}  # which says nothing where there was no anchor
-    changed = sorted((name, value) for name, value in then if usual[name] not in (None, value))
-    return ", ".join(["our defaults", *(f"{name}={value:g}" for name, value in changed)])
+    now = {name: value for name, value in vars(Settings()).items() if name != "anchor_cap"}  # nothing without an anchor
+    changed = {name: value for name, value in then if value is not None and value != now.get(name, value)}
+    return ", ".join(["our defaults", *(f"{name}={changed[name]:g}" for name in sorted(changed))])
 
 
 def _setting(record: Record, *names: str) -> tuple[Any, ...]:

@@ -61,6 +61,6 @@ def mean_and_spread(values: Sequence[float]) -> str:
     return f"{mean} ± {statistics.stdev(values):.2f}" if len(values) > 1 else mean
 
 
-def defaults_of(record: Record) -> dict[str, float]:
+def defaults_of(record: Record) -> dict[str, float | None]:
     """What a run had of the settings whose default has changed since."""
-    return {name: float(record.get(name, BEFORE[name])) for name in ("anchor", "anchor_cap", "removed_gradient")}
+    return {name: record.get(name, BEFORE[name]) for name in ("anchor", "anchor_cap", "removed_gradient")}
