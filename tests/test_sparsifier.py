@@ -220,6 +220,17 @@ def test_weights_that_cannot_be_made_sparse_are_refused() -> None:
         gossamer.Sparsifier(model, [whole, partial], sparsity=0.5, total_steps=100)
 
 
+@pytest.mark.parametrize(("steps", "asked", "expected"), [(400, None, 0.015), (9000, None, 0.003), (400, 0.2, 0.2)])
+def test_masks_learn_faster_where_they_have_few_steps(steps: int, asked: float | None, expected: float) -> None:
+    model = nn.Linear(4, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    phases = {"warmup": "0it", "sparsify": f"{steps // 2}it", "stabilise": f"{steps // 2}it"}
+    sparsifier = gossamer.Sparsifier(model, optimizer, sparsity=0.5, total_steps=steps, mask_lr=asked, **phases)
+    sparsifier.advance()
+    assert sparsifier._connectivity is not None
+    assert float(sparsifier._connectivity.learning_rate) == pytest.approx(expected)
+
+
 @pytest.mark.parametrize("cap", [0.0, 3.0])
 def test_the_size_of_a_weight_counts_up_to_a_cap(cap: float) -> None:
     torch.manual_seed(0)

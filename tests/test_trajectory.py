@@ -99,7 +99,8 @@ def test_equals_the_explicit_formulation_bit_for_bit(request_: str, optimizer: s
     theirs = Explicit(plain, WEIGHTS, asked.get("removed_gradient", left**0.4 if "sparsity" in asked else 0.5))
     their_optimizer = OPTIMIZERS[optimizer](plain.parameters())
     masks = ExplicitMasks(theirs, asked["scale"], asked.get("decay", 0.0), asked.get("mask_momentum", 0.0))
-    masks.anchor, masks.mask_lr = sparsifier.settings.anchor, sparsifier.settings.mask_lr
+    mask_lr = asked.get("mask_lr", 6.0 / (150 + 50))
+    masks.anchor, masks.mask_lr = sparsifier.settings.anchor, mask_lr
     masks.cap = sparsifier.settings.anchor_cap
 
     flips = 0
@@ -126,7 +127,7 @@ def test_equals_the_explicit_formulation_bit_for_bit(request_: str, optimizer: s
             theirs.reach = {name: reach_by_hand(their_optimizer, plain.get_parameter(name)) for name in WEIGHTS}
         backward(theirs)
         if moment.phase.masks_train:
-            rate = sparsifier.settings.mask_lr * method.cosine(moment.settling)
+            rate = mask_lr * method.cosine(moment.settling)
             budget = sparsifier._target.budget(moment.ramp) if "sparsity" in asked else None
             masks.step(rate, budget)
         their_optimizer.step()

@@ -42,8 +42,9 @@ class Connectivity:
         """`log` is the first step of the mask phases and their number; `group` the processes that share each tensor,
         `replicas` those that hold copies of the model and a part of each batch."""
         self.weights, self._settings, self._target, self._group = weights, settings, target, group
-        asked = settings.removed_gradient
-        self._removed = method.removed_share(target.left) if asked is None else asked
+        self._mask_lr = method.mask_rate(log[1]) if settings.mask_lr is None else settings.mask_lr
+        share = settings.removed_gradient
+        self._removed = method.removed_share(target.left) if share is None else share
         self._parameters = [weight.parameter for weight in weights]
         self.names = [weight.name for weight in weights]
         self.total = sum(parameter.numel() for parameter in self._parameters)
@@ -80,10 +81,10 @@ class Connectivity:
             self._level.zero_()
             self._protected = store.strongest(self._floors, self._group) if sum(self._floors) else None
 
-    def set(self, *, learning_rate: float, budget: int, step: int) -> None:
-        """What the next step of mask learning shall use."""
+    def set(self, *, anneal: float, budget: int, step: int) -> None:
+        """What the next step of mask learning shall use: `anneal` times its learning rate."""
         self._check_device()
-        self.learning_rate.fill_(learning_rate)
+        self.learning_rate.fill_(self._mask_lr * anneal)
         self.budget.fill_(budget)
         self.log.set_step(step)
 
@@ -167,7 +168,7 @@ class Connectivity:
     def _anchor(self) -> Tensor | float:
         """With a fixed λ1 the anchor comes down with the learning rate, as λ1's push does: else all masks return."""
         anchor = self._settings.anchor
-        return anchor if self._target.decay is None else self.learning_rate * (anchor / self._settings.mask_lr)
+        return anchor if self._target.decay is None else self.learning_rate * (anchor / self._mask_lr)
 
     def _caps(self) -> Tensor:
         """How far the size of a weight counts: where a feature has no connection that varies, batch norm multiplies the
@@ -215,7 +216,7 @@ class Connectivity:
             if store.device.type == "cpu":
                 self._threshold_size = max(abs(float(threshold)), 0.8 * self._threshold_size)
             # Anchored masks are pushed down however small their learning rate is by now.
-            rate = self.learning_rate if not self._settings.anchor else self._settings.mask_lr
+            rate = self.learning_rate if not self._settings.anchor else self._mask_lr
             return torch.where(self.learning_rate > 0, threshold / rate, 0.0), flips
         self._level.add_(self.learning_rate * self._target.decay)
         if self._protected is not None:

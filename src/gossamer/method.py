@@ -94,6 +94,12 @@ def weight_gradient(gradient: Tensor, mask: Tensor, *, removed: float, out: Tens
     return torch.where(mask, gradient, gradient * removed, out=out)
 
 
+def mask_rate(steps: int) -> float:
+    """The learning rate of mask variables that we take where none is asked for, by the steps in which they learn: in
+    few steps they could not get anywhere with that of long runs (section 28 of docs/lab-book.md)."""
+    return max(0.003, 6.0 / max(1, steps))
+
+
 def removed_share(left: float | None) -> float:
     """The share `removed` above that we take where none is asked for: the smaller, the fewer connections shall be left
     (measured: section 27 of docs/lab-book.md); half, where that is not known."""

@@ -22,7 +22,7 @@ class Settings:
     alpha: float = 0.1  # slope of leaky_relu, upper bound of clipped_relu
     scale: str = "global"  # what the mask gradient is divided by: none, global, batch (a feature), per_sample
     power: float = 1.0  # of the scale: 0 is none, 1 is whole
-    mask_lr: float = 0.003  # learning rate of the mask variables
+    mask_lr: float | None = None  # learning rate of the mask variables; None: by the steps in which they learn
     mask_momentum: float = 0.0
     anneal: str = "cosine"  # of mask_lr: cosine to zero over the mask phases; step: a tenth once stabilising; constant
     start: str = "magnitude"  # of the mask variables: |w̃| of the warmed-up weights, or one constant
@@ -53,7 +53,7 @@ class Settings:
             for name, what, good in (
                 ("alpha", "a number above 0", self.alpha > 0),
                 ("power", "a number from 0 to 1", 0 <= self.power <= 1),
-                ("mask_lr", "a number above 0", self.mask_lr > 0),
+                ("mask_lr", "a number above 0, or None", self.mask_lr is None or self.mask_lr > 0),
                 ("mask_momentum", "a number from 0 to below 1", 0 <= self.mask_momentum < 1),
                 ("anchor", "a share from 0 to below 1", 0 <= self.anchor < 1),
                 ("anchor_cap", "a number of at least 1, or 0", self.anchor_cap >= 1 or self.anchor_cap == 0),

@@ -162,7 +162,7 @@ class Sparsifier:
             if self.step == self.plan.warmup:
                 connectivity.take_up()  # another optimizer, or the user, may have moved weights since
             connectivity.set(
-                learning_rate=self.settings.mask_lr * self._anneal(moment.settling, moment.phase),
+                anneal=self._anneal(moment.settling, moment.phase),
                 budget=self._target.budget(moment.ramp),
                 step=self.step,
             )

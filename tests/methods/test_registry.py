@@ -73,7 +73,7 @@ def test_older_names_and_wrong_ones() -> None:
         ("hyperflux", "step", -1.0, "a number above 0"),
         ("hyperflux", "mask_lr", -1.0, "a number of at least 0"),
         ("slimming", "penalty", -1.0, "a number of at least 0"),
-        ("scl", "mask_lr", math.nan, "a number of at least 0"),
+        ("scl", "mask_lr", math.nan, "a number of at least 0, or none"),
         ("scl", "decay", -1.0, "a number of at least 0, or none"),
         ("scl", "floor", 1.0, "a share from 0 to below 1, or none"),
         ("scl", "start_value", 0.0, "a number above 0, or none"),

@@ -42,7 +42,7 @@ STARTS = ("magnitude", "layer_magnitude")
 
 @dataclass(frozen=True)
 class SCLOptions(Options):
-    mask_lr: float = 0.003  # learning rate of the mask variables
+    mask_lr: float | None = None  # learning rate of the mask variables; none: method.mask_rate
     global_power: float = 1.0  # of the scale over the whole network: 0 leaves the mask gradient raw
     feature_power: float = 0.0  # of the scale of each output feature
     estimator: str = "identity"
@@ -84,7 +84,6 @@ class SCLOptions(Options):
             if not 0.0 <= getattr(self, name) < 1.0:
                 raise ValueError(f"{name}: expected a decay from 0 to below 1, got {getattr(self, name)}")
         rates = (
-            "mask_lr",
             "global_power",
             "feature_power",
             "layer_power",
@@ -101,6 +100,7 @@ class SCLOptions(Options):
             anchor_cap=(self.anchor_cap == 0 or 1 <= self.anchor_cap < math.inf, "a number of at least 1, or 0"),
             start_value=(self.start_value is None or 0 < self.start_value < math.inf, "a number above 0, or none"),
             decay=(self.decay is None or is_rate(self.decay), "a number of at least 0, or none"),
+            mask_lr=(self.mask_lr is None or is_rate(self.mask_lr), "a number of at least 0, or none"),
             removed_gradient=(0 <= (self.removed_gradient or 0.0) <= 1, "a number from 0 to 1, or none"),
             removed_gradient_above=(0 <= self.removed_gradient_above <= 1, "a number from 0 to 1"),
             floor=(self.floor is None or 0 <= self.floor < 1, "a share from 0 to below 1, or none"),
@@ -126,7 +126,9 @@ class SCL(DenseGradient[SCLOptions]):
         self._timeline = timeline
         self._estimator, self._alpha, self._decay = settings[0].estimator, settings[0].alpha, settings[0].decay
         self._l2 = settings[0].l2
-        self._rate = timeline.annealed([each.mask_lr for each in settings], [each.anneal for each in settings])
+        usual = method.mask_rate(timeline.length)
+        rates = [usual if each.mask_lr is None else each.mask_lr for each in settings]
+        self._rate = timeline.annealed(rates, [each.anneal for each in settings])
 
         def each_row(name: str) -> Tensor:
             return column([getattr(each, name) for each in settings], weights)
