@@ -121,6 +121,35 @@ static void multiply(const struct product *p, int64_t begin, int64_t end) {
     }
 }
 
+/* Four values a row, a plane of 2 x 2: vectors of four for every instruction set, and as many sums in flight. */
+INLINE void rows_of_four(const int near, const struct product *p) {
+    const float *x = p->x + p->x_at[0], *add = p->add ? p->add + p->add_at[0] : NULL;
+    float *y = p->y + p->y_at[0];
+    const struct sparse w = *p->weight;
+    const int64_t shift = w.shift, y_row = p->y_row, add_row = p->add_row;
+    const int positive = p->relu != 0;
+    int64_t e = 0;
+    for (int64_t row = 0; row < w.rows; row++) {
+        const int64_t end = w.starts[row + 1];
+        quad sum[4] = {w.bias[row] - (quad){0}};
+        if (add) sum[0] += *(const quad *)(add + row * add_row);
+        for (; e + 4 <= end; e += 4)
+            for (int k = 0; k < 4; k++) sum[k] += w.weights[e + k] * *(const quad *)(x + OFFSET(e + k));
+        for (; e < end; e++) sum[0] += w.weights[e] * *(const quad *)(x + OFFSET(e));
+        quad all = (sum[0] + sum[1]) + (sum[2] + sum[3]);
+        if (positive)
+            for (int i = 0; i < 4; i++) all[i] = all[i] < 0 ? 0 : all[i];
+        *(quad *)(y + row * y_row) = all;
+    }
+}
+
+static void multiply_four(const struct product *p) {
+    if (p->weight->near)
+        rows_of_four(1, p);
+    else
+        rows_of_four(0, p);
+}
+
 /* A layer with few zeros, as if it had none: ROWS rows share every load of x. Weights lie as [block of rows][tap][row],
  * the rows of the last block filled up with zeros that are computed and not stored. */
 struct dense {
