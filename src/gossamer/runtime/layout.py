@@ -32,6 +32,7 @@ from gossamer.runtime.graph import (
 CHUNK = 16
 ARENA_HEAD = 64  # floats at the start of the arena that are always zero
 ARENA_TAIL = 256  # floats a last chunk may read past the end of a value
+WORTH_COPYING = 24  # weights that read a plane, at least, where copies of it could save them time
 Places = npt.NDArray[np.int32]
 
 
@@ -111,12 +112,14 @@ def borders(product: Product, x: Value, y: Value) -> tuple[int, int, int, int]:
 
 
 def shifts(product: Product, values: list[Value], lanes: int) -> bool:
-    """Whether a product could read copies of x: one sample, a window of several places, chunks of whole rows."""
+    """Whether a product could gain by reading copies of x: one sample, a window of several places, chunks of whole
+    rows, and enough weights for the copies to pay."""
     x, y, taps = values[product.x], values[product.y], product.taps
     if lanes > 1 or y.pixels == 1 or product.stride != (1, 1) or taps.count == 0:
         return False
-    several = taps.dy.min() < taps.dy.max() or taps.dx.min() < taps.dx.max()
-    return bool(several) and (y.width % CHUNK == 0 or y.width == x.width)
+    several = bool(taps.dy.min() < taps.dy.max() or taps.dx.min() < taps.dx.max())
+    unbroken = y.width % CHUNK == 0 or y.width == x.width
+    return several and unbroken and taps.count >= WORTH_COPYING * np.unique(taps.channel).size
 
 
 def place(graph: Graph, lanes: int, shifted: frozenset[Product] = frozenset()) -> Placed:
