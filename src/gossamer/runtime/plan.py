@@ -77,9 +77,9 @@ def make_plan(graph: Graph, lanes: int, kernels: Mapping[int, Kernel] | None = N
     """The plan for a number of lanes; ``kernels`` says by operation which kernel runs it, where that is not the
     first that could."""
     kernels = kernels or {}
-    shifted = [op for number, op in enumerate(graph.operations) if kernels.get(number) == "shifted"]
-    chosen = frozenset(op for op in shifted if isinstance(op, Product))
-    return _Planner(place(graph, lanes, chosen), kernels).plan()
+    chosen = [op for number, op in enumerate(graph.operations) if kernels.get(number) == "shifted"]
+    shifted = frozenset(op for op in chosen if isinstance(op, Product) and shifts(op, graph.values, lanes))
+    return _Planner(place(graph, lanes, shifted), kernels).plan()
 
 
 def choices(graph: Graph, lanes: int) -> dict[int, tuple[Kernel, ...]]:
