@@ -37,7 +37,10 @@ def test_every_kernel_can_be_chosen() -> None:
     x = torch.rand(2, 30)
     graph = graph_of(x, [value_of(x), Value(20, 1, 1)], [product(weight, torch.zeros(20))], (2, 20))
     found = {kernel for lanes in (1, 16) for kernels in choices(graph, lanes).values() for kernel in kernels}
-    assert found == set(KERNELS)
+    picture = torch.rand(2, 3, 8, 8)
+    window = product(torch.rand(20, 3, 3, 3) + 1, torch.zeros(20), padding=(1, 1))
+    graph = graph_of(picture, [value_of(picture), Value(20, 8, 8)], [window], (2, 20, 8, 8))
+    assert found | set(choices(graph, 1)[1]) == set(KERNELS)
 
 
 def product(weight: Tensor, bias: Tensor, **changes: Any) -> Product:

@@ -26,7 +26,7 @@ from gossamer.runtime.capture import capture
 from gossamer.runtime.native import open_library
 native.installed_library = lambda: Path(sys.argv[1])
 native.chosen_compiler = native.find_compilers = list
-drawn = [f"{sys.argv[2]}/{name}.py" for name in ("test_kernels", "test_drawn_layers")]
+drawn = [f"{sys.argv[2]}/{name}.py" for name in ("test_kernels", "test_shifted", "test_drawn_layers")]
 if pytest.main(["-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", *drawn]):
     raise SystemExit("a drawn test failed under the sanitizers")
 sys.path.insert(0, sys.argv[2])

@@ -21,7 +21,7 @@
 
 enum {
     LOAD, STORE, PRODUCT, PRODUCT_ONE, AFFINE, POOL, PHASES, COPY, EMBED, LSTM, GRU, PRODUCT_DENSE, POINTWISE, SOFTMAX,
-    RNN_TANH, RNN_RELU, SPREAD
+    RNN_TANH, RNN_RELU, SPREAD, SHIFTS, PRODUCT_FOUR
 };
 
 struct op {
@@ -112,7 +112,29 @@ static void run_product(const struct call *call, const struct op *op) {
     struct product p = {POINTER(struct sparse, o->weight), call->arena + op->x, call->arena + op->y,
                         op->add < 0 ? NULL : call->arena + op->add, o->y_row, o->y_row, POINTER(int32_t, o->x_at),
                         y_at, y_at, POINTER(int32_t, o->mask), o->relu};
-    multiply(&p, 0, o->chunks);
+    if (op->code == PRODUCT_FOUR)
+        multiply_four(&p);
+    else
+        multiply(&p, 0, o->chunks);
+}
+
+/* Copies of planes for the shifts of a window, each with the zeros around a plane where that shift meets them: what a
+ * product then loads begins with a cache line, and planes need no border and hence no room between their rows. */
+struct shifts_op {
+    int64_t channels, channel_at, y_row, chunks, from, to, mask_at, masks; /* chunks of the copies of one channel */
+};
+
+static void run_shifts(const struct call *call, const struct op *op) {
+    const struct shifts_op *o = (const struct shifts_op *)op->a;
+    const int32_t *from = POINTER(int32_t, o->from), *to = POINTER(int32_t, o->to);
+    const int32_t *mask_at = POINTER(int32_t, o->mask_at), *masks = POINTER(int32_t, o->masks);
+    for (int64_t channel = 0; channel < o->channels; channel++) {
+        const float *x = call->arena + op->x + POINTER(int32_t, o->channel_at)[channel];
+        float *y = call->arena + op->y + channel * o->y_row;
+        for (int64_t k = 0; k < o->chunks; k++)
+            for (int i = 0; i < CHUNK; i += WIDTH)
+                store(y + to[k] + i, (vec)(*(const ivec *)(x + from[k] + i) & *(const ivec *)(masks + mask_at[k] + i)));
+    }
 }
 
 static void run_product_dense(const struct call *call, const struct op *op) {
@@ -301,7 +323,9 @@ static int64_t run_op(const struct call *call, const struct op *op) {
     switch (op->code) {
     case LOAD: run_load(call, op); break;
     case STORE: run_store(call, op); break;
-    case PRODUCT: run_product(call, op); break;
+    case PRODUCT:
+    case PRODUCT_FOUR: run_product(call, op); break;
+    case SHIFTS: run_shifts(call, op); break;
     case PRODUCT_ONE: run_product_one(call, op); break;
     case PRODUCT_DENSE: run_product_dense(call, op); break;
     case AFFINE: run_affine(call, op); break;

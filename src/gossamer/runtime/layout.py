@@ -32,6 +32,7 @@ from gossamer.runtime.graph import (
 CHUNK = 16
 ARENA_HEAD = 64  # floats at the start of the arena that are always zero
 ARENA_TAIL = 256  # floats a last chunk may read past the end of a value
+WORTH_COPYING = 24  # weights that read a plane, at least, where copies of it could save them time
 Places = npt.NDArray[np.int32]
 
 
@@ -74,6 +75,7 @@ class Placed:
     copies: dict[int, list[tuple[int, int]]]
     arena: int
     lanes: int
+    shifted: frozenset[Product]  # products that read copies of x, one for each shift of their window
 
 
 class _Classes:
@@ -109,7 +111,20 @@ def borders(product: Product, x: Value, y: Value) -> tuple[int, int, int, int]:
     return max(0, py - int(dy.min())), max(0, px - int(dx.min())), max(0, bottom), max(0, right)
 
 
-def place(graph: Graph, lanes: int) -> Placed:
+def shifts(product: Product, values: list[Value], lanes: int) -> bool:
+    """Whether a product could gain by reading copies of x: one sample, a window of several places, chunks of whole
+    rows, and enough weights for the copies to pay."""
+    x, y, taps = values[product.x], values[product.y], product.taps
+    if lanes > 1 or y.pixels == 1 or product.stride != (1, 1) or taps.count == 0:
+        return False
+    several = bool(taps.dy.min() < taps.dy.max() or taps.dx.min() < taps.dx.max())
+    unbroken = y.width % CHUNK == 0 or y.width == x.width
+    return several and unbroken and taps.count >= WORTH_COPYING * np.unique(taps.channel).size
+
+
+def place(graph: Graph, lanes: int, shifted: frozenset[Product] = frozenset()) -> Placed:
+    """A layout and a place for every value; ``shifted`` says which products are to read copies of x. Those whose
+    chunks would meet the borders that another product needs do not."""
     values, classes = list(graph.values), _Classes(len(graph.values))
     narrow = lanes < CHUNK
     steps = _insert_phases(graph, values, classes, lanes) if narrow else list[Step](graph.operations)
@@ -127,9 +142,20 @@ def place(graph: Graph, lanes: int) -> Placed:
             states = (*step.state.before, *step.state.after)
             for one, other in pairwise(states):
                 classes.join(one, other)
-    layouts = _layouts(steps, values, classes, lanes)
+    while True:
+        layouts = _layouts(steps, values, classes, lanes, shifted)
+        fitting = frozenset(p for p in shifted if _unbroken(p, values, layouts))
+        if fitting == shifted:
+            break
+        shifted = fitting
     offsets, spare, copies, arena = _allocate(graph, steps, values, layouts)
-    return Placed(graph, steps, values, layouts, offsets, spare, copies, arena, lanes)
+    return Placed(graph, steps, values, layouts, offsets, spare, copies, arena, lanes, shifted)
+
+
+def _unbroken(product: Product, values: list[Value], layouts: list[Layout]) -> bool:
+    """Whether chunks of x and y lie inside of rows, or rows without a border between them."""
+    compact = all(layouts[item].pitch == values[item].width for item in (product.x, product.y))
+    return compact or values[product.y].width % CHUNK == 0
 
 
 def _insert_phases(graph: Graph, values: list[Value], classes: _Classes, lanes: int) -> list[Step]:
@@ -148,10 +174,12 @@ def _insert_phases(graph: Graph, values: list[Value], classes: _Classes, lanes: 
     return steps
 
 
-def _layouts(steps: list[Step], values: list[Value], classes: _Classes, lanes: int) -> list[Layout]:
+def _layouts(
+    steps: list[Step], values: list[Value], classes: _Classes, lanes: int, shifted: frozenset[Product]
+) -> list[Layout]:
     count = len(values)
     border = np.zeros((count, 4), np.int64)
-    windows = [s for s in steps if isinstance(s, Product) and not is_single(s, values, lanes)]
+    windows = [s for s in steps if isinstance(s, Product) and s not in shifted and not is_single(s, values, lanes)]
     for product in windows:
         root = classes.find(product.x)
         border[root] = np.maximum(border[root], borders(product, values[product.x], values[product.y]))

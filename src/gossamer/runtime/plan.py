@@ -38,9 +38,11 @@ from gossamer.runtime.layout import (
     chunk_places,
     is_single,
     place,
+    shifts,
 )
 from gossamer.runtime.plan_pointwise import pointwise_fields, softmax_fields
-from gossamer.runtime.plan_windows import phases_fields, pool_fields, spread_fields
+from gossamer.runtime.plan_shifted import shifted_blocks
+from gossamer.runtime.plan_windows import channel_blocks, phases_fields, pool_fields, spread_fields
 from gossamer.runtime.records import (
     AFFINE,
     COPY,
@@ -53,10 +55,12 @@ from gossamer.runtime.records import (
     POOL,
     PRODUCT,
     PRODUCT_DENSE,
+    PRODUCT_FOUR,
     PRODUCT_ONE,
     RECORD,
     RNN_RELU,
     RNN_TANH,
+    SHIFTS,
     SOFTMAX,
     SPREAD,
     STORE,
@@ -65,8 +69,6 @@ from gossamer.runtime.records import (
 )
 from gossamer.runtime.weights import WAYS, Kept, Kernel, dense_panels, one_vector, panels, possible_kernels
 
-FIRST_CACHE = 48 << 10  # bytes of input that mostly stay in the first-level cache
-PASS = 128  # floats of output that stay in registers
 _CODES: dict[Cell, int] = {"lstm": LSTM, "gru": GRU, "rnn_tanh": RNN_TANH, "rnn_relu": RNN_RELU}
 RECURRENT_COLUMNS = 128  # steps times lanes whose input part is computed ahead of the recurrence
 
@@ -74,7 +76,10 @@ RECURRENT_COLUMNS = 128  # steps times lanes whose input part is computed ahead 
 def make_plan(graph: Graph, lanes: int, kernels: Mapping[int, Kernel] | None = None) -> Plan:
     """The plan for a number of lanes; ``kernels`` says by operation which kernel runs it, where that is not the
     first that could."""
-    return _Planner(place(graph, lanes), kernels or {}).plan()
+    kernels = kernels or {}
+    chosen = [op for number, op in enumerate(graph.operations) if kernels.get(number) == "shifted"]
+    shifted = frozenset(op for op in chosen if isinstance(op, Product) and shifts(op, graph.values, lanes))
+    return _Planner(place(graph, lanes, shifted), kernels).plan()
 
 
 def choices(graph: Graph, lanes: int) -> dict[int, tuple[Kernel, ...]]:
@@ -83,7 +88,8 @@ def choices(graph: Graph, lanes: int) -> dict[int, tuple[Kernel, ...]]:
     for number, operation in enumerate(graph.operations):
         if isinstance(operation, Product):
             one = is_single(operation, graph.values, lanes)
-            found[number] = possible_kernels(operation.taps, one_vector=one)
+            shifted = shifts(operation, graph.values, lanes)
+            found[number] = possible_kernels(operation.taps, one_vector=one, shifts=shifted)
         elif isinstance(operation, Recurrent) and lanes == 1:
             found[number] = possible_kernels(operation.hidden_taps, one_vector=True)
     return found
@@ -236,6 +242,9 @@ class _Planner:
         if is_single(step, self.placed.values, self.lanes):
             self._product_one(step)
             return
+        if step in self.placed.shifted:
+            self._product_shifted(step)
+            return
         x, y = self.placed.layouts[step.x], self.placed.layouts[step.y]
         taps, lanes, (sy, sx), (py, px) = step.taps, self.lanes, step.stride, step.padding
         pixels, at, y_at, mask = self._chunks(step.y)
@@ -251,7 +260,7 @@ class _Planner:
             x_at = x.base + first * lanes + pixels[:, 2]
         places = self.kept.keep(x_at.astype(np.int32))
         dense = self._chosen("panels") == "dense"
-        blocks = self._channel_blocks(step)
+        blocks = channel_blocks(self.placed, step)
         for number, (begin, end) in enumerate(pairwise(blocks)):
             inside = (taps.channel >= begin) & (taps.channel < end)
             bias = step.bias if number == 0 else np.zeros_like(step.bias)
@@ -267,25 +276,18 @@ class _Planner:
         kernel = "dense" if dense else f"panels of {lanes}" if lanes >= CHUNK else f"planes of {lanes}"
         self._product_line(step, kernel, taps.count)
 
-    def _channel_blocks(self, step: Product) -> list[int]:
-        """Borders between blocks of input channels.
-
-        While chunks stay in registers, all rows read the same window of every channel. Where these windows
-        outgrow the first-level cache, a block of channels is done for all rows before the next, and adds to
-        what the one before left in the output; that pays if a row has enough weights in each.
-        """
-        value, layout, lanes = self.placed.values[step.x], self.placed.layouts[step.x], self.lanes
-        if step.taps.count == 0 or value.pixels == 1 or (lanes < CHUNK and step.stride != (1, 1)):
-            return [0, value.channels]
-        reach = int(step.taps.dy.max()) + 1, int(step.taps.dx.max()) + 1
-        if lanes < CHUNK:
-            window = min(layout.plane, PASS + (reach[0] * layout.pitch + reach[1]) * lanes)
-        else:
-            tall, wide = (2, 4) if lanes == CHUNK else (1, max(1, PASS // lanes))
-            window = (tall * step.stride[0] + reach[0]) * (wide * step.stride[1] + reach[1]) * lanes
-        enough = step.taps.count // (12 * step.taps.rows)
-        blocks = min(enough, -(-value.channels * window * 4 // FIRST_CACHE))
-        return [value.channels * i // blocks for i in range(blocks + 1)] if blocks > 1 else [0, value.channels]
+    def _product_shifted(self, step: Product) -> None:
+        _, at, y_at, mask = self._chunks(step.y)
+        blocks = shifted_blocks(self.kept, self.placed, step)
+        for number, block in enumerate(blocks):
+            self.shared_fields += [(len(self.records), 2, 0), (len(self.records) + 1, 1, 0)]
+            self._emit(SHIFTS, step.x, -1, None, block.copies)
+            relu = int(step.relu and number == len(blocks) - 1)
+            fields = [block.weight, len(at), block.places, y_at, mask, self.placed.layouts[step.y].plane, relu]
+            add = step.add if number == 0 else step.y
+            self._emit(PRODUCT_FOUR if block.four else PRODUCT, -1, step.y, add, fields)
+            self.shared = max(self.shared, block.size)
+        self._product_line(step, "shifted planes", step.taps.count)
 
     def _product_one(self, step: Product) -> None:
         x, y, value = self.placed.layouts[step.x], self.placed.layouts[step.y], self.placed.values[step.x]

@@ -26,7 +26,14 @@ struct product {
     int64_t relu;
 };
 
-INLINE void block(const int chunks, const int ways, const int near, const struct product *p, int64_t first) {
+/* Offsets are far, near, or near in units that the compiler knows (a shift by a variable takes three instructions). */
+enum { FAR, FLOATS, CHUNKS = CHUNK, SHIFTED };
+#define OFFSET(k)                                                                                          \
+    (unit == FAR ? (ptrdiff_t)w.far[k] : unit == SHIFTED ? (ptrdiff_t)w.near[k] << shift : (ptrdiff_t)w.near[k] * unit)
+
+INLINE int units_of(const struct sparse *w) { return !w->near ? FAR : w->shift == 4 ? CHUNKS : SHIFTED; }
+
+INLINE void block(const int chunks, const int ways, const int unit, const struct product *p, int64_t first) {
     /* All in locals: what is behind a pointer would be read again after every store. */
     const float *x[MAX_CHUNKS], *add[MAX_CHUNKS];
     float *y[MAX_CHUNKS];
@@ -40,7 +47,6 @@ INLINE void block(const int chunks, const int ways, const int near, const struct
         add[c] = adds ? p->add + p->add_at[first + c] : NULL;
     }
     int64_t e = 0;
-#define OFFSET(k) ((ptrdiff_t)(near ? (int32_t)w.near[k] : w.far[k]) << (near ? shift : 0))
     for (int64_t row = 0; row < w.rows; row++) {
         const int64_t end = w.starts[row + 1];
         vec sum[MAX_CHUNKS * PARTS];
@@ -87,38 +93,75 @@ INLINE void block(const int chunks, const int ways, const int near, const struct
 
 #define WAYS(n) ((n) * PARTS <= 2 ? 4 : (n) * PARTS <= 4 ? 2 : 1)
 
-/* One copy a block size and offset width, so that the accumulators are registers. */
-#define BLOCK(n)                                                                                                     \
-    static __attribute__((noinline)) void near_##n(const struct product *p, int64_t f) { block(n, WAYS(n), 1, p, f); } \
-    static __attribute__((noinline)) void far_##n(const struct product *p, int64_t f) { block(n, WAYS(n), 0, p, f); }
+/* One copy a block size and width of offsets, so that the accumulators are registers. */
+#define BLOCK(n)                                                                                                   \
+    static __attribute__((noinline)) void far_##n(const struct product *p, int64_t f) { block(n, WAYS(n), FAR, p, f); } \
+    static __attribute__((noinline)) void near_##n(const struct product *p, int64_t f) { block(n, WAYS(n), SHIFTED, p, f); } \
+    static __attribute__((noinline)) void whole_##n(const struct product *p, int64_t f) { block(n, WAYS(n), CHUNKS, p, f); }
 typedef void (*block_function)(const struct product *, int64_t);
 BLOCK(1)
 BLOCK(2)
 #if MAX_CHUNKS == 2
-static const block_function blocks[2][2] = {{far_1, far_2}, {near_1, near_2}};
+static const block_function far_blocks[] = {far_1, far_2};
+static const block_function near_blocks[] = {near_1, near_2};
+static const block_function whole_blocks[] = {whole_1, whole_2};
 #else
 BLOCK(3)
 BLOCK(4)
 #if MAX_CHUNKS == 4
-static const block_function blocks[2][4] = {{far_1, far_2, far_3, far_4}, {near_1, near_2, near_3, near_4}};
+static const block_function far_blocks[] = {far_1, far_2, far_3, far_4};
+static const block_function near_blocks[] = {near_1, near_2, near_3, near_4};
+static const block_function whole_blocks[] = {whole_1, whole_2, whole_3, whole_4};
 #else
 BLOCK(5)
 BLOCK(6)
 BLOCK(7)
 BLOCK(8)
-static const block_function blocks[2][8] = {{far_1, far_2, far_3, far_4, far_5, far_6, far_7, far_8},
-                                            {near_1, near_2, near_3, near_4, near_5, near_6, near_7, near_8}};
+static const block_function far_blocks[] = {far_1, far_2, far_3, far_4, far_5, far_6, far_7, far_8};
+static const block_function near_blocks[] = {near_1, near_2, near_3, near_4, near_5, near_6, near_7, near_8};
+static const block_function whole_blocks[] = {whole_1, whole_2, whole_3, whole_4, whole_5, whole_6, whole_7, whole_8};
 #endif
 #endif
 
 static void multiply(const struct product *p, int64_t begin, int64_t end) {
+    int unit = units_of(p->weight);
+    const block_function *blocks = unit == FAR ? far_blocks : unit == SHIFTED ? near_blocks : whole_blocks;
     for (int64_t first = begin; first < end;) {
         int64_t left = end - first;
         /* 9 chunks as 5 + 4, not 8 + 1: every pass over the weights should feed several registers. */
         int64_t n = left <= MAX_CHUNKS ? left : left < 2 * MAX_CHUNKS ? (left + 1) / 2 : MAX_CHUNKS;
-        blocks[p->weight->near != NULL][n - 1](p, first);
+        blocks[n - 1](p, first);
         first += n;
     }
+}
+
+/* Four values a row, a plane of 2 x 2: vectors of four for every instruction set, and as many sums in flight. */
+INLINE void rows_of_four(const int unit, const struct product *p) {
+    const float *x = p->x + p->x_at[0], *add = p->add ? p->add + p->add_at[0] : NULL;
+    float *y = p->y + p->y_at[0];
+    const struct sparse w = *p->weight;
+    const int64_t shift = w.shift, y_row = p->y_row, add_row = p->add_row;
+    const int positive = p->relu != 0;
+    int64_t e = 0;
+    for (int64_t row = 0; row < w.rows; row++) {
+        const int64_t end = w.starts[row + 1];
+        quad sum[4] = {w.bias[row] - (quad){0}};
+        if (add) sum[0] += *(const quad *)(add + row * add_row);
+        for (; e + 4 <= end; e += 4)
+            for (int k = 0; k < 4; k++) sum[k] += w.weights[e + k] * *(const quad *)(x + OFFSET(e + k));
+        for (; e < end; e++) sum[0] += w.weights[e] * *(const quad *)(x + OFFSET(e));
+        quad all = (sum[0] + sum[1]) + (sum[2] + sum[3]);
+        if (positive)
+            for (int i = 0; i < 4; i++) all[i] = all[i] < 0 ? 0 : all[i];
+        *(quad *)(y + row * y_row) = all;
+    }
+}
+
+static __attribute__((noinline)) void multiply_four(const struct product *p) {
+    if (p->weight->near)
+        rows_of_four(FLOATS, p);
+    else
+        rows_of_four(FAR, p);
 }
 
 /* A layer with few zeros, as if it had none: ROWS rows share every load of x. Weights lie as [block of rows][tap][row],

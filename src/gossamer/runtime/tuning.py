@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
+from gossamer.runtime.graph import Graph
+from gossamer.runtime.layout import CHUNK
 from gossamer.runtime.native_model import NativeModel, Setting
 from gossamer.runtime.plan import choices
 from gossamer.runtime.weights import KERNELS, Kernel
@@ -63,8 +65,23 @@ def tune(model: NativeModel, inputs: Sequence[Any], lanes: int, seconds: float) 
                     samples[number].setdefault(kernel, []).append(spent[number])
         rounds += 1
     medians = {n: {kernel: median(values) for kernel, values in each.items()} for n, each in samples.items()}
-    chosen = tuple((number, _fastest(each)) for number, each in medians.items() if each)
-    return Tuned(Setting(lanes, 1, chosen), medians)
+    return Tuned(Setting(lanes, 1, tuple(_chosen(model.graph, medians).items())), medians)
+
+
+def _chosen(graph: Graph, seconds: Mapping[int, Mapping[Kernel, float]]) -> dict[int, Kernel]:
+    """The fastest kernel of each layer. Layers on planes narrower than a vector choose shifted planes together, as one
+    that needs borders puts them into the planes of its neighbours."""
+    chosen = {number: _fastest(each) for number, each in seconds.items() if each}
+    stages: dict[tuple[int, int], list[int]] = {}
+    for number, each in seconds.items():
+        value = graph.values[graph.operations[number].y]
+        if "shifted" in each and value.width % CHUNK:
+            stages.setdefault((value.height, value.width), []).append(number)
+    for stage in stages.values():
+        others = {n: _fastest({kernel: s for kernel, s in seconds[n].items() if kernel != "shifted"}) for n in stage}
+        shifted = sum(seconds[n]["shifted"] for n in stage) < sum(seconds[n][others[n]] for n in stage)
+        chosen |= dict.fromkeys(stage, "shifted") if shifted else others
+    return chosen
 
 
 def _fastest(seconds: Mapping[Kernel, float]) -> Kernel:

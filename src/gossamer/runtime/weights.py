@@ -14,8 +14,8 @@ import numpy.typing as npt
 from gossamer.runtime.graph import Floats, Integers, Taps
 from gossamer.runtime.layout import CHUNK
 
-#: Sparse products for many values at once (panels), or for one vector (the next three); dense ones for both.
-Kernel = Literal["panels", "gather", "loads", "windows", "dense"]
+#: Sparse products for many values at once (panels, shifted), or for one vector (the next three); dense ones for both.
+Kernel = Literal["panels", "shifted", "gather", "loads", "windows", "dense"]
 KERNELS: tuple[Kernel, ...] = get_args(Kernel)
 #: Codes of the kernels for one vector, as in one_vector.h.
 WAYS: dict[Kernel, int] = {"gather": 0, "loads": 1, "windows": 2, "dense": 3}
@@ -51,9 +51,10 @@ class Kept:
         return 0, self.keep(offsets.astype(np.int32))
 
 
-def possible_kernels(taps: Taps, *, one_vector: bool) -> tuple[Kernel, ...]:
+def possible_kernels(taps: Taps, *, one_vector: bool, shifts: bool = False) -> tuple[Kernel, ...]:
     """Kernels worth timing for a layer; the first is the one to take untimed."""
-    sparse: tuple[Kernel, ...] = ("gather", "loads", "windows") if one_vector else ("panels",)
+    many: tuple[Kernel, ...] = ("panels", "shifted") if shifts else ("panels",)
+    sparse: tuple[Kernel, ...] = ("gather", "loads", "windows") if one_vector else many
     if taps.count == 0:
         return sparse[:1]
     used = np.zeros((int(taps.channel.max()) + 1, int(taps.dy.max()) + 1, int(taps.dx.max()) + 1), np.bool_)
@@ -66,9 +67,10 @@ def _starts(counts: Integers) -> Integers:
     return np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
 
 
-def panels(kept: Kept, taps: Taps, offsets: Integers, bias: Floats, lanes: int) -> int:
+def panels(kept: Kept, taps: Taps, offsets: Integers, bias: Floats, step: int) -> int:
+    """Rows of weights and offsets; all of these are multiples of ``step``, a power of two or a multiple of 16."""
     starts = _starts(np.bincount(taps.row, minlength=taps.rows))
-    shift = 4 if lanes >= CHUNK else lanes.bit_length() - 1
+    shift = 4 if step >= CHUNK else step.bit_length() - 1
     near, far = kept.offsets(offsets, shift)
     pointers = [kept.keep(starts), kept.keep(taps.weight), kept.keep(bias.astype(np.float32))]
     return kept.struct(taps.rows, *pointers, near, far, shift)
