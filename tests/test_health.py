@@ -51,7 +51,8 @@ class Watched:
 @pytest.fixture(scope="module", params=["sparsity", "decay"])
 def run(request: pytest.FixtureRequest) -> Watched:
     return Watched(
-        **({"sparsity": 0.9} if request.param == "sparsity" else {"decay": DECAY, "mask_lr": 0.01}), steps_per_epoch=5
+        **({"sparsity": 0.9, "mask_lr": 0.003} if request.param == "sparsity" else {"decay": DECAY, "mask_lr": 0.01}),
+        steps_per_epoch=5,
     )
 
 

@@ -35,7 +35,7 @@ def _count(
     values, histogram, state, size, shift: tl.constexpr, width: tl.constexpr, first: tl.constexpr, block: tl.constexpr
 ):
     row = tl.program_id(1)
-    place = tl.program_id(0) * block + tl.arange(0, block)
+    place = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
     inside = place < size
     keys = _keys(tl.load(values + row.to(tl.int64) * size + place, mask=inside, other=0.0))
     digit = (keys >> shift) & ((1 << width) - 1)
@@ -81,7 +81,7 @@ def _count_ties(values, state, ties, size, block: tl.constexpr):
     if tl.load(state + row * 2 + 1) == 0:
         tl.store(here, 0)  # none of them is kept
     else:
-        place = tl.program_id(0) * block + tl.arange(0, block)
+        place = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
         inside = place < size
         keys = _keys(tl.load(values + row.to(tl.int64) * size + place, mask=inside, other=0.0))
         tied = inside & (keys == tl.load(state + row * 2).to(tl.int32))
@@ -93,7 +93,7 @@ def _apply(values, mask, budgets, state, ties, ties_so_far, thresholds, flips, s
     row = tl.program_id(1)
     start = row.to(tl.int64) * size
     here = row * tl.num_programs(0) + tl.program_id(0)
-    place = tl.program_id(0) * block + tl.arange(0, block)
+    place = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
     inside = place < size
     old = tl.load(values + start + place, mask=inside, other=0.0)
     before = tl.load(mask + start + place, mask=inside, other=0) != 0

@@ -35,14 +35,14 @@ class Connectivity:
         settings: Settings,
         target: Target,
         *,
-        log: tuple[int, int],
+        first_step: int,
+        mask_steps: int,
         group: dist.ProcessGroup | None,
         replicas: dist.ProcessGroup | None,
     ) -> None:
-        """`log` is the first step of the mask phases and their number; `group` the processes that share each tensor,
+        """Masks learn for `mask_steps` from `first_step` on; `group` is the processes that share each tensor,
         `replicas` those that hold copies of the model and a part of each batch."""
         self.weights, self._settings, self._target, self._group = weights, settings, target, group
-        self._mask_lr = method.mask_rate(log[1]) if settings.mask_lr is None else settings.mask_lr
         share = settings.removed_gradient
         self._removed = method.removed_share(target.left) if share is None else share
         self._parameters = [weight.parameter for weight in weights]
@@ -56,7 +56,7 @@ class Connectivity:
         self._usual = torch.zeros_like(self._level)
         self.take_up()
         self._costs = target.costs_on(store.sizes, store.device)
-        self.log = HealthLog(len(weights), *log, store.device)
+        self.log = HealthLog(len(weights), first_step, mask_steps, store.device)
         self._samples = None
         if settings.scale == "per_sample":
             self._samples = SampleScales(weights, dict(zip(self.names, store.dense_views, strict=True)), replicas)
@@ -65,6 +65,11 @@ class Connectivity:
         self.budget = torch.zeros((), dtype=torch.int64, device=store.device)
         self._met = torch.full_like(self.budget, target.total)  # the budget that the masks meet now
         self._threshold_size = 0.0  # of the last steps: the next one is seldom much larger
+
+    @property
+    def _mask_lr(self) -> float:
+        asked = self._settings.mask_lr
+        return method.mask_rate(self.log.mask_steps) if asked is None else asked  # of the plan that they began with
 
     def take_up(self) -> None:
         """Begin from what the parameters hold now: w̃ is the weight, m̃ its start."""

@@ -16,8 +16,9 @@ updated with the gradient of Eq. (weight_redefine) by whatever optimizer the use
 of Eqs. (step_redefine), (grad_norm) and (connectivity) by gradient descent. Every `Eq. (name)` carries the
 paper's label and is claimed by a test.
 
-Two departures, both measured and both optional: the scale may be one number for the whole network (`global`)
-instead of one a feature, and λ1 may be solved for instead of chosen (see budget.py).
+Departures, all measured and all optional: the scale may be one number for the whole network (`global`) instead of one a
+feature; λ1 may be solved for instead of chosen (see budget.py); mask variables may go back to the size of their weights
+by a share a step, and removed weights follow only a part of their gradient.
 """
 
 import math
@@ -97,12 +98,12 @@ def weight_gradient(gradient: Tensor, mask: Tensor, *, removed: float, out: Tens
 def mask_rate(steps: int) -> float:
     """The learning rate of mask variables that we take where none is asked for, by the steps in which they learn: in
     few steps they could not get anywhere with that of long runs (section 28 of docs/lab-book.md)."""
-    return max(0.003, 6.0 / max(1, steps))
+    return min(max(0.003, 6.0 / max(1, steps)), 0.02)
 
 
 def removed_share(left: float | None) -> float:
     """The share `removed` above that we take where none is asked for: the smaller, the fewer connections shall be left
-    (measured: section 27 of docs/lab-book.md); half, where that is not known."""
+    (a power law through what section 27 of docs/lab-book.md has measured); half, where that is not known."""
     return 0.5 if left is None else math.pow(left, 0.4)
 
 

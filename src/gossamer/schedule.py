@@ -136,6 +136,5 @@ def connections_left(ramp: float, total: int, target: int) -> int:
 
 
 def sparse_weight_decay(dense: float, *, left: float, power: float) -> float:
-    """The weight decay once connections go, from that of the dense network and the share that shall be left: a sparse
-    network fits less, and wants less of it."""
+    """The weight decay once connections go, from that of the dense network and the share that shall be left."""
     return dense * math.pow(left, power)

@@ -230,7 +230,8 @@ class Sparsifier:
                 self.weights,
                 self.settings,
                 self._target,
-                log=(self.plan.warmup, self.plan.sparsify + self.plan.stabilise),
+                first_step=self.plan.warmup,
+                mask_steps=self.plan.sparsify + self.plan.stabilise,
                 group=self._group,
                 replicas=self._replicas,
             )

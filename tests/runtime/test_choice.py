@@ -37,7 +37,7 @@ def times(monkeypatch: pytest.MonkeyPatch, seconds: Mapping[str, float]) -> list
     """Makes the race say this; a candidate that is not named takes a second. Returns who took part."""
     raced: list[str] = []
 
-    def race(candidates: Mapping[str, Any], inputs: Sequence[Any], _: float, least: int = 3) -> dict[str, list[float]]:
+    def race(candidates: Mapping[str, Any], inputs: Sequence[Any], _: float, wanted: int = 3) -> dict[str, list[float]]:
         raced.extend(candidates)
         return {name: [seconds.get(name, 1.0)] for name in candidates}
 

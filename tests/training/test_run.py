@@ -247,3 +247,5 @@ def test_whole_numbers_in_a_file_are_numbers() -> None:
     run = Run.from_dict({"lr": 1})
     assert isinstance(run.lr, float)
     assert run.run_id == Run(lr=1.0).run_id
+    sparse = [Run(method="scl", sparsity=0.5, settings={"removed_gradient": one, "anchor_cap": 3}) for one in (1, 1.0)]
+    assert sparse[0].run_id == sparse[1].run_id

@@ -90,6 +90,18 @@ def test_resuming_every_kind_of_run(variant: str) -> None:
         assert resumed.sparsifier.health() == health
 
 
+def test_masks_keep_their_rate_after_a_phase_that_was_left_early() -> None:
+    """It is that of the steps that the plan had, not of those that were left of it."""
+    lengths = {"warmup": "5it", "sparsify": "900it", "stabilise": "60it", "total_steps": 1000}
+    run = start(MLP, decay=2.0, leave_at=0.3, **lengths)
+    while run.sparsifier.phase is not Phase.STABILISE:
+        run.train(run.sparsifier.step + 1)
+    state, step = through_file(everything(run)), run.sparsifier.step
+    assert step < 400
+    resumed = restore(start(MLP, decay=2.0, leave_at=0.3, seed=3, **lengths), state)
+    assert not differences(everything(resumed.train(step + 20)), everything(run.train(step + 20)))
+
+
 def test_the_order_of_loading_does_not_matter() -> None:
     run = start(MLP).train(12)
     state = through_file(everything(run))

@@ -1,7 +1,7 @@
 """Automatic Sparse Connectivity Learning (Tang et al.): the method of this library, on the rows of a race.
 
 Rule: every weight has a mask variable m̃; m = H(m̃); m̃ follows (∂L/∂w ⊙ w̃)·σ'(m̃), scaled, and λ1 pushes it down; w̃
-follows the dense gradient in the paper; here, half of it while it is removed. Masks start at |w̃| and go back to it by
+follows the dense gradient in the paper; here, a part of it while it is removed. Masks start at |w̃| and go back to it by
 the share `anchor` a step, so that they remember 1/`anchor` steps; the learning rate of m̃ goes to zero.
 Ours: λ1 is solved for, so that the budget is met exactly, and the scale is one number for the network. With `decay` λ1
 is fixed as in the paper and the sparsity is what comes out; `feature_power=1, global_power=0` is the paper's scale.

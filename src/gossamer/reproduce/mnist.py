@@ -164,6 +164,7 @@ def record(
         "run_id": run.run_id,
         "method": run.method,
         "preset": run.preset,
+        "mask_lr": run.mask_settings.mask_lr,
         "anchor": run.mask_settings.anchor,
         "anchor_cap": run.mask_settings.anchor_cap,
         "removed_gradient": run.mask_settings.removed_gradient,

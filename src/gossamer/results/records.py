@@ -63,4 +63,5 @@ def mean_and_spread(values: Sequence[float]) -> str:
 
 def defaults_of(record: Record) -> dict[str, float | None]:
     """What a run had of the settings whose default has changed since."""
-    return {name: record.get(name, BEFORE[name]) for name in ("anchor", "anchor_cap", "removed_gradient")}
+    then = {"mask_lr": 0.01, **BEFORE}  # in BEFORE it would be that of other methods, too
+    return {name: record.get(name, then[name]) for name in ("mask_lr", "anchor", "anchor_cap", "removed_gradient")}

@@ -154,7 +154,7 @@ def _decide(native: NativeModel, inputs: tuple[Any, ...], dense: Run, threads: i
         name: NativeModel(native.graph, native.native, setting) for name, setting in settings.items()
     }
     # Ways to cut a batch are often a tenth apart, torch several times: so they race by themselves, for more rounds.
-    samples = race(candidates, inputs, 0.3 * seconds, least=7) if len(candidates) > 1 else {}
+    samples = race(candidates, inputs, 0.3 * seconds, wanted=7) if len(candidates) > 1 else {}
     times = {name: median(values) for name, values in samples.items()}
     # A second thread has to earn its place: a machine that is busier tomorrow makes two slower than one.
     best = min(settings, key=lambda name: times.get(name, 0.0) * (1 if settings[name].threads == 1 else WORTH_IT))

@@ -53,8 +53,9 @@ def processor() -> str:
 
 
 def key_of(graph: Graph, native: Native, batch: int, threads: int) -> str:
-    """Hash of what a decision depends on; densities count in whole percents."""
+    """Hash of what a decision depends on; densities count in whole percents, and by the kernels they allow."""
     layers = []
+    kernels = [list(choices(graph, lanes).items()) for lanes in possible_lanes(graph, batch)]
     for operation in graph.operations:
         layer: list[Any] = [type(operation).__name__, repr(graph.values[operation.y])]
         if isinstance(operation, Product):
@@ -66,7 +67,7 @@ def key_of(graph: Graph, native: Native, batch: int, threads: int) -> str:
             connections = operation.input_taps.count + operation.hidden_taps.count
             layer += [operation.kind, operation.units, round(connections / max(1, operation.dense_size), 2)]
         layers.append(layer)
-    parts = [processor(), native.variant, native.digest, torch.__version__, batch, threads, layers]
+    parts = [processor(), native.variant, native.digest, torch.__version__, batch, threads, layers, kernels]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:24]
 
 

@@ -3,10 +3,10 @@
 A tap reads a plane a few floats before or behind the pixel it is for, so most vectors that it loads straddle two cache
 lines, and planes need a border, so rows shorter than a vector leave part of it empty. Here the planes are copied first
 (``shifts_op`` in kernels.c): once for each column of the window and, where a row is no multiple of a vector, for each
-row of it, too. A copy has its zeros inside, so it needs no border, and every tap loads whole cache lines. This pays
-where a plane is read by many taps; timing tells.
+row of it, too. A copy has its zeros inside, so it needs no border, and every tap loads whole vectors, of which none
+straddles two lines. This pays where a plane is read by many taps; timing tells.
 
-A plane of 2 x 2 has vectors of four (``rows_of_four`` in products.h), with nine copies of 16 bytes.
+A plane of 2 x 2 has vectors of four (``rows_of_four`` in products.h), which may begin at each row of its copies.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from gossamer.runtime.plan_windows import PASS
 from gossamer.runtime.weights import Kept, panels
 
 FOUR = 4  # values of a row that has a kernel of its own
-FIRST_CACHE = 32 << 10  # bytes of copies that stay in the first-level cache while all rows read them
-FIRST_CACHE_OF_FOUR = 16 << 10  # less: with so few values a weight, weights stream through it faster
+COPIES_IN_CACHE = 32 << 10  # bytes of copies that stay in the first-level cache while all rows read them
+COPIES_OF_FOUR = 16 << 10  # less: with so few values a weight, weights stream through it faster
 ENOUGH = 1024  # products that a row should have in a block of channels; to begin a row takes as long as some
 
 
@@ -59,7 +59,7 @@ def shifted_blocks(kept: Kept, placed: Placed, step: Product) -> list[Block]:
     places = kept.keep(np.arange(0, y.pixels, CHUNK, dtype=np.int32))
     used = np.unique(taps.channel)
     window = sum(min(copy.rows * y.width, PASS + (copy.rows - y.height) * y.width) for copy in copies)
-    fitting = -(-len(used) * window * 4 // (FIRST_CACHE_OF_FOUR if four else FIRST_CACHE))
+    fitting = -(-len(used) * window * 4 // (COPIES_OF_FOUR if four else COPIES_IN_CACHE))
     worth_it = taps.count * min(PASS, y.pixels) // (ENOUGH * taps.rows)
     blocks: list[Block] = []
     for channels in np.array_split(used, max(1, min(fitting, worth_it, len(used)))):

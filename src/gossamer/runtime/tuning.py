@@ -51,6 +51,11 @@ def tune(model: NativeModel, inputs: Sequence[Any], lanes: int, seconds: float) 
         given = tuple((number, kernel) for number, kernels in possible.items() if kernel in kernels)
         if given:
             candidates[kernel] = NativeModel(model.graph, model.native, Setting(lanes, 1, given))
+    if "shifted" in candidates:  # not for layers that their neighbours' borders keep from it
+        lines = candidates["shifted"].plan_for(model.example_batch).lines
+        refused = possible.keys() - {line.operation for line in lines if line.kernel == "shifted planes"}
+        for number in refused:
+            possible[number] = [kernel for kernel in possible[number] if kernel != "shifted"]
     samples: dict[int, dict[Kernel, list[float]]] = {number: {} for number in possible}
     end = time.perf_counter() + seconds
     rounds, longest = 0, 0.0
@@ -89,10 +94,11 @@ def _fastest(seconds: Mapping[Kernel, float]) -> Kernel:
 
 
 def race(
-    candidates: Mapping[str, Run], inputs: Sequence[Any], seconds: float, least: int = 3
+    candidates: Mapping[str, Run], inputs: Sequence[Any], seconds: float, wanted: int = 3
 ) -> dict[str, list[float]]:
     """Seconds a call of each candidate, sample by sample, taking turns so that a busy machine is busy for all of
-    them. A sample is the mean of as many calls as fill a millisecond or two; there are at least ``least``."""
+    them. A sample is the mean of as many calls as fill a millisecond or two. There are at least three, and as many as
+    are ``wanted`` if that takes no more than four times the ``seconds``."""
     repeats: dict[str, int] = {}
     once: dict[str, float] = {}
     for name, run in candidates.items():
@@ -102,9 +108,9 @@ def race(
         once[name] = time.perf_counter() - start
         repeats[name] = max(1, int(2e-3 / max(1e-7, once[name])))
     samples: dict[str, list[float]] = {name: [] for name in candidates}
-    end = time.perf_counter() + seconds
-    rounds = 0
-    while rounds < least or time.perf_counter() < end:
+    beginning = time.perf_counter()
+    rounds, spent = 0, 0.0
+    while rounds < 3 or spent < (seconds if rounds >= wanted else 4 * seconds):
         for name in list(candidates) if rounds % 2 else list(candidates)[::-1]:
             run = candidates[name]
             if once[name] <= SLOW:
@@ -113,5 +119,5 @@ def race(
             for _ in range(repeats[name]):
                 run(*inputs)
             samples[name].append((time.perf_counter() - start) / repeats[name])
-        rounds += 1
+        rounds, spent = rounds + 1, time.perf_counter() - beginning
     return samples

@@ -246,10 +246,8 @@ def _still_taken(
 def _as_numbers(settings: Mapping[str, Scalar], method: str) -> dict[str, Scalar]:
     """The same settings with 2 written as 2.0 where a setting is a number, so that both are the same run."""
     kinds = setting_types(method)
-    return {
-        name: float(value) if kinds.get(name) is float and type(value) is int else value
-        for name, value in settings.items()
-    }
+    numbers = {name for name, kind in kinds.items() if float in (kind, *typing.get_args(kind))}
+    return {name: float(value) if name in numbers and type(value) is int else value for name, value in settings.items()}
 
 
 def _is_mapping(name: str) -> bool:
