@@ -26,7 +26,7 @@ To be tried out; each has a default that changes nothing. With d the mask gradie
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -107,6 +107,16 @@ class SCLOptions(Options):
             ramp_share=(0 < self.ramp_share < math.inf, "a number above 0"),
         )
 
+    def settled(self, *, mask_steps: int, left: float) -> "SCLOptions":
+        """With what is left open, for a run whose masks learn for so many steps and leave that share of connections."""
+        rate, share = self.mask_lr, self.removed_gradient
+        known = left if self.decay is None else None
+        return replace(
+            self,
+            mask_lr=method.mask_rate(mask_steps) if rate is None else rate,
+            removed_gradient=method.removed_share(known) if share is None else share,
+        )
+
 
 class SCL(DenseGradient[SCLOptions]):
     name, title, options = "scl", "gossamer (learned masks)", SCLOptions
@@ -122,13 +132,14 @@ class SCL(DenseGradient[SCLOptions]):
         *,
         floor: float,
     ) -> None:
-        settings = [request.settings for request in requests]
+        settings = [
+            each.settings.settled(mask_steps=timeline.length, left=layout.keep(each.sparsity) / layout.count)
+            for each in requests
+        ]
         self._timeline = timeline
         self._estimator, self._alpha, self._decay = settings[0].estimator, settings[0].alpha, settings[0].decay
         self._l2 = settings[0].l2
-        usual = method.mask_rate(timeline.length)
-        rates = [usual if each.mask_lr is None else each.mask_lr for each in settings]
-        self._rate = timeline.annealed(rates, [each.anneal for each in settings])
+        self._rate = timeline.annealed([each.mask_lr or 0.0 for each in settings], [each.anneal for each in settings])
 
         def each_row(name: str) -> Tensor:
             return column([getattr(each, name) for each in settings], weights)
@@ -172,9 +183,8 @@ class SCL(DenseGradient[SCLOptions]):
         anneals = [each.anchor_anneal if each.decay is None else each.anneal for each in settings]
         anchored = any(each.anchor for each in settings)
         self._anchor = timeline.annealed([each.anchor for each in settings], anneals) if anchored else None
-        shares = [_removed_share(request, layout) for request in requests]
-        damped = any(share != 1.0 for share in shares)
-        self._damping = (column(shares, weights), each_row("removed_gradient_above")) if damped else None
+        damped = any(each.removed_gradient != 1.0 for each in settings)
+        self._damping = (each_row("removed_gradient"), each_row("removed_gradient_above")) if damped else None
 
     @property
     def mask(self) -> Tensor:
@@ -271,11 +281,3 @@ class SCL(DenseGradient[SCLOptions]):
             elif each.start == "layer_magnitude":
                 start[row] = layer_magnitude(weights[row : row + 1], layout)[0]
         return start
-
-
-def _removed_share(request: Request[SCLOptions], layout: Layout) -> float:
-    asked = request.settings.removed_gradient
-    if asked is not None:
-        return asked
-    known = request.settings.decay is None
-    return method.removed_share(layout.keep(request.sparsity) / layout.count if known else None)

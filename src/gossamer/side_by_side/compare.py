@@ -24,6 +24,7 @@ from gossamer.checkpoint import save
 from gossamer.data.sets import ImageSet
 from gossamer.methods import METHODS, Layout, find
 from gossamer.methods.filters import Slimming, check_gains, check_reach, gains_of
+from gossamer.methods.scl import SCLOptions
 from gossamer.results import race_page
 from gossamer.results.plot import accuracy_against_sparsity, can_draw, check
 from gossamer.results.records import BEFORE, make_folder, read_run
@@ -228,6 +229,7 @@ def record(
         **({} if outcome.plain_accuracy is None else {"of_the_last_weights": plain}),
         "train_loss": outcome.train_loss if math.isfinite(outcome.train_loss) else None,  # JSON has no NaN
         "settings": member.to_dict(),
+        **_settled(member, outcome),
         "race": dataclasses.asdict(race),
         "connections_by_tensor": outcome.connections_by_tensor,
         "versions": {"torch": torch.__version__, "python": sys.version.split()[0]},
@@ -235,6 +237,16 @@ def record(
         "seconds_of_all_runs_together": seconds,
         "runs_together": together,
     }
+
+
+def _settled(member: Member, outcome: Outcome) -> dict[str, Any]:
+    """What learned masks used where the settings leave it open."""
+    options = member.settings
+    if not isinstance(options, SCLOptions):
+        return {}
+    settled = options.settled(mask_steps=outcome.mask_steps, left=1.0 - outcome.sparsity)
+    named = {name: getattr(settled, name) for name in ("mask_lr", "removed_gradient") if getattr(options, name) is None}
+    return {"settled": named} if named else {}
 
 
 def _possible(comparison: Comparison, progress: Callable[[str], None]) -> list[Member]:

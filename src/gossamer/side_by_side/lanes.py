@@ -65,6 +65,10 @@ class Lane:
         """The steps at which it gets a row of its own, as masks begin to learn, and at which they are frozen."""
         return () if self.plan is None else (self.plan.warmup, self.plan.total - self.plan.finetune)
 
+    @property
+    def mask_steps(self) -> int:
+        return 0 if self.plan is None else self.plan.sparsify + self.plan.stabilise
+
     def has_masks(self, step: int) -> bool:
         return self.plan is not None and step >= self.plan.warmup
 
@@ -84,6 +88,7 @@ class Outcome:
     validation_accuracy: float | None
     train_loss: float  # cross-entropy in the last epoch
     connections_by_tensor: tuple[int, ...]
+    mask_steps: int = 0  # in which connections could go
     plain_accuracy: float | None = None  # of the last weights, where `accuracy` is of averaged or recalibrated ones
     plain_validation_accuracy: float | None = None
 

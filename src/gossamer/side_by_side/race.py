@@ -166,6 +166,7 @@ class Running:
                 validation_accuracy=None if held_out is None else held_out[row],
                 train_loss=loss[number],
                 connections_by_tensor=tuple(counts[row] for counts in by_tensor),
+                mask_steps=self.lanes[number].mask_steps,
                 **_plain(self.lanes[number], *last, row),
             )
             for number, row in enumerate(self._seats.row_of_lanes())
