@@ -1,27 +1,9 @@
-"""The fused kernels of mask learning do what the torch operations do, seen with Triton's interpreter on a CPU."""
+"""How connections are cut into blocks for the fused kernels of mask learning."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
-import pytest
 import torch
 from torch import nn
 
 from gossamer.store import BLOCK, TOGETHER, Blocks, Store
-
-
-def test_kernels_do_what_torch_operations_do() -> None:
-    pytest.importorskip("triton")
-    program = Path(__file__).with_name("learning_kernels_on_cpu.py")
-    result = subprocess.run(
-        [sys.executable, "-W", "ignore", str(program)],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert result.returncode == 0, result.stderr
 
 
 def test_blocks_cover_every_connection_once() -> None:
