@@ -98,7 +98,7 @@ def test_shifted_planes(
     ]
     with (
         mock.patch.object(layout, "WORTH_COPYING", 0),
-        mock.patch.multiple(plan_shifted, ENOUGH=1, FIRST_CACHE=cache, FIRST_CACHE_OF_FOUR=cache),
+        mock.patch.multiple(plan_shifted, ENOUGH=1, COPIES_IN_CACHE=cache, COPIES_OF_FOUR=cache),
     ):
         graph = network(x, layers, residual)
         possible = choices(graph, 1)

@@ -124,7 +124,7 @@ def test_the_table_of_the_docs_is_there_once_it_was_measured(tmp_path: Path) -> 
         "resnet20": {"batch_size": 64, "unit": "images", "alone": alone, "side_by_side": {"runs": 8, "epoch_s": 0.3}},
         "vgg16": {"batch_size": 128, "unit": "images", "alone": {"error": "no"}, "side_by_side": {"error": "no"}},
     }
-    record = {"networks": networks, "hardware": "Some GPU", "command": "python it.py"}
+    record = {"networks": networks, "hardware": "Some GPU", "command": "python it.py", "commit": "abc"}
     (tmp_path / "throughput").mkdir()
     (tmp_path / "throughput" / "h200.json").write_text(json.dumps(record))
     page = results.throughput(tmp_path)
