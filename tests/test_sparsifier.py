@@ -221,7 +221,7 @@ def test_weights_that_cannot_be_made_sparse_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("steps", "asked", "expected"), [(400, None, 0.015), (9000, None, 0.003), (60, None, 0.02), (400, 0.2, 0.2)]
+    ("steps", "asked", "expected"), [(6000, None, 0.01), (90000, None, 0.003), (60, None, 0.015), (400, 0.2, 0.2)]
 )
 def test_masks_learn_faster_where_they_have_few_steps(steps: int, asked: float | None, expected: float) -> None:
     model = nn.Linear(4, 3)

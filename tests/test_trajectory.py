@@ -99,7 +99,7 @@ def test_equals_the_explicit_formulation_bit_for_bit(request_: str, optimizer: s
     theirs = Explicit(plain, WEIGHTS, asked.get("removed_gradient", left**0.4 if "sparsity" in asked else 0.5))
     their_optimizer = OPTIMIZERS[optimizer](plain.parameters())
     masks = ExplicitMasks(theirs, asked["scale"], asked.get("decay", 0.0), asked.get("mask_momentum", 0.0))
-    mask_lr = asked.get("mask_lr", 0.02)
+    mask_lr = asked.get("mask_lr", 0.015)
     masks.anchor, masks.mask_lr = sparsifier.settings.anchor, mask_lr
     masks.cap = sparsifier.settings.anchor_cap
 

@@ -98,7 +98,7 @@ def weight_gradient(gradient: Tensor, mask: Tensor, *, removed: float, out: Tens
 def mask_rate(steps: int) -> float:
     """The learning rate of mask variables that we take where none is asked for, by the steps in which they learn: in
     few steps they could not get anywhere with that of long runs (section 28 of docs/lab-book.md)."""
-    return min(max(0.003, 6.0 / max(1, steps)), 0.02)
+    return min(max(0.003, 60.0 / max(1, steps)), 0.015)
 
 
 def removed_share(left: float | None) -> float:
