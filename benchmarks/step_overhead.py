@@ -22,7 +22,6 @@ from torch.nn import functional as F
 
 import gossamer
 from gossamer import models
-from gossamer.settings import Settings
 from gossamer.side_by_side.capture import Captured
 from gossamer.training.result import commit
 
@@ -188,7 +187,6 @@ def main() -> None:
     print(f"extra memory: {memory['ratio']:.2f} × the bytes of the weights")
     if arguments.out:
         about = {"torch": torch.__version__, "hardware": hardware(device), "commit": commit()}
-        about["anchor"] = Settings().anchor
         arguments.out.write_text(json.dumps({"rows": rows, "memory": memory, **about}, indent=1))
 
 

@@ -27,6 +27,7 @@ To be tried out; each has a default that changes nothing. With d the mask gradie
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -139,15 +140,18 @@ class SCL(DenseGradient[SCLOptions]):
         self._timeline = timeline
         self._estimator, self._alpha, self._decay = settings[0].estimator, settings[0].alpha, settings[0].decay
         self._l2 = settings[0].l2
-        self._rate = timeline.annealed([each.mask_lr or 0.0 for each in settings], [each.anneal for each in settings])
+
+        def every(name: str) -> list[Any]:
+            return [getattr(each, name) for each in settings]
 
         def each_row(name: str) -> Tensor:
-            return column([getattr(each, name) for each in settings], weights)
+            return column(every(name), weights)
 
         def any_row(*names: str) -> bool:
             """Whether some row has something else than the default."""
             return any(getattr(each, name) != getattr(SCLOptions(), name) for each in settings for name in names)
 
+        self._rate = timeline.annealed(every("mask_lr"), every("anneal"))
         start = self._start(weights, layout, settings)
         own = settings[0].floor
         self._budget = GlobalBudget(
@@ -156,8 +160,8 @@ class SCL(DenseGradient[SCLOptions]):
             timeline,
             start,
             floor=floor if own is None else own,
-            ramp=[each.ramp for each in settings],
-            ramp_share=[each.ramp_share for each in settings],
+            ramp=every("ramp"),
+            ramp_share=every("ramp_share"),
         )
         memory = each_row("scale_memory") if any_row("scale_memory") else None
         powers = {"feature": "feature_power", "layer": "layer_power", "network": "global_power"}

@@ -4,8 +4,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from gossamer.results.records import BEFORE, Record, read, table
-from gossamer.settings import Settings
+from gossamer.results.records import Record, read, table
 
 
 def overhead_rows(root: Path) -> list[list[str]]:
@@ -13,8 +12,6 @@ def overhead_rows(root: Path) -> list[list[str]]:
     rows = []
     for name, place in places.items():
         record = json.loads((root / "step-overhead" / f"{name}.json").read_text())
-        if record.get("anchor", BEFORE["anchor"]) != Settings().anchor:
-            place += ", masks without an anchor"  # as they were when it was measured
         for case in record["rows"]:
             rows += [[case["case"], place, scale, f"{ratio:.2f}"] for scale, ratio in case["ratios"].items()]
     return rows

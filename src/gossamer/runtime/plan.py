@@ -112,9 +112,7 @@ class _Planner:
         self.owners: list[int] = []  # operation behind each record
         self.owner = -1
         self.states = 0  # floats of recurrent layers' states, behind the values
-        self.shared = (
-            0  # floats of scratch behind those, for one recurrent layer, or the copies of one product, at a time
-        )
+        self.shared = 0  # floats of scratch behind those, for one operation at a time
         self.shared_fields: list[tuple[int, int, int]] = []
 
     def plan(self) -> Plan:

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from gossamer.runtime.graph import Graph
-from gossamer.runtime.layout import CHUNK
+from gossamer.runtime.graph import Graph, Product
+from gossamer.runtime.layout import CHUNK, place
 from gossamer.runtime.native_model import NativeModel, Setting
 from gossamer.runtime.plan import choices
 from gossamer.runtime.weights import KERNELS, Kernel
@@ -46,16 +46,12 @@ def tune(model: NativeModel, inputs: Sequence[Any], lanes: int, seconds: float) 
         number: [kernel for kernel in kernels if kernel not in pointless]
         for number, kernels in choices(model.graph, lanes).items()
     }
+    _without_refused(model.graph, lanes, possible)
     candidates: dict[Kernel, NativeModel] = {}
     for kernel in KERNELS:
         given = tuple((number, kernel) for number, kernels in possible.items() if kernel in kernels)
         if given:
             candidates[kernel] = NativeModel(model.graph, model.native, Setting(lanes, 1, given))
-    if "shifted" in candidates:  # not for layers that their neighbours' borders keep from it
-        lines = candidates["shifted"].plan_for(model.example_batch).lines
-        refused = possible.keys() - {line.operation for line in lines if line.kernel == "shifted planes"}
-        for number in refused:
-            possible[number] = [kernel for kernel in possible[number] if kernel != "shifted"]
     samples: dict[int, dict[Kernel, list[float]]] = {number: {} for number in possible}
     end = time.perf_counter() + seconds
     rounds, longest = 0, 0.0
@@ -71,6 +67,16 @@ def tune(model: NativeModel, inputs: Sequence[Any], lanes: int, seconds: float) 
         rounds += 1
     medians = {n: {kernel: median(values) for kernel, values in each.items()} for n, each in samples.items()}
     return Tuned(Setting(lanes, 1, tuple(_chosen(model.graph, medians).items())), medians)
+
+
+def _without_refused(graph: Graph, lanes: int, possible: dict[int, list[Kernel]]) -> None:
+    """Take shifted planes from layers that the borders of their neighbours keep from them."""
+    asked = {number for number, kernels in possible.items() if "shifted" in kernels}
+    products = frozenset(op for op in map(graph.operations.__getitem__, asked) if isinstance(op, Product))
+    granted = place(graph, lanes, products).shifted
+    for number in asked:
+        if graph.operations[number] not in granted:
+            possible[number].remove("shifted")
 
 
 def _chosen(graph: Graph, seconds: Mapping[int, Mapping[Kernel, float]]) -> dict[int, Kernel]:
