@@ -90,3 +90,13 @@ def test_a_request_that_is_no_number_is_refused(request_: dict[str, object]) -> 
         TypeError, match=rf"expected {name} to be a number, such as 0\.\d+, got {re.escape(repr(value))}"
     ):
         make_target([10], positions=[1], floors=[0], **wanted)  # type: ignore[arg-type]
+
+
+def test_the_share_that_shall_be_left() -> None:
+    def target(**request: float) -> float | None:
+        asked: dict[str, Any] = {"sparsity": None, "flops": None, "decay": None, **request}
+        return make_target([30, 10], positions=[2, 4], floors=[0, 0], **asked).left
+
+    assert target(sparsity=0.75) == 0.25
+    assert target(flops=0.5) == 0.5
+    assert target(decay=0.1) is None

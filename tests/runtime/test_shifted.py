@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
 
-from gossamer.runtime import layout, plan_shifted, tuning
+from gossamer.runtime import layout, memory, plan_shifted, tuning
 from gossamer.runtime.graph import Graph, Operation, Product, Value, dense_taps
 from gossamer.runtime.native import load_native
 from gossamer.runtime.native_model import NativeModel, Setting
@@ -164,3 +164,39 @@ def test_narrow_layers_choose_together() -> None:
     assert tuning._chosen(graph, seconds) == dict.fromkeys((1, 2, 3), "panels")
     seconds[2]["dense"] = 1.0
     assert tuning._chosen(graph, seconds) == {1: "panels", 2: "dense", 3: "panels"}
+
+
+def test_shifted_planes_are_not_timed_where_a_neighbour_needs_borders() -> None:
+    """The second layer has too few weights for copies, so the planes between the two have borders."""
+    x = sparse((1, 9, 8, 8), 0, 0)
+    layers: Weights = [
+        (sparse((40, 9, 3, 3), 0, 1), torch.zeros(40), 1),
+        (sparse((9, 40, 3, 3), 0.97, 2), torch.zeros(9), 1),
+    ]
+    graph = network(x, layers, False)
+    assert "shifted" in choices(graph, 1)[1]
+    found = tuning.tune(NativeModel(graph, load_native(), Setting(1, 1, ())), [x], 1, 0.0)
+    assert set(found.seconds[1]) == {"panels", "dense"}
+
+
+def test_a_decision_is_remembered_by_the_kernels_that_densities_allow() -> None:
+    """Both have a density of 4 %, but 25 and 23 weights a plane."""
+    keys = []
+    for each in (25, 23):
+        weight = torch.zeros(64, 64, 3, 3)
+        weight[: each - 1, :, 1, 1] = 1.0
+        weight[0, :, 0, 0] = 1.0  # so that the window has several places
+        layers: Weights = [(weight, torch.zeros(64), 1)]
+        graph = network(sparse((1, 64, 8, 8), 0, 0), layers, False)
+        keys.append(memory.key_of(graph, load_native(), 1, 1))
+    assert keys[0] != keys[1]
+
+
+@pytest.mark.parametrize(("seconds", "wanted", "rounds"), [(0.0, 3, 3), (0.0, 7, 3), (5.0, 7, 7)])
+def test_a_race_has_as_many_rounds_as_are_wanted_if_there_is_time(
+    monkeypatch: pytest.MonkeyPatch, seconds: float, wanted: int, rounds: int
+) -> None:
+    clock = iter(range(100_000))  # a second whenever it is asked
+    monkeypatch.setattr(tuning.time, "perf_counter", lambda: next(clock))
+    found = tuning.race({"one": lambda: None}, [], seconds, wanted=wanted)
+    assert len(found["one"]) == rounds
