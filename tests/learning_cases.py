@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 import gossamer
 from gossamer import learning, method
-from gossamer.learning import Outcome, learn_masks_
+from gossamer.learning import Moves, Outcome, learn_masks_
 from gossamer.settings import Settings
 from gossamer.store import Store
 
@@ -142,11 +142,13 @@ def take(step: Step, *, fused: bool) -> tuple[Store, list[Tensor], list[Tensor |
             gradients,
             parameters,
             step.settings,
-            decay=step.decay,
-            learning_rate=torch.tensor(0.01, device=step.mask.device),
-            anchor=step.settings.anchor,
-            caps=step.cap,
-            removed=step.removed,
+            Moves(
+                learning_rate=torch.tensor(0.01, device=step.mask.device),
+                decay=step.decay,
+                anchor=step.settings.anchor,
+                caps=step.cap,
+                removed=step.removed,
+            ),
             connections=store.count,
             unscale=step.unscale,
             found_inf=step.found_inf,

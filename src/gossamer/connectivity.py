@@ -15,7 +15,7 @@ from torch import Tensor
 from gossamer import method
 from gossamer.budget import meet_budget_
 from gossamer.health import Health, HealthLog
-from gossamer.learning import damp_removed_, has_kernels, learn_masks_
+from gossamer.learning import Moves, damp_removed_, has_kernels, learn_masks_
 from gossamer.sample_scales import SampleScales
 from gossamer.select import Weight
 from gossamer.settings import Settings
@@ -138,18 +138,20 @@ class Connectivity:
         what the loss was multiplied by, which only the per-sample scale needs to know; `reaches`
         is for masks that learn half-way."""
         store = self.store
-        anchor = self._anchor()
+        moves = Moves(
+            learning_rate=self.learning_rate,
+            decay=self._target.decay or 0.0,
+            anchor=self._anchor(),
+            caps=self._caps() if self._settings.anchor and self._settings.anchor_cap else None,
+            removed=self._removed,
+        )
         outcome = learn_masks_(
             store,
             self.weights,
             self._gradients(),
             [local(parameter) for parameter in self._parameters],
             self._settings,
-            decay=self._target.decay or 0.0,
-            learning_rate=self.learning_rate,
-            anchor=anchor,
-            removed=self._removed,
-            caps=self._caps() if self._settings.anchor and self._settings.anchor_cap else None,
+            moves,
             connections=self.total,
             unscale=unscale,
             found_inf=found_inf,
@@ -158,7 +160,7 @@ class Connectivity:
             group=self._group,
         )
         # Masks are sums of gradients and sizes, less this level.
-        self._level.mul_(1.0 - torch.where(outcome.healthy, anchor, 0.0))
+        self._level.mul_(1.0 - torch.where(outcome.healthy, moves.anchor, 0.0))
         decay, flips = self.set_masks(outcome.healthy)
         by_count = self._target.decay is None and self._costs is None
         left = self._met if by_count else self._over_shards(torch.count_nonzero(store.mask))

@@ -41,6 +41,17 @@ class Moments:
 
 
 @dataclass(frozen=True, eq=False)
+class Moves:
+    """What moves masks in a step, beside their gradient, and removed weights after it."""
+
+    learning_rate: Tensor  # of the mask variables
+    decay: float  # λ1, where it is not solved for
+    anchor: Tensor | float  # share by which mask variables go back to |w̃|
+    caps: Tensor | None  # up to which |w̃| counts for that: one for all, or one a tensor
+    removed: float  # share of their gradient that removed weights follow
+
+
+@dataclass(frozen=True, eq=False)
 class _Block:
     gradient: Tensor | None
     weight: Tensor
@@ -60,12 +71,8 @@ def learn_masks_(
     gradients: Sequence[Tensor | None],
     scratch: Sequence[Tensor],
     settings: Settings,
+    moves: Moves,
     *,
-    decay: float,
-    learning_rate: Tensor,
-    anchor: Tensor | float,
-    caps: Tensor | None,
-    removed: float,
     connections: int,
     unscale: Tensor | None = None,
     found_inf: Tensor | None = None,
@@ -74,34 +81,22 @@ def learn_masks_(
     group: dist.ProcessGroup | None = None,
 ) -> Outcome:
     """Update the mask variables from the gradients of the weights. Leaves w̃ in `scratch`, and in the gradients what
-    the optimizer shall apply to it. `anchor` is the share by which mask variables go back to |w̃|, or to `caps` where it
-    is larger (one for all, or one a tensor). With `reaches` (reach.py) masks learn half-way."""
+    the optimizer shall apply to it. With `reaches` (reach.py) masks learn half-way."""
     common = settings.scale in ("none", "global") and settings.estimator == "identity" and not settings.l2
     plain = store.velocity is None and moments is None and group is None and reaches is None
-    plain = plain and (caps is None or len(caps) == 1)
+    plain = plain and (moves.caps is None or len(moves.caps) == 1)
     if common and plain and has_kernels(store, scratch) and _alike(store, gradients):
         return _learn_in_two_passes_(
-            store,
-            gradients,
-            scratch,
-            settings,
-            decay,
-            learning_rate,
-            anchor,
-            caps,
-            removed,
-            connections,
-            unscale,
-            found_inf,
+            store, gradients, scratch, settings, moves, connections=connections, unscale=unscale, found_inf=found_inf
         )
     parts, views = _lay_out(store, gradients, scratch, reaches)
     blocks = [block for part in parts for block in part]
     if store.device.type == "cpu":
-        squares = torch.stack([_sum_of_squares(part, settings, removed, unscale) for part in parts])
+        squares = torch.stack([_sum_of_squares(part, settings, moves.removed, unscale) for part in parts])
     else:
         for block in blocks:
             _mask_gradient_(block, settings, unscale)
-        damp_removed_(store, gradients, removed)
+        damp_removed_(store, gradients, moves.removed)
         if settings.l2:
             for view, gradient in zip(views, gradients, strict=True):
                 if gradient is None:
@@ -114,14 +109,14 @@ def learn_masks_(
         _rescale_features_(views, weights, settings, moments, group)
     healthy = _healthy(squares, found_inf, moments, group)
     if store.device.type == "cpu":
-        for part, cap in zip(parts, _one_a_part(caps, len(parts)), strict=True):
+        for part, cap in zip(parts, _one_a_part(moves.caps, len(parts)), strict=True):
             for block in part:
                 if healthy:
                     if divisor is not None:
                         block.work.div_(divisor)
-                    _descend_(block, block.work, settings, decay, learning_rate)
+                    _descend_(block, block.work, settings, moves.decay, moves.learning_rate)
                     if settings.anchor:
-                        _anchor_(block, anchor, [(block.work, cap)])
+                        _anchor_(block, moves.anchor, [(block.work, cap)])
                 block.work.copy_(block.weight)  # here, while this piece of memory is in the cache
         _leave_weights([(tensor, work) for tensor, work in zip(scratch, views, strict=True) if tensor is not work])
         return Outcome(squares, healthy)
@@ -130,16 +125,12 @@ def learn_masks_(
             block.work.div_(divisor)
         # No look at the host: where gradients were not finite, the accelerator takes a step of length zero.
         velocity = None if block.velocity is None else block.velocity.clone()
-        _descend_(
-            block, torch.where(healthy, block.work, 0.0), settings, decay, torch.where(healthy, learning_rate, 0.0)
-        )
+        rate = torch.where(healthy, moves.learning_rate, 0.0)
+        _descend_(block, torch.where(healthy, block.work, 0.0), settings, moves.decay, rate)
         if settings.anchor:
-            pieces = [block.work] if caps is None or len(caps) == 1 else views
-            _anchor_(
-                block,
-                torch.where(healthy, anchor, 0.0).to(store.dtype),
-                list(zip(pieces, _one_a_part(caps, len(pieces)), strict=True)),
-            )
+            share = torch.where(healthy, moves.anchor, 0.0).to(store.dtype)
+            pieces = views if moves.caps is not None and len(moves.caps) > 1 else [block.work]
+            _anchor_(block, share, list(zip(pieces, _one_a_part(moves.caps, len(pieces)), strict=True)))
         if block.velocity is not None and velocity is not None:
             torch.where(healthy, block.velocity, velocity, out=block.velocity)
     _leave_weights(list(zip(scratch, store.dense_views, strict=True)))
@@ -165,11 +156,8 @@ def _learn_in_two_passes_(
     gradients: Sequence[Tensor | None],
     scratch: Sequence[Tensor],
     settings: Settings,
-    decay: float,
-    learning_rate: Tensor,
-    anchor: Tensor | float,
-    cap: Tensor | None,
-    removed: float,
+    moves: Moves,
+    *,
     connections: int,
     unscale: Tensor | None,
     found_inf: Tensor | None,
@@ -186,11 +174,11 @@ def _learn_in_two_passes_(
         unscale=unscale,
         divisor=_global_divisor(squares, connections, settings),
         healthy=healthy,
-        learning_rate=learning_rate,
-        decay=decay,
-        anchor=anchor if settings.anchor else None,
-        cap=cap,
-        removed_gradient=removed,
+        learning_rate=moves.learning_rate,
+        decay=moves.decay,
+        anchor=moves.anchor if settings.anchor else None,
+        cap=moves.caps,
+        removed_gradient=moves.removed,
     )
     return Outcome(squares, healthy)
 
