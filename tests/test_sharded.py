@@ -10,6 +10,7 @@ from torch.multiprocessing.spawn import spawn
 
 from gossamer.report import report
 from gossamer.select import select
+from gossamer.training.place import end_process
 from gossamer.verify import verify
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch was built without distributed")
@@ -47,23 +48,21 @@ def compare_sharded_with_whole(rank: int, store: str) -> None:
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-    try:
-        tokens = torch.arange(6).view(2, 3)
-        expected = report(sparse_net(), tokens)
-        model = sparse_net()
-        mesh = dist.init_device_mesh("cpu", (2,))
-        fully_shard(model.mix, mesh=mesh)
-        fully_shard(model, mesh=mesh)
-        weights = select(model)
-        assert all(isinstance(weight.parameter, DTensor) for weight in weights)
-        assert [len(weight.uses) for weight in weights] == [2, 1, 1]
-        assert report(model, tokens) == expected
-        assert report(model) == report(sparse_net())
-        same = verify(sparse_net(), model, tokens, tolerance=1e-6)
-        assert same, str(same)
-        assert same.tensors == 3
-    finally:
-        dist.destroy_process_group()
+    tokens = torch.arange(6).view(2, 3)
+    expected = report(sparse_net(), tokens)
+    model = sparse_net()
+    mesh = dist.init_device_mesh("cpu", (2,))
+    fully_shard(model.mix, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    weights = select(model)
+    assert all(isinstance(weight.parameter, DTensor) for weight in weights)
+    assert [len(weight.uses) for weight in weights] == [2, 1, 1]
+    assert report(model, tokens) == expected
+    assert report(model) == report(sparse_net())
+    same = verify(sparse_net(), model, tokens, tolerance=1e-6)
+    assert same, str(same)
+    assert same.tensors == 3
+    end_process(0)
 
 
 def test_two_processes(tmp_path: Path) -> None:

@@ -43,8 +43,6 @@ class Connectivity:
         """Masks learn for `mask_steps` from `first_step` on; `group` is the processes that share each tensor,
         `replicas` those that hold copies of the model and a part of each batch."""
         self.weights, self._settings, self._target, self._group = weights, settings, target, group
-        share = settings.removed_gradient
-        self._removed = method.removed_share(target.left) if share is None else share
         self._parameters = [weight.parameter for weight in weights]
         self.names = [weight.name for weight in weights]
         self.total = sum(parameter.numel() for parameter in self._parameters)
@@ -67,9 +65,18 @@ class Connectivity:
         self._threshold_size = 0.0  # of the last steps: the next one is seldom much larger
 
     @property
+    def settled(self) -> dict[str, float]:
+        """The learning rate of masks and what removed weights follow of their gradient, by the plan they began with."""
+        asked = self._settings
+        return method.settled(asked.mask_lr, asked.removed_gradient, steps=self.log.mask_steps, left=self._target.left)
+
+    @property
     def _mask_lr(self) -> float:
-        asked = self._settings.mask_lr
-        return method.mask_rate(self.log.mask_steps) if asked is None else asked  # of the plan that they began with
+        return self.settled["mask_lr"]
+
+    @property
+    def _removed(self) -> float:
+        return self.settled["removed_gradient"]
 
     def take_up(self) -> None:
         """Begin from what the parameters hold now: w̃ is the weight, m̃ its start."""

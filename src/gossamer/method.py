@@ -107,6 +107,14 @@ def removed_share(left: float | None) -> float:
     return 0.5 if left is None else math.pow(left, 0.4)
 
 
+def settled(mask_lr: float | None, removed: float | None, *, steps: int, left: float | None) -> dict[str, float]:
+    """Both by the names of their settings: as asked for, or as above."""
+    return {
+        "mask_lr": mask_rate(steps) if mask_lr is None else mask_lr,
+        "removed_gradient": removed_share(left) if removed is None else removed,
+    }
+
+
 def mask_gradient(
     gradient: Tensor,
     weight: Tensor,

@@ -141,6 +141,14 @@ class Sparsifier:
             return self._connectivity.masks()
         return {weight.name: torch.ones_like(weight.parameter, dtype=torch.bool) for weight in self.weights}
 
+    @property
+    def settled(self) -> dict[str, float]:
+        """The numbers that mask learning uses where its settings leave them open, and as asked for elsewhere."""
+        if self._connectivity is not None:
+            return self._connectivity.settled
+        asked, steps = self.settings, self.plan.sparsify + self.plan.stabilise
+        return method.settled(asked.mask_lr, asked.removed_gradient, steps=steps, left=self._target.left)
+
     def health(self, *, layers: bool = True) -> Health:
         """How mask learning has gone so far; without its layers it is cheap. With sharded weights all have to ask."""
         if self._connectivity is None:

@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 
+from gossamer.training.place import end_process
+
 WORLD = 2
 Job = tuple[Callable[..., Any], tuple[Any, ...]]  # called with the rank, a folder and these arguments
 
@@ -35,7 +37,7 @@ def _enter(rank: int, jobs: Mapping[str, Job], folder: str, scratch: Path) -> No
                 break  # the processes may be out of step now
     finally:
         torch.save(results, f"{folder}/{rank}.pt")
-        dist.destroy_process_group()
+    end_process(0)
 
 
 def _result(work: Callable[..., Any], rank: int, folder: Path, arguments: tuple[Any, ...]) -> Any:

@@ -1,8 +1,7 @@
 """The screening of hypotheses: what is trained together, what fits the time, what is chosen."""
 
-import importlib.util
+import importlib
 import json
-import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -11,26 +10,21 @@ import pytest
 
 from gossamer.side_by_side import Member, Race
 
-PATH = Path(__file__).parents[2] / "benchmarks" / "screen.py"
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 RACE = Race(1, 1, 1, 1)
 
 
-@pytest.fixture(scope="module")
-def screen() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("screen", PATH)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["screen"] = module
-    spec.loader.exec_module(module)
-    return module
+@pytest.fixture
+def screen(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    return importlib.import_module("screen")
 
 
 def test_every_hypothesis_is_another_run_with_a_prediction(screen: ModuleType, tmp_path: Path) -> None:
     runs = screen.plan_screening(screen.HYPOTHESES, Race(12, 18, 8, 12), tmp_path, 0.95)
     assert len({run.path for run in runs}) == len({(run.race, run.member) for run in runs}) == len(runs)
     assert all(run.race.epochs == 50 for run in runs)
-    book = (PATH.parents[1] / "docs" / "lab-book.md").read_text()
+    book = (BENCHMARKS.parent / "docs" / "lab-book.md").read_text()
     assert all(each.name.split()[0] in book for each in screen.HYPOTHESES)
 
 
@@ -90,7 +84,7 @@ def test_records_are_found_after_defaults_have_changed(screen: ModuleType, stage
     """And they are of the runs that are asked for: runs named alike would otherwise pass for one another."""
     sparsities = (0.95, 0.98) if stage == "damping" else (0.95,)
     race = screen.Comparison(net, "cifar10", epochs=epochs).race()
-    runs = screen.plan_screening(screen.STAGES[stage], race, PATH.parents[1] / "results" / f"race-{net}", *sparsities)
+    runs = screen.plan_screening(screen.STAGES[stage], race, BENCHMARKS.parent / "results" / f"race-{net}", *sparsities)
     found = [run for run in runs if run.path.exists()]
     assert len(found) >= 6
     assert len(found) == len(runs) or stage == "plain"  # of which the first few were run

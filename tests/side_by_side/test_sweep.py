@@ -262,6 +262,7 @@ def test_one_record_a_run_and_none_twice(tmp_path: Path, monkeypatch: pytest.Mon
         assert Run.from_dict(record["config"]) == run
         assert record["run_id"] == run.run_id
         assert record["sparsity"] == pytest.approx(run.sparsity, abs=1e-3)
+        assert record["settled"] == {"mask_lr": 0.015, "removed_gradient": (1 - record["sparsity"]) ** 0.4}
         network = networks.create(run, 10)
         gossamer.load(tmp_path / f"{run.run_id}.safetensors", model=network)
         assert gossamer.report(network).total.connections == record["connections"]

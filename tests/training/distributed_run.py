@@ -23,6 +23,7 @@ from gossamer.data import DataNotFound, FolderSet, ImageSet, TextSet
 from gossamer.data.folder import load_folder
 from gossamer.training import LossNotFinite, Run, networks, task, train
 from gossamer.training.checkpoint import Checkpoints
+from gossamer.training.place import end_process
 
 IMAGES = Run(
     model="lenet300",
@@ -156,7 +157,4 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     all_of_them(Path(sys.argv[1]), ("ddp", "fsdp2"), sys.argv[2])
     failures(Path(sys.argv[1]), sys.argv[2])
-    torch.distributed.destroy_process_group()
-    # Seen once in many runs: a process aborts in the interpreter's farewell, after all its work ("terminate called
-    # without an active exception"). What is tested here is the work.
-    os._exit(0)
+    end_process(0)

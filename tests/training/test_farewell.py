@@ -3,6 +3,8 @@
 import errno
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,30 @@ from gossamer.training import Interrupted, Run, checkpoint, result, train
 RUN = Run(
     model="digits_cnn", model_options={"width": 4}, data="digits", epochs=4, batch_size=8, log_steps=3, device="cpu"
 )
+
+
+ONE_OF_SEVERAL = """
+import atexit, sys, torch.distributed as dist
+from gossamer.training.place import end_process
+
+class Late:
+    def __del__(self): print("in the farewell of the interpreter")
+
+late = Late()
+atexit.register(print, "at exit")
+if sys.argv[1:]:
+    dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=0, world_size=1)
+end_process(3)
+"""
+
+
+@pytest.mark.parametrize("joined", [False, True])
+def test_one_of_several_processes_ends_before_the_farewell_of_the_interpreter(joined: bool, tmp_path: Path) -> None:
+    """In which threads of gloo could abort it."""
+    store = [str(tmp_path / "store")] if joined else []
+    ended = subprocess.run([sys.executable, "-c", ONE_OF_SEVERAL, *store], capture_output=True, text=True)
+    assert ended.returncode == 3, ended.stderr
+    assert ended.stdout.splitlines() == ["at exit", *([] if joined else ["in the farewell of the interpreter"])]
 
 
 def full(*arguments: object, **options: object) -> None:

@@ -28,6 +28,7 @@ from gossamer.cli.telling import tell
 from gossamer.cli.train import Quickstart, Train, leads
 from gossamer.training import Interrupted
 from gossamer.training.checkpoint import Checkpoints
+from gossamer.training.place import end_process
 
 # What a user's input or machine can cause. Anything else is a fault of ours and keeps its traceback.
 _EXPECTED = (ValueError, OSError, ImportError, ArithmeticError, RuntimeError)
@@ -82,7 +83,7 @@ def _main(given: list[str]) -> None:
         description="Neural networks that become sparse while they train. `gossamer --version` says which one this is.",
         config=(tyro.conf.FlagCreatePairsOff,),
     )
-    sys.exit(run(command))
+    end_process(run(command))
 
 
 def run(command: Executable) -> int:

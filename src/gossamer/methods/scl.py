@@ -110,13 +110,9 @@ class SCLOptions(Options):
 
     def settled(self, *, mask_steps: int, left: float) -> "SCLOptions":
         """With what is left open, for a run whose masks learn for so many steps and leave that share of connections."""
-        rate, share = self.mask_lr, self.removed_gradient
         known = left if self.decay is None else None
-        return replace(
-            self,
-            mask_lr=method.mask_rate(mask_steps) if rate is None else rate,
-            removed_gradient=method.removed_share(known) if share is None else share,
-        )
+        found = method.settled(self.mask_lr, self.removed_gradient, steps=mask_steps, left=known)
+        return replace(self, mask_lr=found["mask_lr"], removed_gradient=found["removed_gradient"])
 
 
 class SCL(DenseGradient[SCLOptions]):

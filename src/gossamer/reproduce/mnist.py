@@ -137,8 +137,8 @@ def reproduce(
 
 
 def _is_there(path: Path, entry: Entry) -> bool:
-    """Whether a run has its record, and not one from before a default changed."""
-    if not path.exists() or entry.part == "dense":
+    """Whether a run has its record, and not one from before a default changed; the paper's settings never do."""
+    if not path.exists() or entry.part != "default":
         return path.exists()
     asked = entry.run.mask_settings
     return all(value == getattr(asked, name) for name, value in defaults_of(read_record(path, _NEEDED)).items())

@@ -14,7 +14,7 @@ from typing import Any, Unpack
 import torch
 from torch import nn
 
-from gossamer import data
+from gossamer import data, method
 from gossamer._json import read_object
 from gossamer.checkpoint import save
 from gossamer.data.sets import ImageSet
@@ -162,6 +162,7 @@ def _record(
         test=outcome.accuracy / 100.0,
         validation=None if held_out is None else held_out / 100.0,
         seconds=seconds / together,
+        settled=_settled(run, outcome),
     )
     return {
         **plain,
@@ -171,6 +172,14 @@ def _record(
         "seconds_of_all_runs_together": seconds,
         "runs_together": together,
     }
+
+
+def _settled(run: Run, outcome: Outcome) -> dict[str, float] | None:
+    if run.method != "scl":
+        return None
+    left = None if run.decay is not None else 1.0 - outcome.sparsity
+    asked = run.mask_settings
+    return method.settled(asked.mask_lr, asked.removed_gradient, steps=outcome.mask_steps, left=left)
 
 
 def _images(run: Run) -> ImageSet:

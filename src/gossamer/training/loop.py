@@ -183,6 +183,7 @@ def _train(run: Run, folder: Path, observers: Sequence[Observer], held: ExitStac
             test=test,
             validation=validation,
             seconds=clock.seconds(),
+            settled=sparsifier.settled if isinstance(sparsifier, Sparsifier) else None,
             teacher=None if teacher is None else teacher.told(),
         )
         tensors = whole_state(model)

@@ -40,10 +40,11 @@ def make_result(
     test: float,
     validation: float | None,
     seconds: float,
+    settled: Mapping[str, float] | None = None,
     teacher: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """The result as plain values. `mode` is how steps were computed; `flops` are those of one sample (of a language
-    model: one word). A `teacher` is told where there was one."""
+    model: one word). What mask learning `settled` on and a `teacher` are told where there was one."""
     total = counted.total
     result: dict[str, Any] = {
         "run_id": run.run_id,
@@ -67,7 +68,8 @@ def make_result(
         "commit": commit(),
         "hardware": hardware(place),
     }
-    return result if teacher is None else {**result, "teacher": dict(teacher)}
+    further = {"settled": settled, "teacher": teacher}
+    return {**result, **{name: dict(values) for name, values in further.items() if values is not None}}
 
 
 def count(run: Run, model: nn.Module, example: Tensor) -> Report:
