@@ -23,8 +23,10 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(modes, "_table", lambda: table)
 
 
-def test_on_a_cpu_everything_is_plain() -> None:
+def test_on_a_cpu_everything_is_plain_and_a_graph_is_refused() -> None:
     assert modes.mode_of(modes.resolve(SPARSE, CPU)) == Mode()
+    with pytest.raises(ValueError, match="capture=true was asked for, but there are no CUDA graphs on device=cpu"):
+        modes.resolve(SPARSE.with_settings(["capture=true"]), CPU)
 
 
 @pytest.mark.usefixtures("gpu")

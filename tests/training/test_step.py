@@ -17,7 +17,7 @@ from torch import nn
 
 from gossamer import sparsifier as sparsifier_module
 from gossamer.data import ImageSet, TextSet
-from gossamer.training import LossNotFinite, Run, loop, networks, result, step, task, train
+from gossamer.training import LossNotFinite, Run, loop, modes, networks, result, step, task, train
 from gossamer.training.optimise import load_optimizer_state, make_optimizer, set_learning_rate
 from gossamer.training.place import Place
 from gossamer.training.step import Meter
@@ -51,6 +51,11 @@ class Pretended:
         self._calls += 1
         self._function()
         Pretended.replaying = False
+
+
+@pytest.fixture(autouse=True)
+def graphs_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(modes, "why_not_captured", lambda run, place: None)
 
 
 @pytest.fixture

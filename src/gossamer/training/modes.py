@@ -70,6 +70,8 @@ def mode_of(resolved: Run) -> Mode:
 
 def why_not_captured(run: Run, place: Place) -> str | None:
     """Why the steps of a run cannot be replayed from a graph; None where they can."""
+    if place.device.type != "cuda":
+        return f"there are no CUDA graphs on device={place.device.type}"
     if place.world > 1:
         return f"{place.world} processes have to meet in every step"
     if run.method not in _CAPTURED_METHODS:

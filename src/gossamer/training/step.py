@@ -4,7 +4,7 @@
 changes from step to step is then read from fixed places on the device: the batch, the learning rate, the state that the
 task carries along, the counters of the meter, and what `Sparsifier.advance()` sets. Kernels differ between warm-up,
 mask learning and fine-tuning, and where a teacher begins, so each has a graph of its own. A batch of another shape (the
-short end of a text) runs without one. On a CPU there are no graphs, and a captured step simply runs.
+short end of a text) runs without one.
 """
 
 import warnings
@@ -69,7 +69,7 @@ class Meter:
         if bad < none_so_far:
             raise LossNotFinite(
                 f"the loss is not finite (infinite or NaN) at step {bad}: try a smaller lr, lr_warmup=1ep, "
-                "clip=1, or precision=float32, in another folder; what checkpoints there are are from before that step"
+                "clip=1, or precision=float32, in another folder; all checkpoints here are from before that step"
             )
 
     def mean(self) -> float | None:
