@@ -20,7 +20,7 @@ from gossamer.models.digits_cnn import QUICK_START_CONNECTIONS, DigitsNet
 from gossamer.recipes import RECIPES, find
 from gossamer.side_by_side import runs_of
 from gossamer.training import networks
-from gossamer.training.progress import JsonLines, PlainLines, Status
+from gossamer.training.progress import JsonLines, LiveLine, PlainLines, Status
 
 SHORT = ["--set", "epochs=2", "log_steps=4", "--set", "model_options.width=4"]
 
@@ -222,6 +222,20 @@ def test_without_a_terminal_there_is_a_line_now_and_then() -> None:
     for status in statuses[1:]:
         seldom.tell(status)
     assert told.getvalue().splitlines() == ["mine: 1/2 dense", "mine: 2/2 dense"]
+
+
+def test_on_a_terminal_of_80_columns_every_number_is_seen() -> None:
+    told = io.StringIO()
+    line = LiveLine("cifar10-resnet20", Console(file=told, width=80, force_terminal=True, color_system=None))
+    status = Status(
+        step=1000, total_steps=4000, epoch=119.5, epochs=240, phase="sparsify", lr=0.1, seconds=60.0, loss=0.0664
+    )
+    line.begin(status)
+    line.tell(replace(status, validation=0.94, sparsity=0.2461, decay=0.253))
+    line.close()
+    shown = told.getvalue()
+    assert "120/240 sparsify · loss 0.066 · 94.00% · sparse 24.6% · λ1 0.25 -:--:--" in shown
+    assert "cif… " in shown
 
 
 def test_the_number_of_the_paper_is_told_for_the_same_run_wherever_it_was_computed() -> None:

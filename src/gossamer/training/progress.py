@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
+from rich.table import Column
 from rich.text import Text
 
 from gossamer.training.checkpoint import write_atomically
@@ -149,15 +150,15 @@ class TensorBoard:
 
 
 class LiveLine:
-    """One line on the terminal that stays in its place."""
+    """One line on the terminal that stays in its place; where that is narrow the bar and the title give way."""
 
     def __init__(self, title: str, console: Console | None = None) -> None:
         self._title = title
         self._progress = Progress(
-            TextColumn("[bold]{task.description}"),
+            TextColumn("[bold]{task.description}", table_column=Column(overflow="ellipsis")),
             BarColumn(bar_width=10),
-            _Facts(),
-            TimeRemainingColumn(elapsed_when_finished=True),
+            _Facts(table_column=Column(no_wrap=True)),
+            TimeRemainingColumn(elapsed_when_finished=True, table_column=Column(no_wrap=True)),
             console=console or Console(stderr=True),
         )
         self._task = self._progress.add_task(title, total=None, facts="")
