@@ -17,10 +17,13 @@ _NUMBERS = 70  # characters for the numbers of a row, on a terminal of 80
 
 
 def of_results(results: Sequence[tuple[str, Mapping[str, Any]]]) -> Table:
-    """One row a result."""
+    """One row a result. That of a run which has diverged side by side with others has numbers that mean nothing."""
     table = _table("", "test", "validation", "sparsity", "connections", "FLOPs", "time", left=1)
     for name, result in results:
         metric = "perplexity" if "perplexity" in result else "accuracy"
+        if result.get("train_loss", 0.0) is None:  # JSON has no NaN
+            table.add_row(name, "diverged", "–", "–", "–", "–", _time(result["seconds"]))
+            continue
         table.add_row(
             name,
             _metric(metric, result[metric]),
