@@ -76,11 +76,13 @@ def test_folder_and_archive_have_the_same_index(tmp_path: Path, folder: FolderSe
 
 
 def test_known_names_are_found_in_the_search_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(DataNotFound, match="give its path as root"):
+    with pytest.raises(DataNotFound, match="give its path as root, data_root of a run"):
         load_folder()
     write_folder(tmp_path / "named" / "imagenet", files())
     monkeypatch.setenv("GOSSAMER_DATA", str(tmp_path / "named"))
     assert load_folder().num_classes == 2
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert load_folder("~/named/imagenet").num_classes == 2
 
 
 def test_what_is_no_image_folder_is_an_error(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from gossamer.data import CorruptData, Position, TextBatches
+from gossamer.data import CorruptData, DataNotFound, Position, TextBatches
 from gossamer.data.files import File
 from gossamer.data.text import PTB, WIKITEXT2, TextSpec, batchify, encode, load_text, windows
 
@@ -121,6 +121,8 @@ def test_real_wikitext2(shared_data: Path) -> None:
     assert words == ["<eos>", "=", "Valkyria", "Chronicles", "III", "=", "<eos>", "<eos>"]
 
 
-def test_penn_treebank_is_described() -> None:
+def test_penn_treebank_is_described(tmp_path: Path) -> None:
     assert len(PTB.parts) == len(PTB.addresses) == 3
     assert all(part.path.split("/")[-1] == a.split("/")[-1] for part, a in zip(PTB.parts, PTB.addresses, strict=True))
+    with pytest.raises(DataNotFound, match=r"\(ptb/ptb\.train\.txt, .*, or the same as penn/train\.txt, penn/valid\.txt"):
+        load_text(PTB, tmp_path)

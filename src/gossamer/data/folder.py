@@ -89,7 +89,7 @@ class FolderSet:
 def load_folder(root: Path | str | None = None) -> FolderSet:
     """Index an image folder or a tar archive of one; without `root`, the first one in the search folders."""
     if root is not None:
-        return _index(Path(root))
+        return _index(Path(root).expanduser())
     folders = search_folders()
     for folder in folders:
         for name in _KNOWN:
@@ -97,7 +97,7 @@ def load_folder(root: Path | str | None = None) -> FolderSet:
                 return _index(folder / name)
     raise DataNotFound(
         f"no image folder was found: searched {', '.join(map(str, folders))} for {', '.join(_KNOWN)}; "
-        f"give its path as root (a folder with {_TRAIN}/<class>/ and {_VALIDATION}/<class>/ in it)"
+        f"give its path as root, data_root of a run (a folder with {_TRAIN}/<class>/ and {_VALIDATION}/<class>/ in it)"
     )
 
 

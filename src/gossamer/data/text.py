@@ -46,7 +46,7 @@ def load_text(spec: TextSpec, root: Path | str | None = None) -> TextSet:
     layouts = [_plain_layout(spec, spec.parts)]
     for paths in spec.other_names:
         files = tuple(dataclasses.replace(part, path=path) for part, path in zip(spec.parts, paths, strict=True))
-        layouts.append(_plain_layout(spec, files))
+        layouts.append(_plain_layout(spec, files, f"the same as {', '.join(paths)}"))
     if spec.archive is not None:
         archive = spec.archive
         layouts.append(
@@ -56,9 +56,9 @@ def load_text(spec: TextSpec, root: Path | str | None = None) -> TextSet:
     return read_first(spec.name, layouts, downloads, root=root)
 
 
-def _plain_layout(spec: TextSpec, files: tuple[File, ...]) -> Layout[TextSet]:
+def _plain_layout(spec: TextSpec, files: tuple[File, ...], title: str = "plain text files") -> Layout[TextSet]:
     return Layout(
-        "plain text files",
+        title,
         tuple(file.path for file in files),
         lambda folder: _from_contents(spec.name, [read_checked(folder, file) for file in files]),
     )
