@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import urllib.error
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -140,3 +142,12 @@ def test_unfitting_torchvision_is_explained(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr("importlib.import_module", refuse)
     with pytest.raises(ImportError, match="built for another torch"):
         models.create("resnet50")
+
+
+def test_pretrained_weights_that_cannot_be_fetched_are_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(name: str, weights: str) -> None:
+        raise urllib.error.URLError("no route to host")
+
+    monkeypatch.setattr("importlib.import_module", lambda module: SimpleNamespace(get_model=refuse))
+    with pytest.raises(OSError, match=r"weights of resnet50 into .*no route to host.*model_options\.pretrained=false"):
+        models.create("resnet50", pretrained=True)

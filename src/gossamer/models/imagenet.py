@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 from types import ModuleType
 
+import torch
 from torch import nn
 
 __all__ = ["efficientnet_b0", "resnet50", "vgg16"]
@@ -35,7 +36,13 @@ def _build(name: str, num_classes: int, pretrained: bool) -> nn.Module:
     if not pretrained:
         network: nn.Module = models.get_model(name, num_classes=num_classes)
         return network
-    network = models.get_model(name, weights="DEFAULT")
+    try:
+        network = models.get_model(name, weights="DEFAULT")
+    except OSError as error:  # no connection, or no room
+        raise OSError(
+            f"expected torchvision to fetch the pretrained weights of {name} into {torch.hub.get_dir()}, got {error}: "
+            "put its file into checkpoints there, or begin from random weights with model_options.pretrained=false"
+        ) from error
     if num_classes != _IMAGENET_CLASSES:
         _replace_last_linear(network, num_classes)
     return network
