@@ -124,5 +124,7 @@ def test_real_wikitext2(shared_data: Path) -> None:
 def test_penn_treebank_is_described(tmp_path: Path) -> None:
     assert len(PTB.parts) == len(PTB.addresses) == 3
     assert all(part.path.split("/")[-1] == a.split("/")[-1] for part, a in zip(PTB.parts, PTB.addresses, strict=True))
-    with pytest.raises(DataNotFound, match=r"\(ptb/ptb\.train\.txt, .*, or the same as penn/train\.txt, penn/valid\.txt"):
+    with pytest.raises(
+        DataNotFound, match=r"\(ptb/ptb\.train\.txt, .*, or the same as penn/train\.txt, penn/valid\.txt"
+    ):
         load_text(PTB, tmp_path)
