@@ -9,7 +9,6 @@ function returns.
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from gossamer._forward import quiet_export
 from gossamer.sparsefile.container import writable
 
 TOLERANCE = 1e-4  # of the largest output: other engines sum in another order
@@ -53,8 +53,7 @@ def to_onnx(
     require("onnx", "onnxscript")
     inputs, target = _inputs(example_input), writable(path)
     frozen = copy.deepcopy(model).eval()
-    with warnings.catch_warnings(), torch.no_grad():
-        warnings.simplefilter("ignore")  # of the exporter's own making
+    with quiet_export():
         shapes = _dynamic(inputs, batch_axis)
         program = torch.onnx.export(frozen, inputs, dynamo=True, verbose=False, dynamic_shapes=shapes)
     cast(Any, program).save(str(target))
@@ -83,8 +82,7 @@ def to_torch(
     """Writes a file of ``torch.export`` (usually ``.pt2``), reads it back and runs it on random inputs."""
     inputs, target = _inputs(example_input), writable(path)
     frozen = copy.deepcopy(model).eval()
-    with warnings.catch_warnings(), torch.no_grad():
-        warnings.simplefilter("ignore")
+    with quiet_export():
         shapes = _dynamic(inputs, batch_axis)
         program = torch.export.export(frozen, inputs, dynamic_shapes=shapes, strict=False)
         torch.export.save(program, target)

@@ -39,8 +39,8 @@ _OF_SEQUENCES = (*RECURRENT_LAYERS, aten.linear.default)
 @dataclass(frozen=True)
 class Handle:
     """A value of the graph, and how the network sees it: a sequence is (batch, steps, channels), or its steps come
-    first, a signal is (batch, channels, steps), and ``flat`` is a picture or signal spread out to a vector. ``bare`` is a
-    picture or vector of one channel without the axis of channels: (batch, height, width) or (batch,)."""
+    first, a signal is (batch, channels, steps), and ``flat`` is a picture or signal spread out to a vector. ``bare`` is
+    a picture or vector of one channel without the axis of channels: (batch, height, width) or (batch,)."""
 
     value: int
     form: Form
