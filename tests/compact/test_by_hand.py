@@ -448,17 +448,22 @@ def test_a_layer_that_is_used_twice_stays() -> None:
 
     model = Twice()
     zero_(model.again.weight, slice(None), 1)
+    zero_(model.again.weight, [1, 2])
     zero_(model.last.weight, slice(None), 1)
     found = compact(model, torch.randn(2, 4))
     assert shapes(found.model) == shapes(model)
     assert "nothing could be taken out" in str(found)
+    assert "again: 2 dead features stayed: it is called more than once" in str(found)
 
 
 def test_tied_weights_stay() -> None:
     model = nn.Sequential(nn.Embedding(9, 5), nn.Linear(5, 9, bias=False))
     model[1].weight = model[0].weight
     zero_(model[0].weight, slice(None), 2)
-    assert compact(model, torch.tensor([[1, 2]])).model.get_submodule("0").weight.shape == (9, 5)
+    zero_(model[0].weight, 4)
+    found = compact(model, torch.tensor([[1, 2]]))
+    assert found.model.get_submodule("0").weight.shape == (9, 5)
+    assert [str(each) for each in found.report.stayed] == ["1: 1 dead feature stayed: it shares a tensor with another"]
 
 
 def test_an_activation_in_place_that_others_see() -> None:
