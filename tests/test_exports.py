@@ -98,6 +98,21 @@ def test_a_folder_that_is_not_there_is_told_before_the_work(tmp_path: Path) -> N
         exports.to_dense(model, tmp_path)
 
 
+class Branches(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x if x.sum() > 0 else -x
+
+
+@pytest.mark.parametrize("export", [exports.to_onnx, exports.to_torch])
+def test_a_model_that_cannot_be_traced_is_told_in_a_sentence(
+    export: Callable[..., Any], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("onnxscript")
+    with pytest.raises(ValueError, match=r"but of Branches it says: Could not guard on data-dependent.*one by one"):
+        export(Branches(), torch.randn(2, 3), tmp_path / "model")
+    assert capfd.readouterr().err == ""
+
+
 def test_outputs_that_differ_are_found_out() -> None:
     with pytest.raises(RuntimeError, match=r"within 0.0001 of the model's, got 5.0e-01"):
         exports._difference(Path("x"), [torch.ones(2)], torch.full((2,), 2.0))

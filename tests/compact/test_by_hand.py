@@ -448,17 +448,22 @@ def test_a_layer_that_is_used_twice_stays() -> None:
 
     model = Twice()
     zero_(model.again.weight, slice(None), 1)
+    zero_(model.again.weight, [1, 2])
     zero_(model.last.weight, slice(None), 1)
     found = compact(model, torch.randn(2, 4))
     assert shapes(found.model) == shapes(model)
     assert "nothing could be taken out" in str(found)
+    assert "again: 2 dead features stayed: it is called more than once" in str(found)
 
 
 def test_tied_weights_stay() -> None:
     model = nn.Sequential(nn.Embedding(9, 5), nn.Linear(5, 9, bias=False))
     model[1].weight = model[0].weight
     zero_(model[0].weight, slice(None), 2)
-    assert compact(model, torch.tensor([[1, 2]])).model.get_submodule("0").weight.shape == (9, 5)
+    zero_(model[0].weight, 4)
+    found = compact(model, torch.tensor([[1, 2]]))
+    assert found.model.get_submodule("0").weight.shape == (9, 5)
+    assert [str(each) for each in found.report.stayed] == ["1: 1 dead feature stayed: it shares a tensor with another"]
 
 
 def test_an_activation_in_place_that_others_see() -> None:
@@ -568,13 +573,14 @@ def test_an_input_that_is_left_out() -> None:
     torch.testing.assert_close(masked.model(x, mask), model(x, mask))
 
 
-def test_what_cannot_be_traced_is_named() -> None:
+def test_what_cannot_be_traced_is_named_in_one_sentence(capfd: pytest.CaptureFixture[str]) -> None:
     class Branches(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             return x if x.sum() > 0 else -x
 
     with pytest.raises(UntraceableError, match=r"Branches.*left as it is"):
         compact(Branches(), torch.randn(2, 4))
+    assert capfd.readouterr().err == ""  # nor does the exporter log a page for each of its attempts
 
 
 def test_a_random_forward_pass_is_noticed() -> None:

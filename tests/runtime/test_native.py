@@ -100,8 +100,9 @@ def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_without_a_compiler_the_message_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     no_compiler(monkeypatch)
-    with pytest.raises(NoCompilerError, match="pip install ziglang"):
+    with pytest.raises(NoCompilerError, match="pip install ziglang") as told:
         native.load_native()
+    assert str(told.value).count("/nonexistent/cc --version") == 1  # for the cache, and again for a temporary folder
 
 
 def sparse_mlp(sparsity: float) -> nn.Module:

@@ -67,6 +67,9 @@ PARTS: dict[str, Callable[[], nn.Module]] = {
     "deep": lambda: nn.GRU(8, 4, 2, batch_first=True),
     "both": lambda: nn.GRU(8, 4, batch_first=True, bidirectional=True),
     "by_four": lambda: nn.Linear(4, 4),
+    "by_three": lambda: nn.Linear(3, 3),
+    "one": lambda: nn.Linear(8, 1),
+    "one_plane": lambda: nn.Conv2d(4, 1, 3),
 }
 RUNS: dict[str, tuple[tuple[int, ...], Callable[[Any, Tensor], Any]]] = {
     "a tuple of one": (VECTOR, lambda m, x: (m.linear(x),)),
@@ -82,6 +85,13 @@ RUNS: dict[str, tuple[tuple[int, ...], Callable[[Any, Tensor], Any]]] = {
         SEQUENCE,
         lambda m, x: m.linear(m.linear(x).reshape(-1, 8)).view(x.shape[0], 5, 8),
     ),
+    "one number a sample": (VECTOR, lambda m, x: (m.linear(x), m.one(x).squeeze(1))),
+    "one number a sample, changed and turned back": (
+        VECTOR,
+        lambda m, x: torch.sigmoid(m.one(x).view(-1) * 3 - 1).unsqueeze(-1) + m.one(x),
+    ),
+    "one number a pixel": (PICTURE, lambda m, x: m.one_plane(x).squeeze(1).tanh()),
+    "one number a step": (SEQUENCE, lambda m, x: m.one(m.gru(x)[0]).squeeze(-1)),
 }
 LEFT: dict[str, tuple[tuple[int, ...], Callable[[Any, Tensor], Any], str]] = {
     "first samples": (VECTOR, lambda m, x: m.linear(x)[:3], "some samples"),
@@ -91,6 +101,12 @@ LEFT: dict[str, tuple[tuple[int, ...], Callable[[Any, Tensor], Any], str]] = {
     "samples at the end": (VECTOR, lambda m, x: m.linear(x).view(1, 8, -1), "a view from"),
     "layers in one view with samples": (SEQUENCE, lambda m, x: m.both(x)[1].view(x.shape[0], -1), "a view from"),
     "linear on two layers' state": (SEQUENCE, lambda m, x: m.by_four(m.deep(x)[1]), r"makes \(2, 3, 4\)"),
+    "linear over samples": (VECTOR, lambda m, x: m.by_three(m.one(x).squeeze(1)), "last dimension of a bare"),
+    "one number for each sample of the example": (
+        VECTOR,
+        lambda m, x: m.one(x).squeeze(1) * torch.tensor([1.0, 2.0, 3.0]),
+        "a tensor of shape",
+    ),
     "in place through a view": (PICTURE, in_place_through_a_view, "in place of a part"),
     "in place on a part": (PICTURE, in_place_on_a_part, "in place of a part"),
     "dropout that stays on": (VECTOR, lambda m, x: F.dropout(m.linear(x)), "stays on"),
@@ -135,6 +151,18 @@ def test_a_gate_of_fewer_dimensions_is_not_one_a_channel() -> None:
     model = Written(lambda m, x: x * m.linear(x.mean((2, 3))).view(x.shape[0], 6, 1), linear=nn.Linear(6, 6))
     with pytest.raises(UnsupportedError, match="broadcasts"):
         compile_plan(model, torch.randn(1, 6, 6, 6))
+
+
+@pytest.mark.parametrize("forward", [lambda m, x: m.one(x).squeeze(0), lambda m, x: x.unsqueeze(0) * 2])
+def test_what_is_right_for_a_batch_of_one_only_is_left_to_torch(forward: Callable[[Any, Tensor], Any]) -> None:
+    with pytest.raises(UnsupportedError, match="a view from"):
+        compile_plan(network(forward), torch.randn(1, 8))
+
+
+def test_a_branch_by_values_is_left_to_torch_without_a_page_of_the_exporter(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(UnsupportedError, match="cannot trace Written"):
+        compile_plan(network(lambda m, x: m.linear(x) if x.sum() > 0 else -x), torch.randn(3, 8))
+    assert capfd.readouterr().err == ""
 
 
 class Sum(nn.Module):

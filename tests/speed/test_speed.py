@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gossamer.runtime import memory
+from gossamer.runtime import compile_plan, memory
 from gossamer.speed import ENGINES, Case, Row, SpeedReport, measure
 from gossamer.speed.engines import Unavailable
 from gossamer.speed.measure import half_full
@@ -129,6 +129,11 @@ def test_a_race_for_real(tmp_path: Path) -> None:
     shown = str(found)
     assert "batch 16, 2 threads" in shown
     assert f"{found.connections:,} of {found.weights:,} weights" in shown
+
+
+def test_memory_is_that_of_weights_as_other_engines_tell_it() -> None:
+    plan = compile_plan(nn.Conv2d(1, 1, 3), torch.randn(1, 1, 128, 128)).plan(1)
+    assert 0 < plan.nbytes < 4 * plan.arena
 
 
 def test_an_engine_that_is_missing_or_fails_says_so_in_its_row(monkeypatch: pytest.MonkeyPatch) -> None:

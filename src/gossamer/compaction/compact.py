@@ -21,7 +21,7 @@ from gossamer.compaction.expand import expand_attention
 from gossamer.compaction.nodes import copied, measure, shape
 from gossamer.compaction.pointwise import ADDITIONS, changes_what_others_see
 from gossamer.compaction.rows import merge_zero_rows
-from gossamer.compaction.rules import rules_of
+from gossamer.compaction.rules import obstacles_of, rules_of
 from gossamer.compaction.summary import Compaction, CompactionReport, compare, sizes, tied_layers, what_stayed
 from gossamer.compaction.trace import trace
 from gossamer.verify import verify
@@ -75,7 +75,7 @@ def compact(model: nn.Module, example_input: object, *, tolerance: float | None 
         )
     report = CompactionReport(
         layers=compare(before, smaller, tied_layers(model)),
-        stayed=what_stayed(analysis),
+        stayed=what_stayed(analysis, obstacles_of(smaller)),
         folded=folded,
         branches=tuple(branches),
         rows=rows,

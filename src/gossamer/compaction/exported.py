@@ -11,7 +11,6 @@ from __future__ import annotations
 import copy
 import inspect
 import operator
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -24,7 +23,7 @@ from torch.fx.experimental.symbolic_shapes import is_concrete_int
 from torch.nn import functional
 from torch.utils._pytree import tree_map
 
-from gossamer._forward import arguments
+from gossamer._forward import arguments, quiet_export
 from gossamer.compaction.expand import write_out
 from gossamer.compaction.functional import simplify, without_writes
 from gossamer.compaction.writes import show_writes
@@ -113,8 +112,7 @@ def _export(model: nn.Module, example_input: object) -> ExportedProgram:
     failure: Exception | None = None
     for positional, named, dims in _attempts(model, *arguments(example_input)):
         try:
-            with warnings.catch_warnings(), torch.no_grad():
-                warnings.simplefilter("ignore")  # the exporter warns of its own handling of some layers
+            with quiet_export():
                 return export(model, positional, named, dynamic_shapes=dims, strict=False)
         except Exception as error:
             failure = failure or error

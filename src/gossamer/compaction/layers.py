@@ -25,7 +25,7 @@ def parameter_like(old: Tensor, values: Tensor) -> nn.Parameter:
     return nn.Parameter(values.detach().to(old.dtype).contiguous(), requires_grad=old.requires_grad)
 
 
-def _by_output(module: nn.Linear | _ConvNd) -> Tensor:
+def by_output(module: nn.Linear | _ConvNd) -> Tensor:
     """The weights as (outputs, inputs of one group, places in the window)."""
     weight = module.weight.detach().flatten(2) if module.weight.ndim > 2 else module.weight.detach().unsqueeze(2)
     return weight.transpose(0, 1) if isinstance(module, _ConvTransposeNd) else weight
@@ -57,7 +57,7 @@ class Weighted:
         source = analysis.of(node.args[0])
         if len(node.args) > 1 or node.kwargs or (source is not None and source.dim != axis):
             return None
-        weight = _by_output(module).double().cpu()
+        weight = by_output(module).double().cpu()
         constant = torch.zeros(weight.shape[1], dtype=torch.float64) if source is None else source.constant
         known = torch.zeros_like(constant, dtype=torch.bool) if source is None else usable(source, module)
         bias = 0 if module.bias is None else module.bias.detach().double().cpu()
@@ -70,7 +70,7 @@ class Weighted:
         if source is None:
             return
         module = cast(nn.Linear | _ConvNd, analysis.module(node))
-        reads = (_by_output(module).cpu()[needed] != 0).any(2).any(0)
+        reads = (by_output(module).cpu()[needed] != 0).any(2).any(0)
         analysis.read(node.args[0], reads)
         analysis.groups.hold(source.ids[reads & ~source.is_constant], Reason(Hold.LIVE, analysis.name(node)))
         blocked = reads & source.is_constant & ~usable(source, module)
@@ -87,7 +87,7 @@ class Weighted:
         assert rows is not None
         if source is not None and columns is not None and not columns.all():
             gone = ~columns & source.is_constant & (source.constant != 0)
-            gone &= (_by_output(module).cpu()[analysis.needed[node]] != 0).any(2).any(0)
+            gone &= (by_output(module).cpu()[analysis.needed[node]] != 0).any(2).any(0)
             if gone.any():
                 _fold(module, source.constant, gone, *analysis.representatives.get(node, []))
                 analysis.folded[analysis.name(node)] = int(gone.sum())
@@ -98,7 +98,7 @@ class Weighted:
 
 def _fold(module: nn.Linear | _ConvNd, constant: Tensor, gone: Tensor, representative: int | None = None) -> None:
     """Take constants into the bias, or into the weights of another constant that stays."""
-    weight = _by_output(module).double().cpu()
+    weight = by_output(module).double().cpu()
     if keeps_constants(module):
         shift = weight.sum(2)[:, gone] @ constant[gone]
         old = module.bias.detach().double().cpu() if module.bias is not None else torch.zeros_like(shift)
@@ -107,7 +107,7 @@ def _fold(module: nn.Linear | _ConvNd, constant: Tensor, gone: Tensor, represent
         share = constant[gone] / constant[representative]
         column = weight[:, representative] + torch.einsum("oit,i->ot", weight[:, gone], share)
         with torch.no_grad():
-            _by_output(module)[:, representative] = column.to(module.weight.device, module.weight.dtype)
+            by_output(module)[:, representative] = column.to(module.weight.device, module.weight.dtype)
 
 
 def usable(source: Features, module: nn.Linear | _ConvNd) -> Tensor:

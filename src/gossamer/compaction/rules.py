@@ -44,25 +44,14 @@ _CALLS: dict[object, Rule] = {
 
 
 def rules_of(graph_module: fx.GraphModule) -> dict[fx.Node, Rule]:
-    """The rule of every call that is understood.
-
-    A layer that is called twice, or shares a tensor with another, is not: what one use can do without, the
-    other may need. Nor is one with hooks, of which nobody knows what they do.
-    """
-    nodes = list(graph_module.graph.nodes)
-    called = [graph_module.get_submodule(node.target) for node in nodes if node.op == "call_module"]
-    calls = Counter(id(module) for module in called)
-    uses = Counter(id(tensor) for module in {id(each): each for each in called}.values() for tensor in _tensors(module))
-    uses.update(id(value) for node in nodes if (value := _tensor_of(graph_module, node)) is not None)
+    """The rule of every call that is understood."""
+    obstacles = obstacles_of(graph_module)
+    uses = _uses(graph_module)
     found: dict[fx.Node, Rule] = {}
-    for node in nodes:
+    for node in graph_module.graph.nodes:
         rule: Rule | None = None
         if node.op == "call_module":
-            module = graph_module.get_submodule(node.target)
-            tensors = _tensors(module)
-            once = calls[id(module)] == 1 and all(uses[id(tensor)] == 1 for tensor in tensors)
-            if (once or not tensors) and not (module._forward_hooks or module._forward_pre_hooks):
-                rule = _rule_of_module(module)
+            rule = None if node.target in obstacles else _rule_of_module(graph_module.get_submodule(node.target))
         elif node.op == "get_attr":
             value = _tensor_of(graph_module, node)
             rule = Attribute() if value is not None and uses[id(value)] == 1 else None
@@ -71,6 +60,40 @@ def rules_of(graph_module: fx.GraphModule) -> dict[fx.Node, Rule]:
         if rule is not None:
             found[node] = rule
     return found
+
+
+def obstacles_of(graph_module: fx.GraphModule) -> dict[str, str]:
+    """Layers that cannot be changed because of how they are used, by name, and why.
+
+    What one use of a layer or tensor can do without, the other may need; and nobody knows what hooks do.
+    """
+    called = _called(graph_module)
+    calls, uses = Counter(id(module) for _, module in called), _uses(graph_module)
+    found: dict[str, str] = {}
+    for name, module in called:
+        tensors = _tensors(module)
+        if module._forward_hooks or module._forward_pre_hooks:
+            found[name] = "it has hooks"
+        elif tensors and calls[id(module)] > 1:
+            found[name] = "it is called more than once"
+        elif any(uses[id(tensor)] > 1 for tensor in tensors):
+            found[name] = "it shares a tensor with another"
+    return found
+
+
+def _called(graph_module: fx.GraphModule) -> list[tuple[str, nn.Module]]:
+    """The module of every call of one, with its name."""
+    names = [str(node.target) for node in graph_module.graph.nodes if node.op == "call_module"]
+    return [(name, graph_module.get_submodule(name)) for name in names]
+
+
+def _uses(graph_module: fx.GraphModule) -> Counter[int]:
+    """How many layers and calls read a tensor."""
+    modules = {id(module): module for _, module in _called(graph_module)}
+    uses = Counter(id(tensor) for module in modules.values() for tensor in _tensors(module))
+    values = (_tensor_of(graph_module, node) for node in graph_module.graph.nodes)
+    uses.update(id(value) for value in values if value is not None)
+    return uses
 
 
 def _rule_of_module(module: nn.Module) -> Rule | None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch import nn
+from torch.nn.modules.conv import _ConvNd
 
 from gossamer.compaction.analysis import Analysis
+from gossamer.compaction.layers import by_output
 
 
 @dataclass(frozen=True)
@@ -132,8 +135,9 @@ def compare(before: Sizes, after: nn.Module, tied: dict[str, list[str]]) -> tupl
     )
 
 
-def what_stayed(analysis: Analysis) -> tuple[Stayed, ...]:
-    """The dead features of the layers that begin them, by reason."""
+def what_stayed(analysis: Analysis, obstacles: Mapping[str, str]) -> tuple[Stayed, ...]:
+    """The dead features of the layers that begin them, by reason; ``obstacles`` are layers that could not be looked at,
+    whose filters without a weight are counted."""
     counts: Counter[tuple[str, str]] = Counter()
     seen: set[int] = set()
     for node, features in analysis.features.items():
@@ -143,7 +147,11 @@ def what_stayed(analysis: Analysis) -> tuple[Stayed, ...]:
             if feature not in seen and node.op == "call_module" and is_dead and reason is not None:
                 counts[analysis.name(node), str(reason)] += 1
             seen.add(feature)
-    return tuple(Stayed(layer, count, why) for (layer, why), count in counts.items())
+    for name, why in obstacles.items():
+        module = analysis.graph_module.get_submodule(name)
+        if isinstance(module, nn.Linear | _ConvNd):
+            counts[name, why] = int((by_output(module) == 0).flatten(1).all(1).sum())
+    return tuple(Stayed(layer, count, why) for (layer, why), count in counts.items() if count)
 
 
 def _shape(sizes: tuple[int, ...]) -> str:

@@ -7,13 +7,13 @@ normalisation uses its running statistics.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from gossamer._forward import quiet_export
 from gossamer.runtime.fusing import fuse
 from gossamer.runtime.graph import Graph, UnsupportedError
 from gossamer.runtime.translations import TRANSLATIONS
@@ -26,8 +26,7 @@ def capture(model: nn.Module, example_inputs: Sequence[Any]) -> Graph:
     training = {module: module.training for module in model.modules()}
     try:
         model.eval()
-        with warnings.catch_warnings(), torch.no_grad():
-            warnings.simplefilter("ignore")  # the exporter warns of its own handling of recurrent weights
+        with quiet_export():
             program = torch.export.export(model, tuple(example_inputs), strict=False)
     except Exception as error:
         said = (str(error).strip() or repr(error)).splitlines()[0]

@@ -109,7 +109,7 @@ def compile_with_any(target: Path) -> None:
 
 
 def no_compiler(problems: Sequence[str]) -> NoCompilerError:
-    reason = "\n".join(problems) or "no cc, gcc or clang on the path, no ziglang"
+    reason = "\n".join(dict.fromkeys(problems)) or "no cc, gcc or clang on the path, no ziglang"
     return NoCompilerError(
         f"expected a C compiler for the native kernels, got none that works ({reason}); install one "
         "(gcc, clang), or `pip install ziglang`; until then sparse layers run through torch"

@@ -239,7 +239,7 @@ def _by_layers(
     shown = {each: spent * 1e3 for each, spent in times.items()}
     gain = times["torch"] / times[name]
     if gain < WORTH_IT:
-        reason = f"sparse linear layers ({name}) are no faster here, and {problem}"
+        reason = f"sparse linear layers by themselves are no faster here, and {problem}"
         return Deployed(dense, Explanation("torch", reason, batch, shown, ()), None)
     layers = "1 layer" if len(sparse.sparse) == 1 else f"{len(sparse.sparse)} layers"
     reason = f"{gain:.2f} times as fast as torch by {layers} ({', '.join(sparse.sparse[:4])}{_more(sparse.sparse)})"

@@ -242,7 +242,7 @@ class Graph:
     values: list[Value]
     operations: list[Operation]
     outputs: tuple[int, ...]
-    #: for each output "picture", "signal", "vector", "flat" or "sequence", and its shape for the example
+    #: for each output "picture", "signal", "vector", "flat", "sequence" or "bare", and its shape for the example
     forms: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
     inputs: tuple[Source, ...]

@@ -43,8 +43,8 @@ class Plan:
 
     @property
     def nbytes(self) -> int:
-        """Bytes in memory: weights and records, and one arena for the activations."""
-        return sum(array.nbytes for array in self.kept) + self.records.nbytes + 4 * self.arena
+        """Bytes of weights with their indices, and records. Activations (``4 * arena``) come on top, as elsewhere."""
+        return sum(array.nbytes for array in self.kept) + self.records.nbytes
 
     def for_batch(self, batch: int) -> npt.NDArray[np.int64]:
         """The records for a batch size: strides over time depend on it where time comes first."""

@@ -23,7 +23,7 @@ def _per_channel(t: Translator, x: Handle, given: Any, node: fx.Node) -> Floats:
         axis = rank - 1 if x.form == "sequence" else 1
         sizes = [1] * (rank - given.dim()) + list(given.shape)
         others = [size for place, size in enumerate(sizes) if place != axis]
-        if x.form in ("flat", "state") or sizes[axis] != channels or any(size != 1 for size in others):
+        if x.form in ("flat", "state", "bare") or sizes[axis] != channels or any(size != 1 for size in others):
             raise UnsupportedError(f"a tensor of shape {tuple(given.shape)} with a {x.form} (node {node.name})")
         values = to_floats(given if given.is_floating_point() else given.float()).reshape(-1).astype(np.float64)
     else:

@@ -75,7 +75,7 @@ def _linear(t: Translator, node: fx.Node) -> Handle:
     x = activation(x, node)
     before = t.values[x.value]
     dense = to_floats(weight)
-    if x.form in ("picture", "signal"):
+    if x.form in ("picture", "signal", "bare"):
         raise UnsupportedError(f"a linear layer over the last dimension of a {x.form} (node {node.name})")
     if x.form == "flat":
         taps = dense_taps(dense.reshape(dense.shape[0], before.channels, before.height, before.width))
@@ -114,9 +114,13 @@ def _reshape(t: Translator, node: fx.Node) -> Handle:
     """Flattening, squeezing and views that keep the samples apart."""
     x = activation(t.arguments(node)[0], node)
     value, shape, before = t.values[x.value], shape_of(node), shape_of(node.args[0])
-    if x.form == "sequence":
+    if _changes_samples(t, x, node):
+        pass  # right for a batch of one only
+    elif x.form == "sequence":
         if shape[-1] == value.channels:
             return x
+        if value.channels == 1 and shape == before[:2] and not t.time_major:
+            return Handle(x.value, "flat")
     elif x.form == "state" and before[0] > 1 and shape != before:
         pass  # layers come before samples: a view mixes them
     elif len(shape) == 2 and shape[1] == value.channels * value.pixels:
@@ -129,7 +133,16 @@ def _reshape(t: Translator, node: fx.Node) -> Handle:
             return y
     elif shape == before or (len(shape) == 4 and shape[1:] == (value.channels, value.height, value.width)):
         return Handle(x.value, "picture" if len(shape) == 4 else x.form)
+    elif value.channels == 1 and shape in ((before[0], *before[2:]), before[:1]):
+        return Handle(x.value, "bare")
     raise UnsupportedError(f"a view from {before} to {shape} (node {node.name})")
+
+
+def _changes_samples(t: Translator, x: Handle, node: fx.Node) -> bool:
+    """Whether the axis along which samples lie goes, or gets one before it."""
+    dim, rank = node.args[1] if len(node.args) > 1 else None, max(len(shape_of(node)), len(shape_of(node.args[0])))
+    squeezes = node.target in (aten.squeeze.dim, aten.unsqueeze.default)
+    return squeezes and cast(int, dim) % rank == batch_axis(x.form, t.time_major)
 
 
 def _concat(t: Translator, node: fx.Node) -> Handle:

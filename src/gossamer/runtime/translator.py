@@ -23,7 +23,7 @@ from gossamer.runtime.graph import (
     batch_axis,
 )
 
-Form = Literal["picture", "signal", "vector", "flat", "sequence", "state"]
+Form = Literal["picture", "signal", "vector", "flat", "sequence", "state", "bare"]
 aten = torch.ops.aten
 RECURRENT_LAYERS = (aten.lstm.input, aten.gru.input, aten.rnn_tanh.input, aten.rnn_relu.input)
 TRANSPOSITIONS = (aten.transpose.int, aten.permute.default)
@@ -39,7 +39,8 @@ _OF_SEQUENCES = (*RECURRENT_LAYERS, aten.linear.default)
 @dataclass(frozen=True)
 class Handle:
     """A value of the graph, and how the network sees it: a sequence is (batch, steps, channels), or its steps come
-    first, a signal is (batch, channels, steps), and ``flat`` is a picture or signal spread out to a vector."""
+    first, a signal is (batch, channels, steps), and ``flat`` is a picture or signal spread out to a vector. ``bare`` is
+    a picture or vector of one channel without the axis of channels: (batch, height, width) or (batch,)."""
 
     value: int
     form: Form
@@ -157,6 +158,8 @@ class Translator:
             case "state":
                 layers = [n for n in range(1, value.channels + 1) if value.channels % n == 0]
                 return [(n, batch, value.channels // n) for n in layers]
+            case "bare":
+                return [(batch, value.height, value.width), *([(batch,)] if value.pixels == 1 else [])]
         return [(batch, value.channels * value.pixels)]
 
     def _batch(self) -> int:

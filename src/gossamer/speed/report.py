@@ -31,7 +31,7 @@ class Row:
     upper: float | None
     """Third quartile."""
     memory: int | None
-    """Bytes of weights and buffers, as far as the engine tells."""
+    """Bytes of weights (with indices) and buffers, as far as the engine tells; activations are not in it."""
     difference: float | None
     """Largest difference from torch, over the largest output."""
     note: str = ""
