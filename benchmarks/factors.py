@@ -21,7 +21,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from screen import FORMER, SEEDS, VALIDATION, make_run, race_all, tiny_images
+from hypotheses import FORMER, SEEDS
+from screen import VALIDATION, make_run, race_all, tiny_images
 
 from gossamer import data
 from gossamer.data.sets import ImageSet

@@ -6,7 +6,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from models.conftest import torchvision_or_skip  # noqa: F401
 from torch import nn
 
 from gossamer import models

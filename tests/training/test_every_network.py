@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from models.conftest import torchvision_or_skip  # noqa: F401
 
 from gossamer import models
 from gossamer.data import ImageSet, Labelled, TextSet
