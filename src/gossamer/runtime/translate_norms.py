@@ -71,7 +71,7 @@ def _instance_norm(t: Translator, node: fx.Node) -> Handle:
 
 
 def _layer_norm(t: Translator, node: fx.Node) -> Handle:
-    """Over the channels, where these come last; or over all of a sample, if no factor differs between its pixels."""
+    """Over the channels, where these come last; or, without weights, over all of a sample."""
     x, sizes, weight, bias, eps = t.arguments(node, None, None, None, None, 1e-5, None)[:5]
     x = activation(as_vector(t, x), node, "picture", "turned", "signal", "vector", "sequence")
     value, rank = t.values[x.value], len(shape_of(node))
