@@ -205,17 +205,13 @@ class _Planner:
             layers, units = shape[0], shape[2]
             self.batch_fields.append((len(self.records), 4 + 5, units))
             return [slot, units, units, plane, layers, units, units * plane, 1, 0, 0]
-        if form == "sequence":
-            steps, features = value.width, value.channels
-            if self.placed.graph.time_major:
-                self.batch_fields.append((len(self.records), 4 + 5, features))
-                return [slot, features, features, plane, steps, features, lanes, 1, 0, 0]
-            return [slot, steps * features, features, plane, steps, features, lanes, 1, 0, 0]
-        sample = value.channels * value.pixels
-        if form == "turned":
-            line = value.width * value.channels
-            outer = [value.height, line, row, value.width, value.channels, lanes]
-            return [slot, sample, value.channels, plane, *outer]
+        features, sample = value.channels, value.channels * value.pixels
+        if form == "sequence" and self.placed.graph.time_major:
+            self.batch_fields.append((len(self.records), 4 + 5, features))
+            return [slot, features, features, plane, value.width, features, lanes, 1, 0, 0]
+        if form in ("sequence", "turned"):  # channels come last
+            outer = [value.height, value.width * features, row, value.width, features, lanes]
+            return [slot, sample, features, plane, *outer]
         if value.pixels == 1:
             return [slot, sample, sample, plane, 1, 0, 0, 1, 0, 0]
         outer = [value.channels, value.pixels, plane, value.height, value.width, row]
