@@ -1,4 +1,5 @@
-"""Activations, gates, softmax, recurrent layers and embeddings against float64, over drawn shapes and variants."""
+"""Activations, gates, softmax, normalisation, recurrent layers and embeddings against float64, over drawn shapes and
+variants."""
 
 from __future__ import annotations
 
@@ -21,6 +22,7 @@ from gossamer.runtime.graph import (
     Function,
     Graph,
     Input,
+    Normalise,
     Pointwise,
     Recurrence,
     Recurrent,
@@ -32,7 +34,7 @@ from gossamer.runtime.graph import (
 )
 from gossamer.runtime.weights import Kernel
 
-SLOPE, ALPHA, LOW, HIGH = 0.3, 1.7, -0.4, 0.9
+SLOPE, ALPHA, LOW, HIGH, BETA, THRESHOLD = 0.3, 1.7, -0.4, 0.9, 0.7, 3.0
 REFERENCE: dict[Function, Callable[[Tensor], Tensor]] = {
     "identity": lambda x: x,
     "clamp": lambda x: x.clamp(LOW, HIGH),
@@ -45,8 +47,9 @@ REFERENCE: dict[Function, Callable[[Tensor], Tensor]] = {
     "hard_sigmoid": F.hardsigmoid,
     "hard_swish": F.hardswish,
     "elu": lambda x: F.elu(x, ALPHA),
+    "softplus": lambda x: F.softplus(x, BETA, THRESHOLD),
 }
-PARAMETERS = {"clamp": (LOW, HIGH), "elu": (ALPHA, 0.0)}
+PARAMETERS = {"clamp": (LOW, HIGH), "elu": (ALPHA, 0.0), "softplus": (BETA, THRESHOLD)}
 
 
 def test_every_function_has_a_reference() -> None:
@@ -110,6 +113,62 @@ def test_softmax(shape: tuple[int, ...], logarithm: bool, batch: int, lanes: int
     expected = (F.log_softmax if logarithm else F.softmax)(x.double(), 1)
     graph = graph_of(x, [value_of(x)] * 2, [Softmax(0, 1, logarithm, "s")], tuple(x.shape))
     assert_near(run(graph, x, variant, lanes), expected, x.double().abs() + 1 if logarithm else torch.ones(1))
+
+
+@drawn
+@given(
+    groups=st.integers(1, 4),
+    shape=st.one_of(
+        st.tuples(st.integers(1, 40)),
+        st.tuples(st.integers(1, 6), st.integers(1, 9), st.integers(1, 17)),
+        st.just((2, 33, 40)),
+    ),
+    each_pixel=st.booleans(),
+    parts=st.sets(st.sampled_from(["scale", "shift", "add", "relu"])),
+    level=st.sampled_from([0.0, 5.0, 300.0]),
+    batch=st.sampled_from([1, 3, 16, 20, 70]),
+    lanes=st.sampled_from([1, 2, 4, 8, 16, 32]),
+    variant=any_variant,
+    seed=st.integers(0, 99),
+)
+def test_normalise(
+    groups: int,
+    shape: tuple[int, ...],
+    each_pixel: bool,
+    parts: set[str],
+    level: float,
+    batch: int,
+    lanes: int,
+    variant: str,
+    seed: int,
+) -> None:
+    """Also far from zero, where variances are small differences of large numbers, and where nothing varies."""
+    channels = groups * shape[0]
+    x, add = (sparse((batch, channels, *shape[1:]), 0, seed + i) for i in range(2))
+    x = x * 2 + level
+    x[0, : shape[0]] = level + 1 / 3  # the first group of the first sample
+    scale, shift = (sparse((channels,), 0, seed + i) for i in (2, 3))
+    apart = x.double().view(batch, groups, shape[0], *shape[1:])
+    axes = [2] if each_pixel else list(range(2, apart.dim()))
+    variance, mean = torch.var_mean(apart, axes, correction=0, keepdim=True)
+    expected = ((apart - mean) / (variance + 1e-5).sqrt()).view(x.shape)
+    column = (channels, *[1] * (len(shape) - 1))
+    expected = expected * scale.double().view(column) if "scale" in parts else expected
+    expected = expected + shift.double().view(column) if "shift" in parts else expected
+    expected = expected + add.double() if "add" in parts else expected
+    step = Normalise(
+        *(0, 2, groups, each_pixel, 1e-5, "n"),
+        scale=scale.numpy() if "scale" in parts else None,
+        shift=shift.numpy() if "shift" in parts else None,
+        add=1 if "add" in parts else None,
+        relu="relu" in parts,
+    )
+    form = "picture" if len(shape) == 3 else "vector"
+    sources = (Source(form, tuple(x.shape)),) * 2
+    operations = [Input(0, 0), Input(1, 1), step]
+    graph = Graph([value_of(x)] * 3, operations, (2,), (form,), (tuple(x.shape),), sources, False)
+    got = run(graph, x, variant, lanes, None, add)
+    assert_near(got, expected.relu() if "relu" in parts else expected, 5 * expected.abs().max().clamp_min(1))
 
 
 @drawn

@@ -1,5 +1,6 @@
-"""Signals, transposed convolutions, upsampling, scales a channel, gated units and plain recurrent layers as torch
-writes them, against torch in float64, over drawn shapes, variants, lanes and batch sizes."""
+"""Signals, transposed convolutions, upsampling, scales a channel, gated units, normalisation, shuffled channels and
+plain recurrent layers as torch writes them, against torch in float64, over drawn shapes, variants, lanes and batch
+sizes."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from gossamer.runtime import NativeModel, Setting, UnsupportedError, capture, load_native
-from gossamer.runtime.graph import Affine, Product, Spread
+from gossamer.runtime.graph import Affine, Normalise, Product, Spread
 
 few, batches = st.integers(1, 3), st.sampled_from([1, 2, 5, 16, 19, 33])
 all_lanes, step_lanes = st.sampled_from([1, 2, 4, 8, 16, 32]), st.sampled_from([1, 16, 32])
@@ -276,6 +277,94 @@ def test_gated_linear_unit(form: str, half: int, batch: int, lanes: int, variant
     dim = -1 if form == "sequence" else 1
     model = thinned(Written(lambda m, x: F.glu(m.layer(x), dim), layer=layer), 0.5, seed)
     check(model, x, variant, lanes)
+
+
+def by_hand(x: Tensor, groups: int) -> Tensor:
+    """Channels shuffled as ShuffleNet has it."""
+    batch, channels, height, width = x.shape
+    x = x.view(batch, groups, channels // groups, height, width)
+    return x.transpose(1, 2).contiguous().view(batch, -1, height, width)
+
+
+NORMALISED: dict[str, tuple[str, Callable[[int, int, bool], nn.Module]]] = {
+    "groups of planes": ("picture", lambda groups, channels, affine: nn.GroupNorm(groups, channels, affine=affine)),
+    "groups of signals": ("signal", lambda groups, channels, affine: nn.GroupNorm(groups, channels, affine=affine)),
+    "groups of features": ("vector", lambda groups, channels, affine: nn.GroupNorm(groups, channels, affine=affine)),
+    "planes": ("picture", lambda groups, channels, affine: nn.InstanceNorm2d(channels, affine=affine)),
+    "signals": ("signal", lambda groups, channels, affine: nn.InstanceNorm1d(channels, affine=affine)),
+    "features": ("vector", lambda groups, channels, affine: nn.LayerNorm(channels, elementwise_affine=affine)),
+    "each step": ("sequence", lambda groups, channels, affine: nn.LayerNorm(channels, elementwise_affine=affine)),
+    "all steps": ("sequence", lambda groups, channels, affine: nn.LayerNorm([7, channels], elementwise_affine=False)),
+    "a picture": ("picture", lambda groups, channels, affine: nn.LayerNorm([channels, 5, 9], elementwise_affine=False)),
+    "each pixel": ("turned", lambda groups, channels, affine: nn.LayerNorm(channels, 0.1, affine, bias=False)),
+}
+
+
+@drawn
+@given(
+    name=st.sampled_from(list(NORMALISED)),
+    groups=st.integers(1, 4),
+    size=st.integers(1, 5),
+    affine=st.booleans(),
+    residual=st.booleans(),
+    batch=st.integers(1, 70),
+    lanes=all_lanes,
+    variant=any_variant,
+    seed=seeds,
+)
+def test_normalisation(
+    name: str, groups: int, size: int, affine: bool, residual: bool, batch: int, lanes: int, variant: str, seed: int
+) -> None:
+    """Between layers, the second of which sees borders; with an addition and a ReLU, which are folded into it."""
+    form, make = NORMALISED[name]
+    channels = 2 * groups * size  # not one alone, of which a vector has no variance
+    shapes = {"signal": (channels, 19), "vector": (channels,), "sequence": (7, channels)}
+    layers: dict[str, Callable[[], nn.Module]] = {
+        "signal": lambda: nn.Conv1d(channels, channels, 3, padding=1),
+        "vector": lambda: nn.Linear(channels, channels),
+        "sequence": lambda: nn.Linear(channels, channels),
+    }
+    layer = layers.get(form, lambda: nn.Conv2d(channels, channels, 3, padding=1))
+    first, second, norm = layer(), layer(), make(groups, channels, affine)
+
+    def normalised(m: Any, x: Tensor) -> Tensor:
+        y = m.first(x)
+        y = m.norm(y.permute(0, 2, 3, 1)).permute(0, 3, 1, 2) if form == "turned" else m.norm(y)
+        return m.second(torch.relu(y + x if residual else y))  # type: ignore[no-any-return]
+
+    model = thinned(Written(normalised, first=first, norm=norm, second=second), 0.5, seed)
+    x = torch.randn(batch, *shapes.get(form, (channels, 5, 9)), generator=torch.Generator().manual_seed(seed))
+    native = check(model, x, variant, lanes)
+    kinds = [type(operation) for operation in native.graph.operations if not isinstance(operation, Product)][1:]
+    assert kinds == [Normalise]
+
+
+@drawn
+@given(
+    way=st.sampled_from(["module", "signal", "by hand"]),
+    groups=st.integers(2, 4),
+    size=st.integers(2, 4),
+    batch=batches,
+    lanes=all_lanes,
+    variant=any_variant,
+    seed=seeds,
+)
+def test_channel_shuffle(way: str, groups: int, size: int, batch: int, lanes: int, variant: str, seed: int) -> None:
+    channels = groups * size
+    shape = (channels, 9) if way == "signal" else (channels, 3, 5)
+    layer = (nn.Conv1d if way == "signal" else nn.Conv2d)(channels, channels, 3, padding=1, groups=groups)
+    shuffle = (lambda x: by_hand(x, groups)) if way == "by hand" else nn.ChannelShuffle(groups)
+    model = thinned(Written(lambda m, x: m.layer(F.softplus(shuffle(m.layer(x)))), layer=layer), 0.5, seed)
+    x = torch.randn(batch, *shape, generator=torch.Generator().manual_seed(seed))
+    check(model, x, variant, lanes)
+
+
+def test_kept_statistics_of_instances_are_a_scale() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.InstanceNorm2d(4, affine=True, track_running_stats=True))
+    with torch.no_grad():
+        model(2 + torch.randn(2, 3, 6, 6))  # which moves them
+    native = check(thinned(model, 0.5, 0), torch.randn(3, 3, 6, 6), load_native().variant, 1)
+    assert [type(operation) for operation in native.graph.operations[1:]] == [Product]
 
 
 class Turned(nn.Module):

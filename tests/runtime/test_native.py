@@ -31,7 +31,8 @@ if pytest.main(["-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", *drawn])
     raise SystemExit("a drawn test failed under the sanitizers")
 sys.path.insert(0, sys.argv[2])
 from test_networks import CASES, kernel_choices, make_sparse
-for name in ("resnet, odd size", "densenet", "mobile", "lstm", "borders", "waves", "decoder", "generator"):
+for name in ("resnet, odd size", "densenet", "mobile", "lstm", "borders", "waves", "decoder", "generator",
+             "resnet of groups", "convnext"):
     make, draw, lane_choices = CASES[name]
     torch.manual_seed(0)
     model = make_sparse(make())
@@ -126,16 +127,15 @@ def test_without_a_compiler_torch_runs_the_sparse_layers(monkeypatch: pytest.Mon
             torch.testing.assert_close(fast(x[:1].expand(batch, -1)), model(x[:1].expand(batch, -1)))
 
 
-class Normalised(nn.Module):
+class Waves(nn.Module):
     """Has no native form as a whole; the last layer is run by its weight, as some code does."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.norm = nn.Linear(300, 400), nn.LayerNorm(400)
-        self.second, self.last = nn.Linear(400, 300), nn.Linear(300, 20)
+        self.first, self.second, self.last = nn.Linear(300, 400), nn.Linear(400, 300), nn.Linear(300, 20)
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.second(torch.relu(self.norm(self.first(x))))
+        y = self.second(torch.sin(self.first(x)))
         return nn.functional.linear(y, self.last.weight, self.last.bias)
 
 
@@ -145,7 +145,7 @@ def test_linear_layers_are_replaced_where_the_whole_has_no_native_form(way: str)
     if way == "native":
         system_compiler()
     torch.manual_seed(0)
-    model = Normalised().eval()
+    model = Waves().eval()
     for layer in (model.first, model.last):
         layer.weight.mul_(torch.rand_like(layer.weight) < 0.05)
     sparse = SparseLinears(model, by_csr if way == "csr" else by_native(native.load_native()))
@@ -158,7 +158,7 @@ def test_linear_layers_are_replaced_where_the_whole_has_no_native_form(way: str)
 
 def test_deploy_says_which_layers_run_sparse(monkeypatch: pytest.MonkeyPatch) -> None:
     system_compiler()
-    model = Normalised().eval()
+    model = Waves().eval()
     with torch.no_grad():
         model.first.weight.mul_(torch.rand_like(model.first.weight) < 0.05)
     times = {"torch": [2.0], "torch, sparse linear layers native": [1.0]}

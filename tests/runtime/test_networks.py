@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -25,7 +26,7 @@ from gossamer.runtime import (
     load_native,
 )
 from gossamer.runtime.capture import capture
-from gossamer.runtime.graph import Affine, Concat, Graph, Product
+from gossamer.runtime.graph import Affine, Concat, Graph, Normalise, Product
 from gossamer.runtime.plan import choices
 from gossamer.runtime.weights import KERNELS, Kernel
 
@@ -35,13 +36,16 @@ except NoCompilerError as error:
     pytest.skip(str(error), allow_module_level=True)
 
 
+Norm = Callable[[int], nn.Module]
+
+
 class Block(nn.Module):
-    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
+    def __init__(self, inputs: int, outputs: int, stride: int, norm: Norm) -> None:
         super().__init__()
         self.conv1 = nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False)
-        self.norm1 = nn.BatchNorm2d(outputs)
+        self.norm1 = norm(outputs)
         self.conv2 = nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False)
-        self.norm2 = nn.BatchNorm2d(outputs)
+        self.norm2 = norm(outputs)
         self.stride, self.grow = stride, outputs - inputs
 
     def forward(self, x: Tensor) -> Tensor:
@@ -56,14 +60,41 @@ class Block(nn.Module):
 
 
 class ResNet(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, norm: Norm = nn.BatchNorm2d) -> None:
         super().__init__()
-        self.stem = nn.Sequential(nn.Conv2d(3, 8, 3, 1, 1, bias=False), nn.BatchNorm2d(8), nn.ReLU())
-        self.body = nn.Sequential(Block(8, 8, 1), Block(8, 16, 2), Block(16, 16, 1), Block(16, 30, 2))
+        self.stem = nn.Sequential(nn.Conv2d(3, 8, 3, 1, 1, bias=False), norm(8), nn.ReLU())
+        blocks = [(8, 8, 1), (8, 16, 2), (16, 16, 1), (16, 30, 2)]
+        self.body = nn.Sequential(*(Block(*sizes, norm) for sizes in blocks))
         self.head = nn.Linear(30, 10)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(F.adaptive_avg_pool2d(self.body(self.stem(x)), 1).flatten(1))  # type: ignore[no-any-return]
+
+
+class NextBlock(nn.Module):
+    """Planes each by itself, then pixels each by itself, with their channels last."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.planes, self.norm = nn.Conv2d(width, width, 7, padding=3, groups=width), nn.LayerNorm(width, eps=1e-6)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.scale = nn.Parameter(torch.rand(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(self.planes(x).permute(0, 2, 3, 1))
+        return x + (self.scale * self.down(F.gelu(self.up(y)))).permute(0, 3, 1, 2)
+
+
+class Pixels(nn.LayerNorm):
+    """Layer normalisation of pictures as they are."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+
+
+def convnext() -> nn.Module:
+    layers = [nn.Conv2d(3, 12, 2, 2), Pixels(12), NextBlock(12), Pixels(12), nn.Conv2d(12, 18, 2, 2), NextBlock(18)]
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), Pixels(18), nn.Flatten(), nn.Linear(18, 7))
 
 
 class DenseNet(nn.Module):
@@ -293,6 +324,9 @@ STEP_LANES = (1, 16, 32)
 CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Tensor], tuple[int, ...]]] = {
     "resnet": (ResNet, pictures(3, 32, 32), ALL_LANES),
     "resnet, odd size": (ResNet, pictures(3, 13, 19), ALL_LANES),
+    "resnet of groups": (lambda: ResNet(partial(nn.GroupNorm, 2)), pictures(3, 14, 17), ALL_LANES),
+    "resnet of instances": (lambda: ResNet(nn.InstanceNorm2d), pictures(3, 16, 32), ALL_LANES),
+    "convnext": (convnext, pictures(3, 14, 17), ALL_LANES),
     "densenet": (DenseNet, pictures(3, 12, 10), ALL_LANES),
     "vgg": (vgg, pictures(3, 16, 18), ALL_LANES),
     "lenet": (lenet, pictures(1, 28, 28), ALL_LANES),
@@ -334,6 +368,7 @@ def make_sparse(model: nn.Module, sparsity: float = 0.8) -> nn.Module:
                 assert module.running_var is not None
                 module.running_mean.normal_()
                 module.running_var.uniform_(0.5, 2)
+            if isinstance(module, nn.modules.batchnorm._BatchNorm | nn.GroupNorm | nn.LayerNorm):
                 module.weight.normal_()
                 module.bias.normal_()
     return model.eval()
@@ -419,6 +454,12 @@ def test_everything_that_can_be_folded_is_folded() -> None:
     kinds = {line.name: line.kernel for line in densenet.plan(1).lines if line.kind == "concatenation"}
     assert set(kinds.values()) == {"in place"}
     assert sum(isinstance(operation, Concat) for operation in densenet.graph.operations) == len(kinds) == 3
+
+
+def test_additions_and_relu_are_folded_into_the_normalisation_before() -> None:
+    graph = capture(make_sparse(ResNet(partial(nn.GroupNorm, 2))), (torch.randn(1, 3, 32, 32),))
+    assert not any(isinstance(operation, Affine) for operation in graph.operations)
+    assert sum(isinstance(operation, Normalise) for operation in graph.operations) == 9
 
 
 def test_values_take_turns_in_the_arena() -> None:

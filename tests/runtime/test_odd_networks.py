@@ -70,6 +70,8 @@ PARTS: dict[str, Callable[[], nn.Module]] = {
     "by_three": lambda: nn.Linear(3, 3),
     "one": lambda: nn.Linear(8, 1),
     "one_plane": lambda: nn.Conv2d(4, 1, 3),
+    "rows": lambda: nn.LayerNorm(6),
+    "values": lambda: nn.LayerNorm([4, 6, 6]),
 }
 RUNS: dict[str, tuple[tuple[int, ...], Callable[[Any, Tensor], Any]]] = {
     "a tuple of one": (VECTOR, lambda m, x: (m.linear(x),)),
@@ -90,6 +92,10 @@ RUNS: dict[str, tuple[tuple[int, ...], Callable[[Any, Tensor], Any]]] = {
         VECTOR,
         lambda m, x: torch.sigmoid(m.one(x).view(-1) * 3 - 1).unsqueeze(-1) + m.one(x),
     ),
+    "channels last": (PICTURE, lambda m, x: m.by_four(m.conv(x).permute(0, 2, 3, 1)) + m.by_four.bias),
+    "channels last, a mean": (PICTURE, lambda m, x: m.by_four(m.conv(x).permute(0, 2, 3, 1)).mean((1, 2))),
+    "one pixel, channels last": (PICTURE, lambda m, x: m.conv(x).mean((2, 3), True).permute(0, 2, 3, 1).flatten(1)),
+    "channels in groups": (PICTURE, lambda m, x: m.conv(x).view(x.shape[0], 2, 2, 6, 6).tanh()),
     "one number a pixel": (PICTURE, lambda m, x: m.one_plane(x).squeeze(1).tanh()),
     "one number a step": (SEQUENCE, lambda m, x: m.one(m.gru(x)[0]).squeeze(-1)),
 }
@@ -107,6 +113,11 @@ LEFT: dict[str, tuple[tuple[int, ...], Callable[[Any, Tensor], Any], str]] = {
         lambda m, x: m.one(x).squeeze(1) * torch.tensor([1.0, 2.0, 3.0]),
         "a tensor of shape",
     ),
+    "channels last, flattened": (PICTURE, lambda m, x: m.conv(x).permute(0, 2, 3, 1).flatten(1), "a view from"),
+    "rows for channels": (PICTURE, lambda m, x: m.conv(x).permute(0, 2, 1, 3), "axes of a picture"),
+    "normalised rows": (PICTURE, lambda m, x: m.rows(m.conv(x)), r"layer normalisation of a picture over \(6,\)"),
+    "a factor for each value": (PICTURE, lambda m, x: m.values(m.conv(x)), "a factor or shift for each value"),
+    "groups of steps": (SEQUENCE, lambda m, x: F.group_norm(m.linear(x), 5), "group_norm.default on sequence"),
     "in place through a view": (PICTURE, in_place_through_a_view, "in place of a part"),
     "in place on a part": (PICTURE, in_place_on_a_part, "in place of a part"),
     "dropout that stays on": (VECTOR, lambda m, x: F.dropout(m.linear(x)), "stays on"),

@@ -19,7 +19,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 SOURCE = Path(__file__).with_name("kernels.c")
-HEADERS = [SOURCE.with_name(name) for name in ("one_vector.h", "pointwise.h", "pooling.h", "products.h", "vectors.h")]
+_PARTS = ("normalising", "one_vector", "pointwise", "pooling", "products", "vectors")
+HEADERS = [SOURCE.with_name(f"{name}.h") for name in _PARTS]
 FLAGS: tuple[str, ...] = (
     "-O3",
     "-std=gnu11",

@@ -15,6 +15,7 @@ from gossamer.runtime.graph import (
     Affine,
     Floats,
     Graph,
+    Normalise,
     Operation,
     Product,
     Recurrent,
@@ -78,12 +79,12 @@ def _orders(operation: Operation) -> list[Affine | Product]:
     return [operation, replace(operation, x=operation.add, add=operation.x)]
 
 
-def _merge(first: Operation, second: Affine | Product, values: list[Value]) -> Product | Affine | None:
+def _merge(first: Operation, second: Affine | Product, values: list[Value]) -> Product | Affine | Normalise | None:
     if isinstance(second, Product):
         return _into_inputs(first, second, values)
-    if not isinstance(first, Product | Affine) or first.relu or (first.add is not None and second.scale is not None):
+    if not isinstance(first, Product | Affine | Normalise) or first.relu:
         return None
-    if first.add is not None and second.add is not None:
+    if first.add is not None and (second.add is not None or second.scale is not None):
         return None
     add = first.add if second.add is None else second.add
     if isinstance(first, Product):

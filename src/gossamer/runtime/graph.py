@@ -126,6 +126,7 @@ Function = Literal[
     "hard_sigmoid",
     "hard_swish",
     "elu",
+    "softplus",
 ]
 FUNCTIONS: tuple[Function, ...] = get_args(Function)
 
@@ -151,6 +152,23 @@ class Softmax:
     y: int
     logarithm: bool
     name: str
+
+
+@dataclass(frozen=True, eq=False)
+class Normalise:
+    """y = relu(scale * normalised x + shift + add), each part optional: mean 0 and variance 1 over each group of
+    channels that follow each other, of all pixels together or of each by itself."""
+
+    x: int
+    y: int
+    groups: int
+    each_pixel: bool
+    epsilon: float
+    name: str
+    scale: Floats | None = None
+    shift: Floats | None = None
+    add: int | None = None
+    relu: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -220,7 +238,7 @@ class Recurrent:
     state: Recurrence
 
 
-Operation = Input | Embed | Product | Affine | Pointwise | Softmax | Pool | Spread | Concat | Recurrent
+Operation = Input | Embed | Product | Affine | Normalise | Pointwise | Softmax | Pool | Spread | Concat | Recurrent
 
 
 @dataclass(frozen=True)
@@ -242,7 +260,7 @@ class Graph:
     values: list[Value]
     operations: list[Operation]
     outputs: tuple[int, ...]
-    #: for each output "picture", "signal", "vector", "flat", "sequence" or "bare", and its shape for the example
+    #: for each output how the network sees it (a form of translator.py), and its shape for the example
     forms: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
     inputs: tuple[Source, ...]
@@ -258,7 +276,7 @@ def reads(operation: Operation) -> tuple[int, ...]:
             return ()
         case Concat():
             return operation.xs
-        case Product() | Affine():
+        case Product() | Affine() | Normalise():
             return (operation.x,) if operation.add is None else (operation.x, operation.add)
         case Pointwise():
             return (operation.x,) if operation.by is None else (operation.x, operation.by)

@@ -11,6 +11,7 @@
  * This file is compiled once for each instruction set (VARIANT names the symbols, the compiler's flags choose the
  * vectors) and knows nothing of Python or torch.
  */
+#include "normalising.h"
 #include "one_vector.h"
 #include "pointwise.h"
 #include "pooling.h"
@@ -21,7 +22,7 @@
 
 enum {
     LOAD, STORE, PRODUCT, PRODUCT_ONE, AFFINE, POOL, PHASES, COPY, EMBED, LSTM, GRU, PRODUCT_DENSE, POINTWISE, SOFTMAX,
-    RNN_TANH, RNN_RELU, SPREAD, SHIFTS, PRODUCT_FOUR
+    RNN_TANH, RNN_RELU, SPREAD, SHIFTS, PRODUCT_FOUR, NORMALISE
 };
 
 struct op {
@@ -174,6 +175,11 @@ static void run_affine(const struct call *call, const struct op *op) {
                 store(y + place, v);
             }
     }
+}
+
+static void run_normalise(const struct call *call, const struct op *op) {
+    const float *add = op->add < 0 ? NULL : call->arena + op->add;
+    normalise((const struct normalise_op *)op->a, call->lanes, call->arena + op->x, add, call->arena + op->y);
 }
 
 static void run_pool(const struct call *call, const struct op *op) {
@@ -329,6 +335,7 @@ static int64_t run_op(const struct call *call, const struct op *op) {
     case PRODUCT_ONE: run_product_one(call, op); break;
     case PRODUCT_DENSE: run_product_dense(call, op); break;
     case AFFINE: run_affine(call, op); break;
+    case NORMALISE: run_normalise(call, op); break;
     case POOL: run_pool(call, op); break;
     case PHASES: run_phases(call, op); break;
     case COPY: memcpy(call->arena + op->y, call->arena + op->x, op->a[0] * sizeof(float)); break;

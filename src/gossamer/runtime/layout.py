@@ -18,6 +18,7 @@ from gossamer.runtime.graph import (
     Affine,
     Concat,
     Graph,
+    Normalise,
     Operation,
     Pair,
     Pointwise,
@@ -129,9 +130,9 @@ def place(graph: Graph, lanes: int, shifted: frozenset[Product] = frozenset()) -
     narrow = lanes < CHUNK
     steps = _insert_phases(graph, values, classes, lanes) if narrow else list[Step](graph.operations)
     for step in steps:
-        if isinstance(step, Affine | Product) and step.add is not None:
+        if isinstance(step, Affine | Normalise | Product) and step.add is not None:
             classes.join(step.add, step.y)
-        if isinstance(step, Affine | Pointwise | Softmax):
+        if isinstance(step, Affine | Normalise | Pointwise | Softmax):
             classes.join(step.x, step.y)
         if isinstance(step, Pointwise) and step.by is not None and values[step.by] == values[step.y]:
             classes.join(step.by, step.y)

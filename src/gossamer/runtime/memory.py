@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from gossamer.runtime.graph import Graph, Pointwise, Product, Recurrent
+from gossamer.runtime.graph import Graph, Normalise, Pointwise, Product, Recurrent
 from gossamer.runtime.native import Native, cache_directory
 from gossamer.runtime.native_model import Setting, possible_lanes
 from gossamer.runtime.plan import choices
@@ -61,6 +61,8 @@ def key_of(graph: Graph, native: Native, batch: int, threads: int) -> str:
         if isinstance(operation, Product):
             fill = operation.taps.count / max(1, operation.dense_size)
             layer += [repr(graph.values[operation.x]), operation.stride, operation.padding, round(fill, 2)]
+        elif isinstance(operation, Normalise):
+            layer += [operation.groups, operation.each_pixel]
         elif isinstance(operation, Pointwise):
             layer.append(operation.function)
         elif isinstance(operation, Recurrent):

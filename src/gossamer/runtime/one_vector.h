@@ -163,12 +163,6 @@ struct whole {
     const float *weights, *bias;
 };
 
-INLINE float total(vec v) {
-    float sum = 0;
-    for (int i = 0; i < WIDTH; i++) sum += v[i];
-    return sum;
-}
-
 static void multiply_whole(const struct whole *w, const float *x, const struct target *t) {
     for (int64_t row = 0; row < w->rows; row += ROWS) {
         const float *from[ROWS];

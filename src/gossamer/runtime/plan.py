@@ -21,6 +21,7 @@ from gossamer.runtime.graph import (
     Embed,
     Graph,
     Input,
+    Normalise,
     Pointwise,
     Pool,
     Product,
@@ -40,7 +41,7 @@ from gossamer.runtime.layout import (
     place,
     shifts,
 )
-from gossamer.runtime.plan_pointwise import pointwise_fields, softmax_fields
+from gossamer.runtime.plan_pointwise import normalise_fields, pointwise_fields, softmax_fields
 from gossamer.runtime.plan_shifted import shifted_blocks
 from gossamer.runtime.plan_windows import channel_blocks, phases_fields, pool_fields, spread_fields
 from gossamer.runtime.records import (
@@ -50,6 +51,7 @@ from gossamer.runtime.records import (
     GRU,
     LOAD,
     LSTM,
+    NORMALISE,
     PHASES,
     POINTWISE,
     POOL,
@@ -128,6 +130,9 @@ class _Planner:
                     self._product(step, phases.get((step.x, step.stride)))
                 case Affine():
                     self._affine(step)
+                case Normalise():
+                    self._emit(NORMALISE, step.x, step.y, step.add, normalise_fields(self.kept, self.placed, step))
+                    self._line(step, "normalisation", "vectors")
                 case Pointwise():
                     self._emit(POINTWISE, step.x, step.y, None, pointwise_fields(self.kept, self.placed, step))
                     self._line(step, "element-wise", step.function.replace("_", " "))
@@ -200,13 +205,13 @@ class _Planner:
             layers, units = shape[0], shape[2]
             self.batch_fields.append((len(self.records), 4 + 5, units))
             return [slot, units, units, plane, layers, units, units * plane, 1, 0, 0]
-        if form == "sequence":
-            steps, features = value.width, value.channels
-            if self.placed.graph.time_major:
-                self.batch_fields.append((len(self.records), 4 + 5, features))
-                return [slot, features, features, plane, steps, features, lanes, 1, 0, 0]
-            return [slot, steps * features, features, plane, steps, features, lanes, 1, 0, 0]
-        sample = value.channels * value.pixels
+        features, sample = value.channels, value.channels * value.pixels
+        if form == "sequence" and self.placed.graph.time_major:
+            self.batch_fields.append((len(self.records), 4 + 5, features))
+            return [slot, features, features, plane, value.width, features, lanes, 1, 0, 0]
+        if form in ("sequence", "turned"):  # channels come last
+            outer = [value.height, value.width * features, row, value.width, features, lanes]
+            return [slot, sample, features, plane, *outer]
         if value.pixels == 1:
             return [slot, sample, sample, plane, 1, 0, 0, 1, 0, 0]
         outer = [value.channels, value.pixels, plane, value.height, value.width, row]

@@ -1,10 +1,11 @@
-"""Records of the operations that look at single values or single pixels: see ``pointwise_op`` in pointwise.h."""
+"""Records of the operations that keep each value in its place: ``pointwise_op`` and ``softmax_op`` in pointwise.h,
+``normalise_op`` in normalising.h."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from gossamer.runtime.graph import FUNCTIONS, Pointwise, Softmax
+from gossamer.runtime.graph import FUNCTIONS, Normalise, Pointwise, Softmax
 from gossamer.runtime.layout import CHUNK, Placed, chunk_places
 from gossamer.runtime.weights import Kept
 
@@ -22,6 +23,17 @@ def _places(kept: Kept, placed: Placed, y: int) -> list[int]:
 
 def softmax_fields(kept: Kept, placed: Placed, step: Softmax) -> list[int]:
     return [*_places(kept, placed, step.y), int(step.logarithm)]
+
+
+def normalise_fields(kept: Kept, placed: Placed, step: Normalise) -> list[int]:
+    places, value = _places(kept, placed, step.y), placed.values[step.y]
+    together = not step.each_pixel
+    # Of 16 lanes or more, chunks of the same samples are as many chunks apart as a pixel has.
+    sets = max(1, placed.lanes // CHUNK) if together else places[1]
+    count = value.channels // step.groups * (value.pixels if together else 1)
+    epsilon = kept.keep(np.array([step.epsilon], np.float32))
+    factors = [0 if each is None else kept.keep(each) for each in (step.scale, step.shift)]
+    return [*places, step.groups, sets, int(together), count, epsilon, *factors, int(step.relu)]
 
 
 def pointwise_fields(kept: Kept, placed: Placed, step: Pointwise) -> list[int]:

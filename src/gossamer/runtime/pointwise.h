@@ -4,7 +4,7 @@
 
 #include "vectors.h"
 
-enum { IDENTITY, CLAMP, LEAKY, SIGMOID, TANH, SILU, GELU, GELU_TANH, HARD_SIGMOID, HARD_SWISH, ELU };
+enum { IDENTITY, CLAMP, LEAKY, SIGMOID, TANH, SILU, GELU, GELU_TANH, HARD_SIGMOID, HARD_SWISH, ELU, SOFTPLUS };
 
 struct pointwise_op {
     int64_t function, rows, chunks, at, mask, row, flat; /* flat: so many floats in a row, no chunks */
@@ -45,6 +45,10 @@ INLINE vec apply(int64_t function, vec v, const float *p, vec slope) {
     case HARD_SIGMOID: return clamped(v * splat(1.0f / 6) + half, 0.0f, 1.0f);
     case HARD_SWISH: return v * clamped(v * splat(1.0f / 6) + half, 0.0f, 1.0f);
     case ELU: return either(v > (vec){0}, v, splat(p[0]) * (exponential(v) - one));
+    case SOFTPLUS: {
+        vec z = v * splat(p[0]), away = (vec)((ivec)z | (int32_t)0x80000000); /* -|z|, which cannot overflow */
+        return either(z > splat(p[1]), v, (relu(z) + logarithm_of_more(exponential(away))) / splat(p[0]));
+    }
     default: return v;
     }
 }

@@ -20,10 +20,11 @@ def _per_channel(t: Translator, x: Handle, given: Any, node: fx.Node) -> Floats:
     """A number, or a tensor of the model that has one for each channel (and one for all pixels), by channel."""
     channels, rank = t.values[x.value].channels, len(shape_of(node))
     if isinstance(given, Tensor) and given.numel() > 1:
-        axis = rank - 1 if x.form == "sequence" else 1
+        axis = rank - 1 if x.form in ("sequence", "turned") else 1
         sizes = [1] * (rank - given.dim()) + list(given.shape)
         others = [size for place, size in enumerate(sizes) if place != axis]
-        if x.form in ("flat", "state", "bare") or sizes[axis] != channels or any(size != 1 for size in others):
+        no_axis = x.form in ("flat", "state", "bare", "grouped")
+        if no_axis or sizes[axis] != channels or any(size != 1 for size in others):
             raise UnsupportedError(f"a tensor of shape {tuple(given.shape)} with a {x.form} (node {node.name})")
         values = to_floats(given if given.is_floating_point() else given.float()).reshape(-1).astype(np.float64)
     else:
@@ -151,6 +152,11 @@ def _elu(t: Translator, node: fx.Node) -> Handle:
     return _append(t, activation(x, node), node, "elu", parameters=(float(alpha), 0.0))
 
 
+def _softplus(t: Translator, node: fx.Node) -> Handle:
+    x, beta, threshold = t.arguments(node, None, 1, 20)
+    return _append(t, activation(x, node), node, "softplus", parameters=(float(beta), float(threshold)))
+
+
 def _softmax(t: Translator, node: fx.Node) -> Handle:
     x, dim, dtype = t.arguments(node, None, None, None)
     x = activation(x, node, "picture", "signal", "vector", "sequence")
@@ -197,6 +203,7 @@ POINTWISE: dict[Any, Translation] = {
     aten.gelu.default: _gelu,
     aten.elu.default: _elu,
     aten.elu_.default: _elu,
+    aten.softplus.default: _softplus,
     aten.softmax.int: _softmax,
     aten.log_softmax.int: _softmax,
 }

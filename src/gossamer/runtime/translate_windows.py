@@ -181,10 +181,10 @@ def _adaptive_max(t: Translator, node: fx.Node) -> tuple[Handle, None]:
 def _over_all(t: Translator, node: fx.Node, kind: Kind) -> Handle:
     """The mean or maximum over all pixels or steps."""
     x, dims, keep = t.arguments(node, None, None, False)
-    x = activation(x, node, "picture", "signal", "sequence")
+    x = activation(x, node, "picture", "turned", "signal", "sequence")
     value, rank = t.values[x.value], len(shape_of(node.args[0]))
     steps = {0} if t.time_major else {1}
-    wanted = {"picture": {2, 3}, "signal": {2}, "sequence": steps}[x.form]
+    wanted = {"picture": {2, 3}, "turned": {1, 2}, "signal": {2}, "sequence": steps}[x.form]
     given = [dims] if isinstance(dims, int) else dims
     if given is None or {d % rank for d in given} != wanted or (keep and x.form == "sequence"):
         raise UnsupportedError(f"a {'mean' if kind == 'average' else 'maximum'} over {dims} (node {node.name})")

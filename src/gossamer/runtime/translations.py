@@ -13,17 +13,16 @@ from torch import fx
 from gossamer.runtime.graph import (
     Concat,
     Embed,
-    Input,
     Pair,
     Pointwise,
     Product,
-    Taps,
     UnsupportedError,
     Value,
     batch_axis,
     dense_taps,
     diagonal_taps,
 )
+from gossamer.runtime.translate_norms import NORMS
 from gossamer.runtime.translate_pointwise import POINTWISE
 from gossamer.runtime.translate_recurrent import RECURRENT
 from gossamer.runtime.translate_windows import WINDOWS
@@ -35,8 +34,9 @@ from gossamer.runtime.translator import (
     Translator,
     Zeros,
     activation,
-    append_affine,
+    as_vector,
     bias_or_zeros,
+    loaded_as,
     shape_of,
     to_floats,
 )
@@ -46,36 +46,12 @@ aten = torch.ops.aten
 EVERYTHING = 2**63 - 1
 
 
-def _as_vector(t: Translator, handle: Any) -> Any:
-    """A picture that was flattened, with its pixels as channels of one pixel."""
-    if not isinstance(handle, Handle) or handle.form != "flat":
-        return handle
-    value = t.values[handle.value]
-    size = value.channels * value.pixels
-    y = t.new(Value(size, 1, 1), "vector")
-    if not _loaded_as(t, handle, y):
-        channel, dy, dx = np.indices((value.channels, value.height, value.width)).reshape(3, -1)
-        taps = Taps(size, np.arange(size), channel, dy, dx, np.ones(size, np.float32))
-        bias = np.zeros(size, np.float32)
-        flat = Product(handle.value, y.value, taps, bias, (1, 1), (0, 0), size, "flatten", kind="copy")
-        t.operations.append(flat)
-    return y
-
-
-def _loaded_as(t: Translator, handle: Handle, y: Handle) -> bool:
-    """Where a value is an input, nothing has to be moved to see it in another shape, only loaded in another way."""
-    source = next((op for op in t.operations if isinstance(op, Input) and op.y == handle.value), None)
-    if source is not None:
-        t.operations.append(Input(y.value, source.slot, source.name))
-    return source is not None
-
-
 def _linear(t: Translator, node: fx.Node) -> Handle:
     x, weight, bias = t.arguments(node, None, None, None)
     x = activation(x, node)
     before = t.values[x.value]
     dense = to_floats(weight)
-    if x.form in ("picture", "signal", "bare"):
+    if x.form in ("picture", "signal", "bare", "grouped"):
         raise UnsupportedError(f"a linear layer over the last dimension of a {x.form} (node {node.name})")
     if x.form == "flat":
         taps = dense_taps(dense.reshape(dense.shape[0], before.channels, before.height, before.width))
@@ -86,17 +62,6 @@ def _linear(t: Translator, node: fx.Node) -> Handle:
     name, rows = t.parameter_name(node.args[1]), dense.shape[0]
     t.operations.append(Product(x.value, y.value, taps, bias_or_zeros(bias, rows), (1, 1), (0, 0), dense.size, name))
     return y
-
-
-def _batch_norm(t: Translator, node: fx.Node) -> Handle:
-    x, weight, bias, mean, variance, training, _, eps = t.arguments(node)[:8]
-    x = activation(_as_vector(t, x), node, "picture", "signal", "vector")
-    if training or mean is None:
-        raise UnsupportedError(f"normalisation with the statistics of the batch (node {node.name})")
-    scale = 1 / torch.sqrt(variance.double() + eps)
-    scale = scale if weight is None else scale * weight.double()
-    shift = -mean.double() * scale + (0 if bias is None else bias.double())
-    return append_affine(t, x, name=node.name, scale=to_floats(scale.float()), shift=to_floats(shift.float()))
 
 
 def _identity(t: Translator, node: fx.Node) -> Handle:
@@ -123,16 +88,21 @@ def _reshape(t: Translator, node: fx.Node) -> Handle:
             return Handle(x.value, "flat")
     elif x.form == "state" and before[0] > 1 and shape != before:
         pass  # layers come before samples: a view mixes them
+    elif x.form == "turned" and (shape == before or value.pixels > 1):
+        if shape == before:  # any other would mix channels and pixels
+            return x
     elif len(shape) == 2 and shape[1] == value.channels * value.pixels:
         return Handle(x.value, "vector" if value.pixels == 1 else "flat")
     elif len(shape) == 3 and value.height == 1 and shape[1:] == (value.channels, value.width):
         return Handle(x.value, "signal")
     elif len(shape) == 3 and x.form == "vector" and shape[1] == 1:
         y = t.new(Value(1, 1, value.channels), "signal")
-        if _loaded_as(t, x, y):
+        if loaded_as(t, x, y):
             return y
     elif shape == before or (len(shape) == 4 and shape[1:] == (value.channels, value.height, value.width)):
         return Handle(x.value, "picture" if len(shape) == 4 else x.form)
+    elif len(shape) == 5 and min(shape[1:3]) > 1 and shape[3:] == (value.height, value.width):
+        return Handle(x.value, "grouped")
     elif value.channels == 1 and shape in ((before[0], *before[2:]), before[:1]):
         return Handle(x.value, "bare")
     raise UnsupportedError(f"a view from {before} to {shape} (node {node.name})")
@@ -147,7 +117,7 @@ def _changes_samples(t: Translator, x: Handle, node: fx.Node) -> bool:
 
 def _concat(t: Translator, node: fx.Node) -> Handle:
     tensors, dim = t.arguments(node, None, 0)
-    parts = [activation(_as_vector(t, x), node, "picture", "signal", "vector", "sequence") for x in tensors]
+    parts = [activation(as_vector(t, x), node, "picture", "signal", "vector", "sequence") for x in tensors]
     values, rank = [t.values[x.value] for x in parts], len(shape_of(node))
     along = rank - 1 if parts[0].form == "sequence" else 1
     sizes = {(x.form, v.height, v.width) for x, v in zip(parts, values, strict=True)}
@@ -188,7 +158,7 @@ def _channels(t: Translator, x: Handle, node: fx.Node, first: int, count: int, s
 def _split(t: Translator, node: fx.Node) -> tuple[Handle, ...]:
     """``chunk`` and ``split`` along the channels."""
     x, _, dim = t.arguments(node, None, None, 0)
-    x = activation(_as_vector(t, x), node, "picture", "signal", "vector", "sequence")
+    x = activation(as_vector(t, x), node, "picture", "signal", "vector", "sequence")
     shapes = [tuple(part.shape) for part in node.meta["val"]]
     channels = 2 if x.form == "sequence" else 1
     if dim % len(shapes[0]) != channels:
@@ -200,7 +170,7 @@ def _split(t: Translator, node: fx.Node) -> tuple[Handle, ...]:
 def _glu(t: Translator, node: fx.Node) -> Handle:
     """The first half of the channels, times the sigmoid of the second."""
     x, dim = t.arguments(node, None, -1)
-    x = activation(_as_vector(t, x), node, "picture", "signal", "vector", "sequence")
+    x = activation(as_vector(t, x), node, "picture", "signal", "vector", "sequence")
     shape = shape_of(node)
     channels = len(shape) - 1 if x.form == "sequence" else 1
     if dim % len(shape) != channels:
@@ -264,18 +234,40 @@ def _pad(t: Translator, node: fx.Node) -> Handle:
 
 
 def _turn(t: Translator, node: fx.Node) -> Handle:
-    """Channels before or after the steps: the same value seen in another way."""
+    """Channels before or after the steps or pixels: the same value seen in another way. Or groups of channels, dealt
+    out."""
     x, *dims = t.arguments(node)
     x, rank = activation(x, node), len(shape_of(node))
     order = [d % rank for d in (dims[0] if isinstance(dims[0], list) else dims)]
     if node.target is aten.transpose.int:
         order = [order[1] if d == order[0] else order[0] if d == order[1] else d for d in range(rank)]
-    into: dict[Form, list[int]] = {"sequence": [1, 2, 0], "signal": [2, 0, 1]}
     if order == list(range(rank)):
         return x
-    if x.form not in into or order != (into[x.form] if t.time_major else [0, 2, 1]):
+    if x.form == "grouped" and order == [0, 2, 1, 3, 4]:
+        return _shuffled(t, x, node, shape_of(node)[2], "grouped")
+    ways: dict[Form, tuple[list[int], Form]] = {
+        "sequence": ([1, 2, 0] if t.time_major else [0, 2, 1], "signal"),
+        "signal": ([2, 0, 1] if t.time_major else [0, 2, 1], "sequence"),
+        "picture": ([0, 2, 3, 1], "turned"),
+        "turned": ([0, 3, 1, 2], "picture"),
+    }
+    wanted, form = ways.get(x.form, (None, x.form))
+    if order != wanted:
         raise UnsupportedError(f"axes of a {x.form} in the order {order} (node {node.name})")
-    return Handle(x.value, "signal" if x.form == "sequence" else "sequence")
+    return Handle(x.value, form)
+
+
+def _shuffled(t: Translator, x: Handle, node: fx.Node, groups: int, form: Form) -> Handle:
+    """The first channel of each group, then the second of each."""
+    value = t.values[x.value]
+    channels = np.arange(value.channels).reshape(groups, -1).T.ravel().tolist()
+    return _copy(t, x, node, list(enumerate(channels)), value, form=form)
+
+
+def _channel_shuffle(t: Translator, node: fx.Node) -> Handle:
+    x, groups = t.arguments(node)
+    x = activation(x, node, "picture", "signal")
+    return _shuffled(t, x, node, groups, x.form)
 
 
 def _embedding(t: Translator, node: fx.Node) -> Handle:
@@ -294,11 +286,11 @@ def _item(t: Translator, node: fx.Node) -> Any:
 
 
 TRANSLATIONS: dict[Any, Translation] = {
+    **NORMS,
     **POINTWISE,
     **RECURRENT,
     **WINDOWS,
     aten.linear.default: _linear,
-    aten.batch_norm.default: _batch_norm,
     aten.dropout.default: _dropout,
     aten.dropout_.default: _dropout,
     aten.alpha_dropout.default: _dropout,
@@ -315,6 +307,7 @@ TRANSLATIONS: dict[Any, Translation] = {
     aten.unflatten.int: _reshape,
     aten.transpose.int: _turn,
     aten.permute.default: _turn,
+    aten.channel_shuffle.default: _channel_shuffle,
     aten.cat.default: _concat,
     aten.slice.Tensor: _slice,
     aten.select.int: _select,

@@ -17,30 +17,34 @@ from gossamer.runtime.graph import (
     Graph,
     Input,
     Operation,
+    Product,
     Source,
+    Taps,
     UnsupportedError,
     Value,
     batch_axis,
 )
 
-Form = Literal["picture", "signal", "vector", "flat", "sequence", "state", "bare"]
+Form = Literal["picture", "turned", "grouped", "signal", "vector", "flat", "sequence", "state", "bare"]
 aten = torch.ops.aten
 RECURRENT_LAYERS = (aten.lstm.input, aten.gru.input, aten.rnn_tanh.input, aten.rnn_relu.input)
 TRANSPOSITIONS = (aten.transpose.int, aten.permute.default)
 #: What takes an input of three dimensions for (batch, channels, steps), and for (batch, steps, channels).
 _OF_SIGNALS = (
     *(aten.conv1d.default, aten.conv1d.padding, aten.conv_transpose1d.default, aten.batch_norm.default),
+    *(aten.group_norm.default, aten.instance_norm.default, aten.channel_shuffle.default),
     *(aten.max_pool1d.default, aten.avg_pool1d.default, aten.adaptive_avg_pool1d.default),
     *(aten.adaptive_max_pool1d.default, aten.upsample_nearest1d.vec),
 )
-_OF_SEQUENCES = (*RECURRENT_LAYERS, aten.linear.default)
+_OF_SEQUENCES = (*RECURRENT_LAYERS, aten.linear.default, aten.layer_norm.default)
 
 
 @dataclass(frozen=True)
 class Handle:
     """A value of the graph, and how the network sees it: a sequence is (batch, steps, channels), or its steps come
-    first, a signal is (batch, channels, steps), and ``flat`` is a picture or signal spread out to a vector. ``bare`` is
-    a picture or vector of one channel without the axis of channels: (batch, height, width) or (batch,)."""
+    first, a signal is (batch, channels, steps), and ``flat`` is a picture or signal spread out to a vector. A picture
+    is ``turned`` when its channels come last, and ``grouped`` when they have two axes. ``bare`` is a picture or vector
+    of one channel without the axis of channels: (batch, height, width) or (batch,)."""
 
     value: int
     form: Form
@@ -150,6 +154,11 @@ class Translator:
         match handle.form:
             case "picture":
                 return [(batch, value.channels, value.height, value.width)]
+            case "turned":
+                return [(batch, value.height, value.width, value.channels)]
+            case "grouped":
+                groups = [n for n in range(1, value.channels + 1) if value.channels % n == 0]
+                return [(batch, n, value.channels // n, value.height, value.width) for n in groups]
             case "signal":
                 return [(batch, value.channels, value.width)]
             case "sequence":
@@ -304,3 +313,27 @@ def append_affine(t: Translator, x: Handle, **parts: Any) -> Handle:
     y = t.new(t.values[x.value], x.form)
     t.operations.append(Affine(x.value, y.value, **parts))
     return y
+
+
+def as_vector(t: Translator, handle: Any) -> Any:
+    """A picture that was flattened, with its pixels as channels of one pixel."""
+    if not isinstance(handle, Handle) or handle.form != "flat":
+        return handle
+    value = t.values[handle.value]
+    size = value.channels * value.pixels
+    y = t.new(Value(size, 1, 1), "vector")
+    if not loaded_as(t, handle, y):
+        channel, dy, dx = np.indices((value.channels, value.height, value.width)).reshape(3, -1)
+        taps = Taps(size, np.arange(size), channel, dy, dx, np.ones(size, np.float32))
+        bias = np.zeros(size, np.float32)
+        flat = Product(handle.value, y.value, taps, bias, (1, 1), (0, 0), size, "flatten", kind="copy")
+        t.operations.append(flat)
+    return y
+
+
+def loaded_as(t: Translator, handle: Handle, y: Handle) -> bool:
+    """Where a value is an input, nothing has to be moved to see it in another shape, only loaded in another way."""
+    source = next((op for op in t.operations if isinstance(op, Input) and op.y == handle.value), None)
+    if source is not None:
+        t.operations.append(Input(y.value, source.slot, source.name))
+    return source is not None

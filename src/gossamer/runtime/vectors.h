@@ -50,6 +50,12 @@ INLINE void store(float *p, vec v) { *(vec *)p = v; }
 INLINE vec splat(float f) { return f - (vec){0}; }
 INLINE vec either(ivec where, vec yes, vec no) { return (vec)((where & (ivec)yes) | (~where & (ivec)no)); }
 
+INLINE float total(vec v) {
+    float sum = 0;
+    for (int i = 0; i < WIDTH; i++) sum += v[i];
+    return sum;
+}
+
 /* NaN stays NaN, as in torch. */
 INLINE vec relu(vec v) {
 #if defined(__AVX512F__)
@@ -78,6 +84,19 @@ INLINE vec exponential(vec x) {
     y = y * r + splat(1.0f);
     y = y * r + splat(1.0f);
     return (vec)((ivec)y + power);
+}
+
+/* log(1 + x) for x from 0 to 1: 2 artanh(x / (2 + x)), of which the series is 2e-8 relative. */
+INLINE vec logarithm_of_more(vec x) {
+    vec s = x / (splat(2.0f) + x), q = s * s;
+    vec y = splat(2.0f / 13);
+    y = y * q + splat(2.0f / 11);
+    y = y * q + splat(2.0f / 9);
+    y = y * q + splat(2.0f / 7);
+    y = y * q + splat(2.0f / 5);
+    y = y * q + splat(2.0f / 3);
+    y = y * q + splat(2.0f);
+    return y * s;
 }
 
 INLINE vec sigmoid(vec x) { return splat(1.0f) / (splat(1.0f) + exponential(-x)); }

@@ -1,0 +1,144 @@
+/* Normalisation of groups of channels to mean 0 and variance 1: over all pixels together, or pixel by pixel. */
+#ifndef GOSSAMER_NORMALISING
+#define GOSSAMER_NORMALISING
+
+#include "vectors.h"
+
+struct normalise_op { /* y = relu(normalised x * scale + shift + add) */
+    int64_t rows, chunks, at, mask, row, flat;
+    int64_t groups, sets; /* chunks `sets` apart are normalised together */
+    int64_t together;     /* and so are the pixels inside of a chunk */
+    int64_t count;        /* values that one mean is taken of */
+    int64_t epsilon;      /* address of one float */
+    int64_t scale, shift; /* one a row, or 0 */
+    int64_t relu;
+};
+
+/* Sums of values and of their squares, each counted from something near the mean: a large mean then takes no digits from
+ * the variance, and what the mean itself was rounded by is found. */
+struct sums {
+    vec values[PARTS], squares[PARTS];
+};
+
+#define TURNS (WIDTH / 4) /* chunks take turns in so many sums, which need not wait for each other */
+#define SOME 64           /* chunks of which sums are made: none grows much larger than what is added to it */
+
+INLINE void add_chunk(const int squares, const float *x, const int32_t *mask, const vec *from, struct sums *s) {
+    for (int i = 0; i < PARTS; i++) {
+        vec v = load(x + i * WIDTH) - from[i];
+        if (mask) v = (vec)((ivec)v & *(const ivec *)(mask + i * WIDTH));
+        s->values[i] += v;
+        if (squares) s->squares[i] += v * v;
+    }
+}
+
+/* Some rows at the chunks of a set. */
+INLINE struct sums sum_rows(const int squares, const struct normalise_op *o, const float *x, int64_t rows, int64_t set,
+                            const vec *from) {
+    const int32_t *at = (const int32_t *)(uintptr_t)o->at, *mask = (const int32_t *)(uintptr_t)o->mask;
+    const int64_t step = o->sets;
+    struct sums all = {0};
+    for (int64_t row = 0; row < rows; row++, x += o->row)
+        for (int64_t c = set; c < o->chunks;) {
+            struct sums part[TURNS] = {0};
+            int64_t end = least(o->chunks, c + SOME * step);
+            for (; c + (TURNS - 1) * step < end; c += TURNS * step)
+                for (int k = 0; k < TURNS; k++) {
+                    int64_t one = c + k * step;
+                    add_chunk(squares, x + at[one], mask ? mask + one * CHUNK : NULL, from, part + k);
+                }
+            for (; c < end; c += step) add_chunk(squares, x + at[c], mask ? mask + c * CHUNK : NULL, from, part);
+            for (int k = 0; k < TURNS; k++)
+                for (int i = 0; i < PARTS; i++) {
+                    all.values[i] += part[k].values[i];
+                    all.squares[i] += part[k].squares[i];
+                }
+        }
+    return all;
+}
+
+/* From sums to means: of each place in a chunk, or of all its pixels. */
+INLINE void to_means(const struct normalise_op *o, int64_t lanes, vec *sums) {
+    if (o->together && lanes < CHUNK) {
+        float all[CHUNK];
+        memcpy(all, sums, sizeof all);
+        for (int64_t n = CHUNK / 2; n >= lanes; n /= 2)
+            for (int64_t i = 0; i < n; i++) all[i] += all[i + n];
+        for (int64_t n = lanes; n < CHUNK; n *= 2) memcpy(all + n, all, n * sizeof(float));
+        memcpy(sums, all, sizeof all);
+    }
+    for (int i = 0; i < PARTS; i++) sums[i] /= splat((float)o->count);
+}
+
+/* 1 / standard deviation, of mean and mean square */
+INLINE vec factor_of(const struct normalise_op *o, vec mean, vec square) {
+    float all[WIDTH];
+    store(all, square - mean * mean + splat(*(const float *)(uintptr_t)o->epsilon));
+    for (int i = 0; i < WIDTH; i++) all[i] = 1.0f / sqrtf(all[i]);
+    return load(all);
+}
+
+/* Channels side by side, one sample. */
+static void normalise_flat(const struct normalise_op *o, const float *x, const float *add, float *y) {
+    const float *scale = (const float *)(uintptr_t)o->scale, *shift = (const float *)(uintptr_t)o->shift;
+    const int64_t n = o->count;
+    for (int64_t begin = 0; begin < o->flat; begin += n) {
+        vec near = {0}, value = {0}, square = {0};
+        for (int64_t i = 0; i < n; i += WIDTH) near += take(x + begin + i, n - i);
+        near = splat(total(near) / (float)n);
+        for (int64_t i = 0; i < n; i += WIDTH) {
+            float inside[WIDTH] = {0};
+            give(inside, take(x + begin + i, n - i) - near, n - i);
+            value += load(inside);
+            square += load(inside) * load(inside);
+        }
+        vec mean = splat(total(value) / (float)n);
+        vec factor = factor_of(o, mean, splat(total(square) / (float)n));
+        for (int64_t i = begin, left = n; left > 0; i += WIDTH, left -= WIDTH) {
+            vec v = (take(x + i, left) - near - mean) * factor;
+            if (scale) v *= take(scale + i, left);
+            if (shift) v += take(shift + i, left);
+            if (add) v += take(add + i, left);
+            give(y + i, o->relu ? relu(v) : v, left);
+        }
+    }
+}
+
+static void normalise(const struct normalise_op *o, int64_t lanes, const float *x, const float *add, float *y) {
+    const int32_t *at = (const int32_t *)(uintptr_t)o->at, *mask = (const int32_t *)(uintptr_t)o->mask;
+    const float *scale = (const float *)(uintptr_t)o->scale, *shift = (const float *)(uintptr_t)o->shift;
+    const int64_t rows = o->rows / o->groups, chunks = o->chunks, sets = o->sets, positive = o->relu;
+    if (o->flat) {
+        normalise_flat(o, x, add, y);
+        return;
+    }
+    for (int64_t first = 0; first < o->rows; first += rows)
+        for (int64_t set = 0; set < sets; set++) {
+            const vec zeros[PARTS] = {0};
+            struct sums near = sum_rows(0, o, x + first * o->row, rows, set, zeros);
+            to_means(o, lanes, near.values);
+            struct sums mean = sum_rows(1, o, x + first * o->row, rows, set, near.values);
+            to_means(o, lanes, mean.values);
+            to_means(o, lanes, mean.squares);
+            vec factor[PARTS];
+            for (int i = 0; i < PARTS; i++) factor[i] = factor_of(o, mean.values[i], mean.squares[i]);
+            for (int64_t row = first; row < first + rows; row++) {
+                vec by[PARTS], more[PARTS];
+                for (int i = 0; i < PARTS; i++) {
+                    by[i] = factor[i] * splat(scale ? scale[row] : 1.0f);
+                    more[i] = splat(shift ? shift[row] : 0.0f) - mean.values[i] * by[i];
+                }
+                for (int64_t c = set; c < chunks; c += sets)
+                    for (int i = 0; i < PARTS; i++) {
+                        int64_t place = row * o->row + at[c] + i * WIDTH;
+                        vec v = (load(x + place) - near.values[i]) * by[i] + more[i];
+                        if (add) v += load(add + place);
+                        if (positive) v = relu(v);
+                        if (mask) v = (vec)((ivec)v & *(const ivec *)(mask + c * CHUNK + i * WIDTH));
+                        store(y + place, v);
+                    }
+            }
+        }
+}
+
+#endif
