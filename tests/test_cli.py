@@ -80,7 +80,7 @@ def test_a_report_of_a_folder_of_runs(tmp_path: Path, capsys: pytest.CaptureFixt
     assert capsys.readouterr().out.count(" 123 ") == 2
     assert run("report", str(tmp_path / "sweep"), str(tmp_path / "runs" / "one")) == 0
     assert capsys.readouterr().out.count(" 123 ") == 2
-    (tmp_path / "sweep" / "lost.json").write_text(json.dumps(values | {"train_loss": None, "connections": 0}))
+    (tmp_path / "sweep" / "lost.json").write_text(json.dumps(values | {"diverged": True, "connections": 0}))
     assert run("report", str(tmp_path / "sweep")) == 0
     assert "diverged – – – – 1 s" in " ".join(capsys.readouterr().out.split())
     (tmp_path / "begun").mkdir()

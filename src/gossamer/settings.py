@@ -29,9 +29,7 @@ class Settings:
     start_value: float = 1.0  # that constant
     anchor: float = 0.001  # share by which mask variables go back to |w̃| in each step; 0: they remember all steps
     anchor_cap: float = 3.0  # |w̃| counts up to so many times the size at which weights go, or usual ones; 0: always
-    removed_gradient: float | None = (
-        None  # of removed weights, a share: 0, they rest; 1 is the paper's; None: by sparsity
-    )
+    removed_gradient: float | None = None  # share for removed weights: 0 rests, 1 as in the paper, None by sparsity
     halfway: bool = False  # mask gradient of kept weights half-way along their step, so that noise does not sink masks
     l2: float = 0.0  # λ2 in the mask gradient, for the reading where the L2 term acts on the masks
     floor: float = 0.001  # share of each tensor that is never removed, at least one connection; 0 switches it off

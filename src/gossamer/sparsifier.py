@@ -143,7 +143,7 @@ class Sparsifier:
 
     @property
     def settled(self) -> dict[str, float]:
-        """The numbers that mask learning uses where its settings leave them open, and as asked for elsewhere."""
+        """The mask rate and the share of gradient for removed weights in use, which settings may leave open."""
         if self._connectivity is not None:
             return self._connectivity.settled
         asked, steps = self.settings, self.plan.sparsify + self.plan.stabilise

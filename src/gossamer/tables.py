@@ -21,7 +21,7 @@ def of_results(results: Sequence[tuple[str, Mapping[str, Any]]]) -> Table:
     table = _table("", "test", "validation", "sparsity", "connections", "FLOPs", "time", left=1)
     for name, result in results:
         metric = "perplexity" if "perplexity" in result else "accuracy"
-        if result.get("train_loss", 0.0) is None:  # JSON has no NaN
+        if result.get("diverged"):
             table.add_row(name, "diverged", "–", "–", "–", "–", _time(result["seconds"]))
             continue
         table.add_row(

@@ -1,7 +1,6 @@
 """The design in which many settings are tried at once: even, clear of pairs, and effects that come back."""
 
-import importlib.util
-import sys
+import importlib
 from pathlib import Path
 from types import ModuleType
 
@@ -14,19 +13,10 @@ from gossamer.side_by_side.entries import lanes_of
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
-@pytest.fixture(scope="module")
-def factors() -> ModuleType:
-    sys.path.insert(0, str(BENCHMARKS))  # it uses the screening beside it
-    try:
-        spec = importlib.util.spec_from_file_location("factors", BENCHMARKS / "factors.py")
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules["factors"] = module
-        spec.loader.exec_module(module)
-    finally:
-        sys.path.remove(str(BENCHMARKS))
-    return module
+@pytest.fixture
+def factors(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    return importlib.import_module("factors")
 
 
 def test_no_setting_is_blurred_by_another_or_by_a_pair(factors: ModuleType) -> None:

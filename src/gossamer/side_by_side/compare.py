@@ -240,13 +240,12 @@ def record(
 
 
 def _settled(member: Member, outcome: Outcome) -> dict[str, Any]:
-    """What learned masks used where the settings leave it open."""
+    """What learned masks used, as the settings may leave it open."""
     options = member.settings
     if not isinstance(options, SCLOptions):
         return {}
     settled = options.settled(mask_steps=outcome.mask_steps, left=1.0 - outcome.sparsity)
-    named = {name: getattr(settled, name) for name in ("mask_lr", "removed_gradient") if getattr(options, name) is None}
-    return {"settled": named} if named else {}
+    return {"settled": {name: getattr(settled, name) for name in ("mask_lr", "removed_gradient")}}
 
 
 def _possible(comparison: Comparison, progress: Callable[[str], None]) -> list[Member]:
