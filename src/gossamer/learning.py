@@ -128,7 +128,7 @@ def learn_masks_(
         rate = torch.where(healthy, moves.learning_rate, 0.0)
         _descend_(block, torch.where(healthy, block.work, 0.0), settings, moves.decay, rate)
         if settings.anchor:
-            share = torch.where(healthy, moves.anchor, 0.0).to(store.dtype)
+            share = healthy.to(store.dtype) * moves.anchor  # not by torch.where, which rounds a number to float32
             pieces = views if moves.caps is not None and len(moves.caps) > 1 else [block.work]
             _anchor_(block, share, list(zip(pieces, _one_a_part(moves.caps, len(pieces)), strict=True)))
         if block.velocity is not None and velocity is not None:

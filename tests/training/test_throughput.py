@@ -67,6 +67,21 @@ def test_the_same_command_measures_only_what_is_missing(
     assert "alone" in both["map_fit"]
 
 
+def test_again_measures_the_fastest_mode_anew_and_says_of_when_the_others_are(
+    benchmark: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    asked = (tmp_path / "out.json", "--networks", "lenet300", "--commit")
+    first = run(benchmark, monkeypatch, *asked, "old")["lenet300"]
+    fastest = first["alone"]["tried"]
+    slower = next(name for name in first["tried"] if name != fastest)
+    second = run(benchmark, monkeypatch, *asked, "new", "--again")["lenet300"]
+    assert second["tried"][slower] == {**first["tried"][slower], "commit": "old"}
+    assert second["tried"][fastest]["sparse_ms"] != first["tried"][fastest]["sparse_ms"]
+    assert "commit" not in second["tried"][fastest]
+    assert second["alone"]["sparse_ms"] != first["alone"]["sparse_ms"]
+    assert run(benchmark, monkeypatch, *asked, "new", "--again")["lenet300"] == second  # that was done
+
+
 @pytest.mark.parametrize(
     ("milliseconds", "expected"),
     [
