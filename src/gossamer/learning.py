@@ -91,7 +91,7 @@ def learn_masks_(
         )
     parts, views = _lay_out(store, gradients, scratch, reaches)
     blocks = [block for part in parts for block in part]
-    if store.device.type == "cpu":
+    if _in_pieces(store):
         squares = torch.stack([_sum_of_squares(part, settings, moves.removed, unscale) for part in parts])
     else:
         for block in blocks:
@@ -108,7 +108,7 @@ def learn_masks_(
     if divisor is None and settings.scale != "none" and settings.power:
         _rescale_features_(views, weights, settings, moments, group)
     healthy = _healthy(squares, found_inf, moments, group)
-    if store.device.type == "cpu":
+    if _in_pieces(store):
         for part, cap in zip(parts, _one_a_part(moves.caps, len(parts)), strict=True):
             for block in part:
                 if healthy:
@@ -128,7 +128,7 @@ def learn_masks_(
         rate = torch.where(healthy, moves.learning_rate, 0.0)
         _descend_(block, torch.where(healthy, block.work, 0.0), settings, moves.decay, rate)
         if settings.anchor:
-            share = healthy.to(store.dtype) * moves.anchor  # not by torch.where, which rounds a number to float32
+            share = healthy.to(store.dtype) * moves.anchor  # torch.where would make a number float32
             pieces = views if moves.caps is not None and len(moves.caps) > 1 else [block.work]
             _anchor_(block, share, list(zip(pieces, _one_a_part(moves.caps, len(pieces)), strict=True)))
         if block.velocity is not None and velocity is not None:
@@ -140,6 +140,10 @@ def learn_masks_(
 def has_kernels(store: Store, tensors: Sequence[Tensor]) -> bool:
     """Whether kernels of learning_kernels.py treat these tensors, all that the store has."""
     return _on_gpu(store) and store.dtype == torch.float32 and _alike(store, tensors)
+
+
+def _in_pieces(store: Store) -> bool:
+    return store.device.type == "cpu"
 
 
 def _on_gpu(store: Store) -> bool:
@@ -206,11 +210,12 @@ def damp_removed_(store: Store, gradients: Sequence[Tensor | None], share: float
     pairs = [(each, mask) for each, mask in zip(gradients, store.mask_views, strict=True) if each is not None]
     if share == 1.0 or not pairs:
         return
-    if store.device.type == "cpu":
+    if _in_pieces(store):
         for gradient, mask in pairs:
             _damp_(gradient, mask, share)
         return
-    factors = store.views(torch.where(store.mask, 1.0, share).to(store.dtype))
+    one = store.mask.new_ones((), dtype=store.dtype)  # of two numbers torch.where makes float32
+    factors = store.views(torch.where(store.mask, one, share))
     chosen = [factor for factor, each in zip(factors, gradients, strict=True) if each is not None]
     torch._foreach_mul_([gradient for gradient, _ in pairs], chosen)
 
