@@ -2,16 +2,18 @@
 
     python benchmarks/peers_small.py --out results/peers-small [--methods str str:rate=4000 gradual] [--sparsity 0.95]
 
-A ResNet-14 of half the usual width, or with `--net plain` seven convolutions without shortcuts, on 3,200 images of
-CIFAR-10's training set, averaged to 16 × 16 pixels, for 16 epochs of 50 steps; accuracies are on 2,000 other images of
-the training set: the test set is not looked at. Methods may have settings, as in `gossamer compare`. One JSON record a
-run; runs that have one are not trained again.
+A ResNet-14 of half the usual width (with `--net deep` a ResNet-110 of a quarter of it, which wants `--learning-rate
+0.02`; with `--net plain` seven convolutions without shortcuts), on 3,200 images of CIFAR-10's training set, averaged to
+16 × 16 pixels, for 16 epochs of 50 steps; accuracies are on 2,000 other images of the training set: the test set is not
+looked at. Methods may have settings, as in `gossamer compare`. One JSON record a run; runs that have one are not
+trained again.
 """
 
 import argparse
 import json
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -25,7 +27,7 @@ from gossamer.models.initialise import he_initialise_
 from gossamer.models.resnet import BasicBlock
 from gossamer.results import race_blocks, race_table
 from gossamer.results.records import table
-from gossamer.side_by_side import Member, run_race
+from gossamer.side_by_side import Member, Race, run_race
 from gossamer.side_by_side.compare import Comparison, entrant, record
 from gossamer.training.result import write_json
 
@@ -33,15 +35,16 @@ HELD_OUT = 2000
 
 
 class NarrowResNet(nn.Module):
-    """ResNet-14 with 8, 16 and 32 channels; 43,160 connections."""
+    """Three stages of as many blocks, each with twice the channels of the one before: ResNet-14 with 8, 16 and 32
+    has 43,160 connections, ResNet-110 with 4, 8 and 16 has 107,692."""
 
-    def __init__(self) -> None:
+    def __init__(self, blocks: int = 2, width: int = 8) -> None:
         super().__init__()
-        self.conv = nn.Conv2d(3, 8, 3, 1, 1, bias=False)
-        self.bn = nn.BatchNorm2d(8)
-        widths = ((8, 8, 1), (8, 8, 1), (8, 16, 2), (16, 16, 1), (16, 32, 2), (32, 32, 1))
-        self.blocks = nn.Sequential(*(BasicBlock(*each) for each in widths))
-        self.classifier = nn.Linear(32, 10)
+        self.conv = nn.Conv2d(3, width, 3, 1, 1, bias=False)
+        self.bn = nn.BatchNorm2d(width)
+        widths = [width] * (blocks + 1) + [2 * width] * blocks + [4 * width] * blocks
+        self.blocks = nn.Sequential(*(BasicBlock(here, there, there // here) for here, there in pairwise(widths)))
+        self.classifier = nn.Linear(4 * width, 10)
         he_initialise_(self)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -68,7 +71,11 @@ class PlainNetwork(nn.Module):
         return logits
 
 
-NETWORKS = {"residual": ("narrow ResNet-14", NarrowResNet), "plain": ("seven plain convolutions", PlainNetwork)}
+NETWORKS = {
+    "residual": ("narrow ResNet-14", NarrowResNet),
+    "deep": ("narrow ResNet-110", lambda: NarrowResNet(blocks=18, width=4)),
+    "plain": ("seven plain convolutions", PlainNetwork),
+}
 
 
 def small_images(whole: ImageSet, count: int, held_out: int = HELD_OUT) -> ImageSet:
@@ -88,10 +95,12 @@ def small_images(whole: ImageSet, count: int, held_out: int = HELD_OUT) -> Image
     )
 
 
-def path_of(out: Path, text: str, member: Member, epochs: int) -> Path:
+def path_of(out: Path, text: str, member: Member, phases: Race) -> Path:
     """The file of a run; a folder has runs of one network and one number of images."""
+    text += f":label_smoothing={phases.label_smoothing:g}" if phases.label_smoothing else ""
+    text += f":learning_rate={phases.learning_rate:g}" if phases.learning_rate != 0.1 else ""
     slug = "".join(letter if letter.isalnum() or letter in ".-" else "-" for letter in text)
-    return out / f"{slug}-{100 * member.sparsity:g}-{epochs}ep-s{member.seed}.json"
+    return out / f"{slug}-{100 * member.sparsity:g}-{phases.epochs}ep-s{member.seed}.json"
 
 
 def check_settings(path: Path, text: str, member: Member) -> None:
@@ -112,18 +121,21 @@ def race(
     seeds: int,
     epochs: int,
     images: ImageSet,
+    label_smoothing: float = 0.0,
+    learning_rate: float = 0.1,
     **usual: float,
 ) -> list[Path]:
     """Train what has no record yet, each seed of all methods side by side; returns the files of all.
 
     `usual` are settings of runs that say nothing else."""
     name_of_net, make_network = net
-    phases = Comparison(name_of_net, images.name, epochs=epochs).race()
+    whole = Comparison(name_of_net, images.name, epochs=epochs).race()
+    phases = replace(whole, label_smoothing=label_smoothing, learning_rate=learning_rate)
     found = []
     for seed in range(seeds):
         told = [(text, *entrant(text)) for text in methods]
         members = {text: Member.of(seed, name, sparsity, **{**usual, **settings}) for text, name, settings in told}
-        paths = {text: path_of(out, text, member, epochs) for text, member in members.items()}
+        paths = {text: path_of(out, text, member, phases) for text, member in members.items()}
         missing = [text for text in members if not paths[text].exists()]
         for text in members.keys() - set(missing):
             check_settings(paths[text], text, members[text])
@@ -150,17 +162,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--epochs", type=int, default=16)
     parser.add_argument("--images", type=int, default=3200)
+    parser.add_argument("--label-smoothing", type=float, default=0.0)
+    parser.add_argument("--learning-rate", type=float, default=0.1)
     told = parser.parse_args(arguments)
     torch.set_num_threads(1)
     told.out.mkdir(parents=True, exist_ok=True)
     whole = data.load("cifar10")
     assert isinstance(whole, ImageSet)
     images = small_images(whole, told.images)
-    files = [
-        file
-        for sparsity in told.sparsity
-        for file in race(told.out, NETWORKS[told.net], told.methods, sparsity, told.seeds, told.epochs, images)
-    ]
+    same = (told.seeds, told.epochs, images, told.label_smoothing, told.learning_rate)
+    races = [race(told.out, NETWORKS[told.net], told.methods, sparsity, *same) for sparsity in told.sparsity]
+    files = [file for found in races for file in found]
     for block in race_blocks([json.loads(file.read_text()) for file in files]):
         print(table(*race_table(block)))
 

@@ -254,6 +254,8 @@ def main() -> None:
     parser.add_argument("--commit", help="where it is not that of a checkout")
     parser.add_argument("--tiny", action="store_true", help="small batches on a CPU, to see that it works")
     arguments = parser.parse_args()
+    if arguments.again and arguments.modes:
+        parser.error("--modes compares modes of one commit, and --again measures only one of them: leave one out")
     device = torch.device("cpu" if arguments.tiny else arguments.device)
     seconds = 0.05 if arguments.tiny else arguments.seconds
     until = time.monotonic() + 60 * arguments.minutes

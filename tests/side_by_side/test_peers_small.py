@@ -41,10 +41,13 @@ def images() -> ImageSet:
 
 
 def test_the_networks_have_the_counts_that_are_told() -> None:
-    for network, count in ((small.NarrowResNet, 43_160), (small.PlainNetwork, 109_360)):
-        weights = [each for each in network().parameters() if each.dim() > 1]
+    counts = {"residual": (13, 43_160), "deep": (109, 107_692), "plain": (7, 109_360)}
+    for name, (convolutions, count) in counts.items():
+        network = small.NETWORKS[name][1]()
+        weights = [each for each in network.parameters() if each.dim() > 1]
+        assert sum(each.dim() == 4 for each in weights) == convolutions
         assert sum(each.numel() for each in weights) == count
-        assert f"{count:,} connections" in network.__doc__
+        assert f"{count:,}" in type(network).__doc__
 
 
 def test_a_record_a_run_and_none_twice(tmp_path: Path) -> None:
@@ -60,6 +63,12 @@ def test_a_record_a_run_and_none_twice(tmp_path: Path) -> None:
     files[1].write_text(json.dumps({**told[1], "settings": {**told[1]["settings"], "rate": 7.0}}))
     with pytest.raises(ValueError, match=r"expected a run of str:rate=50 .* another rate: its default has changed"):
         small.race(tmp_path, small.NETWORKS["residual"], ["dpf", "str:rate=50"], 0.9, 1, 4, images())
+
+
+def test_smoothed_labels_are_another_run(tmp_path: Path) -> None:
+    files = small.race(tmp_path, small.NETWORKS["residual"], ["dpf"], 0.9, 1, 4, images(), 0.1)
+    assert [file.name for file in files] == ["dpf-label-smoothing-0.1-90-4ep-s0.json"]
+    assert json.loads(files[0].read_text())["race"]["label_smoothing"] == 0.1
 
 
 def test_the_small_network_for_long_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

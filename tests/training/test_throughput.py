@@ -80,6 +80,8 @@ def test_again_measures_the_fastest_mode_anew_and_says_of_when_the_others_are(
     assert "commit" not in second["tried"][fastest]
     assert second["alone"]["sparse_ms"] != first["alone"]["sparse_ms"]
     assert run(benchmark, monkeypatch, *asked, "new", "--again")["lenet300"] == second  # that was done
+    with pytest.raises(SystemExit):
+        run(benchmark, monkeypatch, *asked, "new", "--again", "--modes", str(tmp_path / "modes.json"))
 
 
 @pytest.mark.parametrize(
