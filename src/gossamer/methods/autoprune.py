@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from gossamer import method
-from gossamer.methods.budgets import ByBudget, GlobalBudget, magnitude
-from gossamer.methods.rule import Layout, Options, Request, Timeline, expect, is_rate
+from gossamer.methods.budgets import GlobalBudget, MasksOfBudget, magnitude
+from gossamer.methods.rule import DenseGradient, Layout, Options, Request, Timeline, expect, is_rate
 
 ESTIMATORS = ("leaky_relu", "softplus")
 
@@ -40,7 +40,7 @@ class AutoPruneOptions(Options):
         )
 
 
-class AutoPrune(ByBudget[AutoPruneOptions]):
+class AutoPrune(MasksOfBudget, DenseGradient[AutoPruneOptions]):
     name, title, options = "autoprune", "sign rule for masks (AutoPrune)", AutoPruneOptions
     reference = "Xiao et al. 2019, AutoPrune: Automatic Network Pruning by Regularizing Auxiliary Parameters"
     apart = ("estimator", "alpha", "two_pass")

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from gossamer.budget import meet_budgets_
-from gossamer.methods.rule import DenseGradient, Layout, Request, S, Timeline
+from gossamer.methods.rule import Layout, Request, Timeline
 
 RAMPS = ("cubic", "linear", "cosine", "at_once")
 _FLOOR_EVERY = 100  # steps between two choices of the connections that the floor keeps
@@ -137,8 +137,8 @@ def largest(scores: Tensor, counts: Sequence[int]) -> Tensor:
     return torch.zeros_like(chosen).scatter_(1, order, chosen)
 
 
-class ByBudget(DenseGradient[S]):
-    """Rules that keep what scores highest in the whole network; removed connections go on training."""
+class MasksOfBudget:
+    """What rules have in common that keep what scores highest in the whole network: a mixin for any rule."""
 
     _budget: GlobalBudget
 

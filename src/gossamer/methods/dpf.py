@@ -10,11 +10,11 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from gossamer.methods.budgets import ByBudget, GlobalBudget, magnitude
-from gossamer.methods.rule import Layout, Options, Request, Timeline
+from gossamer.methods.budgets import GlobalBudget, MasksOfBudget, magnitude
+from gossamer.methods.rule import DenseGradient, Layout, Options, Request, Timeline
 
 
-class DPF(ByBudget[Options]):
+class DPF(MasksOfBudget, DenseGradient[Options]):
     name, title, options = "dpf", "magnitude, re-chosen every step (DPF)", Options
     reference = "Lin et al. 2020, Dynamic Model Pruning with Feedback"
 

@@ -12,11 +12,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from gossamer.methods.budgets import GlobalBudget, magnitude
+from gossamer.methods.budgets import GlobalBudget, MasksOfBudget, magnitude
 from gossamer.methods.rule import Layout, Options, RemovedIsZero, Request, Timeline
 
 
-class _SmallestGo(RemovedIsZero[Options]):
+class _SmallestGo(MasksOfBudget, RemovedIsZero[Options]):
     """Removes for good, by magnitude over the whole network, what the budget does not allow."""
 
     options = Options
@@ -28,28 +28,11 @@ class _SmallestGo(RemovedIsZero[Options]):
         score = magnitude(weights)
         self._budget = GlobalBudget(layout, requests, timeline, score, floor=floor, ramp=self.ramp)
 
-    @property
-    def mask(self) -> Tensor:
-        return self._budget.mask
-
     def learn_(self, gradient: Tensor, weights: Tensor) -> None:
         gone = ~self._budget.mask
         gradient.masked_fill_(gone, 0.0)
         self._budget.score.copy_(weights.abs().masked_fill_(gone, -torch.inf))
         self._budget.meet_()
-
-    def due(self, step: int) -> bool:
-        return self._budget.floor_is_due(step)
-
-    def refresh_(self, weights: Tensor, step: int) -> None:
-        self._budget.choose_floor_()
-
-    def freeze_(self, weights: Tensor) -> Tensor:
-        self._budget.cut_()
-        return self._budget.mask
-
-    def state(self) -> dict[str, Tensor]:
-        return self._budget.state()
 
 
 class Gradual(_SmallestGo):

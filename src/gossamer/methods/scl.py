@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from gossamer import method
-from gossamer.methods.budgets import RAMPS, GlobalBudget, layer_magnitude, magnitude
+from gossamer.methods.budgets import RAMPS, GlobalBudget, MasksOfBudget, layer_magnitude, magnitude
 from gossamer.methods.rule import DenseGradient, Layout, Options, Request, Timeline, column, expect, is_rate
 from gossamer.methods.running import RunningMean, Scale
 from gossamer.settings import ANNEALS
@@ -115,7 +115,7 @@ class SCLOptions(Options):
         return replace(self, mask_lr=found["mask_lr"], removed_gradient=found["removed_gradient"])
 
 
-class SCL(DenseGradient[SCLOptions]):
+class SCL(MasksOfBudget, DenseGradient[SCLOptions]):
     name, title, options = "scl", "gossamer (learned masks)", SCLOptions
     reference = "Tang et al., Automatic Sparse Connectivity Learning for Neural Networks"
     apart = ("estimator", "alpha", "decay", "l2", "floor")
@@ -186,10 +186,6 @@ class SCL(DenseGradient[SCLOptions]):
         damped = any(each.removed_gradient != 1.0 for each in settings)
         self._damping = (each_row("removed_gradient"), each_row("removed_gradient_above")) if damped else None
 
-    @property
-    def mask(self) -> Tensor:
-        return self._budget.mask
-
     def learn_(self, gradient: Tensor, weights: Tensor) -> None:
         direction = method.mask_gradient(
             gradient,
@@ -227,12 +223,6 @@ class SCL(DenseGradient[SCLOptions]):
         self._level.add_(rate * self._decay)
         self._budget.keep_floor_()
         torch.gt(self._budget.score, 0, out=self._budget.mask)  # Eq. (step)
-
-    def due(self, step: int) -> bool:
-        return self._budget.floor_is_due(step)
-
-    def refresh_(self, weights: Tensor, step: int) -> None:
-        self._budget.choose_floor_()
 
     def freeze_(self, weights: Tensor) -> Tensor:
         if self._decay is None:

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gossamer.methods.budgets import ByBudget, GlobalBudget
+from gossamer.methods.budgets import GlobalBudget, MasksOfBudget
 from gossamer.methods.noise import uniform
-from gossamer.methods.rule import Layout, Options, Request, Timeline, column, expect, is_rate
+from gossamer.methods.rule import DenseGradient, Layout, Options, Request, Timeline, column, expect, is_rate
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class SurgeryOptions(Options):
         )
 
 
-class Surgery(ByBudget[SurgeryOptions]):
+class Surgery(MasksOfBudget, DenseGradient[SurgeryOptions]):
     name, title, options = "surgery", "dynamic network surgery (Guo)", SurgeryOptions
     reference = "Guo et al. 2016, Dynamic Network Surgery for Efficient DNNs"
 
