@@ -1,4 +1,4 @@
-"""The race that one CPU core runs: what it trains on, and its records."""
+"""The race that one CPU core runs, what it trains on, and its records; and benchmarks beside it."""
 
 import importlib.util
 import json
@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from gossamer.data.sets import ImageSet, Labelled
 
@@ -86,3 +87,37 @@ def test_the_small_network_for_long_runs(tmp_path: Path, monkeypatch: pytest.Mon
     (file,) = sinking.race(tmp_path, net, ["scl:midpoint=5"], 0.9, 1, 4, tiny, weight_decay=1e-3)
     told = json.loads(file.read_text())["settings"]
     assert (told["weight_decay"], told["midpoint"]) == (1e-3, 5.0)
+
+
+def test_a_plain_loop_leaves_a_record_of_the_sparsity_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    plain = load("plain_loop")
+    monkeypatch.setattr(plain, "small_images", lambda whole, count: images())
+    monkeypatch.setattr(plain.data, "load", lambda name: images())
+    asked = ["--out", str(tmp_path), "--epochs", "4", "--seeds", "1", "--settings", "scale=per_sample,mask_lr=0.05"]
+    plain.main(asked)
+    (path,) = tmp_path.iterdir()
+    assert path.name == "scale-per-sample-mask-lr-0.05-95-4ep-s0.json"
+    told = json.loads(path.read_text())
+    assert told["settings"] == {"scale": "per_sample", "mask_lr": 0.05}
+    assert told["sparsity"] == pytest.approx(0.95, abs=1e-4)
+    assert 0 <= told["accuracy"] <= 100
+    monkeypatch.setattr(plain, "train", lambda *arguments, **settings: pytest.fail("trained again"))
+    plain.main(asked)
+
+
+def test_statistics_taken_anew_are_those_of_the_images() -> None:
+    recalibrate = load("recalibrate")
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Conv2d(3, 4, 1, bias=False), nn.BatchNorm2d(4))
+    pixels = torch.randn(2 * recalibrate.BATCH, 3, 2, 2)
+    norm = network[1]
+    norm.running_mean.fill_(9.0)
+    recalibrate.recalibrate_(network, pixels)
+    out = network[0](pixels).detach()
+    torch.testing.assert_close(norm.running_mean, out.mean((0, 2, 3)))
+    torch.testing.assert_close(norm.running_var, out.var((0, 2, 3)), rtol=1e-3, atol=0.0)
+    assert norm.momentum == 0.1
+    assert not network.training
