@@ -153,23 +153,34 @@ def race(
     return found
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("results/peers-small"))
+def parser_of(description: str | None, out: str) -> argparse.ArgumentParser:
+    """With what every race of small networks may be asked for."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path(out))
     parser.add_argument("--net", choices=NETWORKS, default="residual")
-    parser.add_argument("--methods", nargs="+", default=["gradual", "dpf", "scl", "str", "hyperflux"])
     parser.add_argument("--sparsity", type=float, nargs="+", default=[0.95])
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--epochs", type=int, default=16)
     parser.add_argument("--images", type=int, default=3200)
+    return parser
+
+
+def prepare(out: Path, count: int) -> ImageSet:
+    """One thread, the folder of the records, and so many images."""
+    torch.set_num_threads(1)
+    out.mkdir(parents=True, exist_ok=True)
+    whole = data.load("cifar10")
+    assert isinstance(whole, ImageSet)
+    return small_images(whole, count)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = parser_of(__doc__, "results/peers-small")
+    parser.add_argument("--methods", nargs="+", default=["gradual", "dpf", "scl", "str", "hyperflux"])
     parser.add_argument("--label-smoothing", type=float, default=0.0)
     parser.add_argument("--learning-rate", type=float, default=0.1)
     told = parser.parse_args(arguments)
-    torch.set_num_threads(1)
-    told.out.mkdir(parents=True, exist_ok=True)
-    whole = data.load("cifar10")
-    assert isinstance(whole, ImageSet)
-    images = small_images(whole, told.images)
+    images = prepare(told.out, told.images)
     same = (told.seeds, told.epochs, images, told.label_smoothing, told.learning_rate)
     races = [race(told.out, NETWORKS[told.net], told.methods, sparsity, *same) for sparsity in told.sparsity]
     files = [file for found in races for file in found]

@@ -12,16 +12,15 @@ import json
 import math
 import statistics
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
-from peers_small import NETWORKS, small_images
+from peers_small import NETWORKS, parser_of, prepare
 from torch import nn
 from torch.nn import functional
 
 import gossamer
-from gossamer import Sparsifier, data
+from gossamer import Sparsifier
 from gossamer.data.batches import Batches
 from gossamer.data.sets import ImageSet
 from gossamer.training.result import commit, write_json
@@ -59,20 +58,10 @@ def accuracy(network: nn.Module, images: ImageSet) -> float:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("results/peers-small/plain-loop"))
-    parser.add_argument("--net", choices=NETWORKS, default="residual")
+    parser = parser_of(__doc__, "results/peers-small/plain-loop")
     parser.add_argument("--settings", nargs="+", default=["scale=global"])
-    parser.add_argument("--sparsity", type=float, nargs="+", default=[0.95])
-    parser.add_argument("--seeds", type=int, default=2)
-    parser.add_argument("--epochs", type=int, default=16)
-    parser.add_argument("--images", type=int, default=3200)
     told = parser.parse_args(arguments)
-    torch.set_num_threads(1)
-    told.out.mkdir(parents=True, exist_ok=True)
-    whole = data.load("cifar10")
-    assert isinstance(whole, ImageSet)
-    images = small_images(whole, told.images)
+    images = prepare(told.out, told.images)
     for text in told.settings:
         settings = {name: guess(value) for name, _, value in (each.partition("=") for each in text.split(","))}
         for sparsity in told.sparsity:

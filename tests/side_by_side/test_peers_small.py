@@ -94,8 +94,7 @@ def test_a_plain_loop_leaves_a_record_of_the_sparsity_asked_for(
 ) -> None:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     plain = load("plain_loop")
-    monkeypatch.setattr(plain, "small_images", lambda whole, count: images())
-    monkeypatch.setattr(plain.data, "load", lambda name: images())
+    monkeypatch.setattr(plain, "prepare", lambda out, count: images())
     asked = ["--out", str(tmp_path), "--epochs", "4", "--seeds", "1", "--settings", "scale=per_sample,mask_lr=0.05"]
     plain.main(asked)
     (path,) = tmp_path.iterdir()
