@@ -8,7 +8,9 @@ from gossamer.results.costs import product_rows, products_on_a_gpu, wins
 
 def row(**formats: tuple[str, float] | None) -> dict[str, object]:
     told = {
-        name.replace("_", " "): {"remark": "not possible"} if each is None else {"run": each[0], "microseconds": each[1]}
+        name.replace("_", " "): {"remark": "not possible"}
+        if each is None
+        else {"run": each[0], "microseconds": each[1]}
         for name, each in formats.items()
     }
     return {"layer": "a layer", "shape": [4, 8], "sparsity": 0.955, "batch": 64, "formats": told}

@@ -27,7 +27,14 @@ def record(method: str, sparsity: float, accuracy: float, seed: int = 0, **more:
     settings = {"seed": seed, "method": method, "sparsity": sparsity, "weight_decay": 1e-4, **more.pop("settings", {})}
     if method == "scl":
         settings |= {"removed_gradient": None, "anchor": 0.001, "anchor_cap": 3.0}
-    about: dict[str, Any] = {"hardware": "NVIDIA H200", "net": "resnet20", "data": "cifar10", "tier": "screening", "epochs": 50, "validation_images": 5000}
+    about: dict[str, Any] = {
+        "hardware": "NVIDIA H200",
+        "net": "resnet20",
+        "data": "cifar10",
+        "tier": "screening",
+        "epochs": 50,
+        "validation_images": 5000,
+    }
     race = {
         "warmup": 12,
         "sparsify": 18,
@@ -38,8 +45,8 @@ def record(method: str, sparsity: float, accuracy: float, seed: int = 0, **more:
     }
     outcome = {"accuracy": accuracy, "validation_accuracy": accuracy + 1, "train_loss": 0.25}
     return {
-        "method": method, "sparsity": sparsity, "asked_sparsity": sparsity, "seed": seed, "settings": settings, "race": race,
-        **about, **outcome, **more,
+        "method": method, "sparsity": sparsity, "asked_sparsity": sparsity, "seed": seed, "settings": settings,
+        "race": race, **about, **outcome, **more,
     }  # fmt: skip
 
 
@@ -242,7 +249,10 @@ def test_every_network_has_its_section(tmp_path: Path) -> None:
         (tmp_path / f"race-{net}" / "0.json").write_text(json.dumps(record("scl", 0.9, 90.0, net=net)))
     (tmp_path / "race-resnet20" / "screening.svg").touch()
     page = races(tmp_path)
-    assert [line for line in page.splitlines() if line.startswith("## ")] == ["## ResNet-20 on CIFAR-10", "## aaa on CIFAR-10"]
+    assert [line for line in page.splitlines() if line.startswith("## ")] == [
+        "## ResNet-20 on CIFAR-10",
+        "## aaa on CIFAR-10",
+    ]
     assert "(../results/race-resnet20/screening.svg)" in page
     assert "race-aaa" not in page
 

@@ -253,7 +253,9 @@ def by_epochs(records: Sequence[Record], tier: str) -> list[tuple[int, list[Reco
     for record in records:
         if record["tier"] == tier:
             groups.setdefault(record["epochs"], []).append(record)
-    return sorted(groups.items(), key=lambda group: (len({each["method"] for each in group[1]}), group[0]), reverse=True)
+    return sorted(
+        groups.items(), key=lambda group: (len({each["method"] for each in group[1]}), group[0]), reverse=True
+    )
 
 
 def _drawing(folder: Path, name: str) -> list[str]:
