@@ -167,7 +167,7 @@ class Connectivity:
             group=self._group,
         )
         # Masks are sums of gradients and sizes, less this level.
-        self._level.mul_(1.0 - torch.where(outcome.healthy, moves.anchor, 0.0))
+        self._level.mul_(1.0 - outcome.healthy.to(store.dtype) * moves.anchor)
         decay, flips = self.set_masks(outcome.healthy)
         by_count = self._target.decay is None and self._costs is None
         left = self._met if by_count else self._over_shards(torch.count_nonzero(store.mask))

@@ -143,6 +143,7 @@ def has_kernels(store: Store, tensors: Sequence[Tensor]) -> bool:
 
 
 def _in_pieces(store: Store) -> bool:
+    """Whether tensors are treated one by one, a piece at a time."""
     return store.device.type == "cpu"
 
 
