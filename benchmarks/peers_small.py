@@ -99,8 +99,12 @@ def path_of(out: Path, text: str, member: Member, phases: Race) -> Path:
     """The file of a run; a folder has runs of one network and one number of images."""
     text += f":label_smoothing={phases.label_smoothing:g}" if phases.label_smoothing else ""
     text += f":learning_rate={phases.learning_rate:g}" if phases.learning_rate != 0.1 else ""
+    return out / file_name(text, member.sparsity, phases.epochs, member.seed)
+
+
+def file_name(text: str, sparsity: float, epochs: int, seed: int) -> str:
     slug = "".join(letter if letter.isalnum() or letter in ".-" else "-" for letter in text)
-    return out / f"{slug}-{100 * member.sparsity:g}-{phases.epochs}ep-s{member.seed}.json"
+    return f"{slug}-{100 * sparsity:g}-{epochs}ep-s{seed}.json"
 
 
 def check_settings(path: Path, text: str, member: Member) -> None:

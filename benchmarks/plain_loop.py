@@ -15,7 +15,7 @@ import time
 from typing import Any
 
 import torch
-from peers_small import NETWORKS, parser_of, prepare
+from peers_small import NETWORKS, file_name, parser_of, prepare
 from torch import nn
 from torch.nn import functional
 
@@ -75,8 +75,7 @@ def run(
     told: argparse.Namespace, text: str, settings: dict[str, Any], sparsity: float, seed: int, images: ImageSet
 ) -> dict[str, Any]:
     """The record of a run, which is trained if it has none."""
-    slug = "".join(letter if letter.isalnum() or letter in ".-" else "-" for letter in text)
-    path = told.out / f"{slug}-{100 * sparsity:g}-{told.epochs}ep-s{seed}.json"
+    path = told.out / file_name(text, sparsity, told.epochs, seed)
     if not path.exists():
         name, make_network = NETWORKS[told.net]
         torch.manual_seed(seed)

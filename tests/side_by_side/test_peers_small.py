@@ -120,3 +120,13 @@ def test_statistics_taken_anew_are_those_of_the_images() -> None:
     torch.testing.assert_close(norm.running_var, out.var((0, 2, 3)), rtol=1e-3, atol=0.0)
     assert norm.momentum == 0.1
     assert not network.training
+
+
+def test_an_interrupted_race_ends_with_the_records_of_one_left_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    interrupt_race = load("interrupt_race")
+    asked = ["--net", "digits_cnn", "--data", "digits", "--methods", "scl", "--sparsity", "0.9", "--seeds", "1"]
+    told = ["--interrupts", "1", "--within", "0.2", "--group", "--", *asked, "--epochs", "30", "--device", "cpu"]
+    assert interrupt_race.main(told) == 0
+    shown = capsys.readouterr().out
+    assert "1: code 130" in shown
+    assert "after 1 interrupts, 0 of them wrong: codes [0, 0], the same records" in shown
