@@ -94,6 +94,8 @@ class Compare:
     """Other than the tier's."""
     validation: OptionalNumber = None
     """Training images held out, other than the tier's; 0 trains on all of them."""
+    weight_decay: float = Comparison.weight_decay
+    """Of all runs but those with one of their own, such as str:weight_decay=1e-4."""
     plot: OptionalFile = None
     """Draw accuracy against sparsity into this file, not TIER.svg in OUT; needs matplotlib."""
     together: int = 32
@@ -117,6 +119,7 @@ class Compare:
             tier.validation if self.validation is None else self.validation,
             commit() or "unknown",
             self.tier,
+            self.weight_decay,
         )
         out = at_home(self.out or Path("results") / f"race-{self.net}")
 

@@ -69,6 +69,7 @@ class Comparison:
     validation: int = 5000  # training images held out, a tenth where there are not so many; 0 trains on all of them
     commit: str = "unknown"
     tier: str = "screening"
+    weight_decay: float = 5e-4  # as in our recipes; of runs that do not name their own
 
     def __post_init__(self) -> None:
         if wrong := [share for share in self.sparsity if not 0 <= share < 1]:
@@ -89,7 +90,7 @@ class Comparison:
 
     def members(self) -> list[Member]:
         return [
-            Member.of(seed, method, sparsity, **settings)
+            Member.of(seed, method, sparsity, **{"weight_decay": self.weight_decay, **settings})
             for method, settings in map(entrant, self.methods)
             for sparsity in (self.sparsity if method != "dense" else (0.0,))
             for seed in range(self.seeds)
@@ -141,9 +142,8 @@ def compare(
         check(plot)
     if together < 1:
         raise ValueError(f"expected at least 1 run at a time, got together={together}")
-    race, run, paths = comparison.race(), Run(model=comparison.net, data=comparison.data), {}
-    for member in _possible(comparison, progress):
-        paths[member] = _path(out, comparison, race, member)
+    race, run = comparison.race(), Run(model=comparison.net, data=comparison.data)
+    paths = paths_of(comparison, out, progress)
     missing = [member for member, path in paths.items() if not path.exists()]
     portions = [missing[first : first + together] for first in range(0, len(missing), together)]
     for portion in portions:  # what one of them cannot do is said before the first is trained
@@ -198,6 +198,14 @@ def compare(
         finished(records)
     progress(f"the records and their table, {comparison.tier}.md, are in {out}")
     return records
+
+
+def paths_of(
+    comparison: Comparison, out: Path, progress: Callable[[str], None] = lambda line: None
+) -> dict[Member, Path]:
+    """The runs of a comparison and where their records are, or will be."""
+    race = comparison.race()
+    return {member: _path(out, comparison, race, member) for member in _possible(comparison, progress)}
 
 
 def _publish(paths: Iterable[Path], out: Path, tier: str, plot: Path | None) -> list[dict[str, Any]]:
