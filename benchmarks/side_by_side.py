@@ -1,4 +1,5 @@
-"""Seconds an epoch and a run, for many ResNet-20 runs trained side by side on one GPU (random images, CIFAR's sizes).
+"""Seconds an epoch and a run, for many runs of a network trained side by side on one GPU (random images of CIFAR's or
+MNIST's size and number, whichever the network is for).
 
 python benchmarks/side_by_side.py --runs 1 16 32 --steps 300
 """
@@ -18,17 +19,23 @@ from gossamer.side_by_side.entries import lanes_of
 from gossamer.side_by_side.race import Running
 from gossamer.training.result import commit
 
-EPOCH = 781  # steps of CIFAR's 50,000 images
+IMAGES = {"cifar10": 50_000, "mnist": 60_000}
 
 
-def random_images(count: int) -> ImageSet:
-    images = torch.randint(0, 256, (count, 3, 32, 32), dtype=torch.uint8)
-    part = Labelled(images, torch.randint(0, 10, (count,)))
-    return ImageSet("random", part, part, tuple("abcdefghij"), (0.5,) * 3, (0.25,) * 3, padding=4, flip=True)
+def steps_an_epoch(name: str) -> int:
+    return IMAGES[models.entry(name).data] // Race(1, 1, 1, 1).batch_size
+
+
+def random_images(name: str) -> ImageSet:
+    entry = models.entry(name)
+    count, shape, augmented = IMAGES[entry.data], entry.input_shape, entry.data == "cifar10"
+    images = torch.randint(0, 256, (count, *shape), dtype=torch.uint8)
+    part, middle = Labelled(images, torch.randint(0, 10, (count,))), (0.5,) * shape[0]
+    return ImageSet("random", part, part, tuple("abcdefghij"), middle, middle, padding=4 * augmented, flip=augmented)
 
 
 def seconds_a_step(name: str, runs: int, steps: int, phase: Phase, device: torch.device) -> tuple[float, float]:
-    data = random_images(50_000)
+    data = random_images(name)
     torch.manual_seed(0)
     method = "dense" if phase is Phase.WARMUP else "scl"
     # All different, as dense runs that are the same would share a row.
@@ -64,7 +71,8 @@ def main() -> None:
         torch.cuda.reset_peak_memory_stats()
         dense, _ = seconds_a_step(arguments.network, runs, arguments.steps, Phase.WARMUP, device)
         sparse, memory = seconds_a_step(arguments.network, runs, arguments.steps, Phase.SPARSIFY, device)
-        each = {"dense_epoch_s": dense * EPOCH / runs, "sparse_epoch_s": sparse * EPOCH / runs}
+        epoch = steps_an_epoch(arguments.network)
+        each = {"dense_epoch_s": dense * epoch / runs, "sparse_epoch_s": sparse * epoch / runs}
         row = {"runs": runs, "dense_ms": 1e3 * dense, "sparse_ms": 1e3 * sparse, **each, "peak_gib": memory}
         rows.append({name: round(value, 4) for name, value in row.items()})
         print(arguments.network, rows[-1], flush=True)

@@ -121,7 +121,7 @@ def side_by_side(case: Case, runs: int) -> Record:
     dense, _ = stacked(case.entry.name, runs, steps, Phase.WARMUP, case.device)
     torch.cuda.reset_peak_memory_stats()
     sparse, peak = stacked(case.entry.name, runs, steps, Phase.SPARSIFY, case.device)
-    epoch = sparse * EPOCH["cifar10"] / 64 / runs
+    epoch = sparse * EPOCH[case.entry.data] / 64 / runs
     return {"runs": runs, "dense_ms": 1e3 * dense, "sparse_ms": 1e3 * sparse, "epoch_s": epoch, "peak_gib": peak}
 
 
@@ -245,7 +245,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--networks", nargs="+", default=models.names(), choices=models.names(), metavar="NAME")
     parser.add_argument("--seconds", type=float, default=1.0, help="of dense and sparse steps each, in the best mode")
-    parser.add_argument("--runs", type=int, default=8, help="side by side, of the CIFAR networks; 0 leaves them out")
+    parser.add_argument("--runs", type=int, default=8, help="side by side, of networks for CIFAR and MNIST; 0 leaves them out")
     parser.add_argument("--minutes", type=float, default=5.5, help="after which nothing new is begun")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--device", default="cuda")
@@ -286,7 +286,7 @@ def main() -> None:
         if in_time():
             measure_alone(book, case, modes_of(case.entry, compiled=False), seconds)
     for name, case in cases.items():
-        if on_gpu and arguments.runs and case.entry.data == "cifar10" and in_time():
+        if on_gpu and arguments.runs and case.entry.data in ("cifar10", "mnist") and in_time():
             stacked = functools.partial(side_by_side, case, arguments.runs)
             book.note(book.of(case), "side_by_side", f"{name}, side by side", stacked)
     compile_some(compiled)

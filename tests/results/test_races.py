@@ -24,7 +24,7 @@ def labels(records: Sequence[Record]) -> list[str]:
 
 
 def record(method: str, sparsity: float, accuracy: float, seed: int = 0, **more: Any) -> dict[str, Any]:
-    settings = {"seed": seed, "method": method, "sparsity": sparsity, "weight_decay": 1e-4, **more.pop("settings", {})}
+    settings = {"seed": seed, "method": method, "sparsity": sparsity, "weight_decay": 5e-4, **more.pop("settings", {})}
     if method == "scl":
         settings |= {"removed_gradient": None, "anchor": 0.001, "anchor_cap": 3.0}
     about: dict[str, Any] = {
@@ -90,35 +90,35 @@ def test_a_row_says_what_differs_from_the_defaults() -> None:
     runs = [
         record("scl", 0.9, 90.0),
         record("scl", 0.9, 90.0, settings={"mask_lr": 0.03, "shares": [0.2, 0.8]}),
-        record("dpf", 0.9, 90.0, settings={"mask_lr": 0.03, "weight_decay": 5e-4}),  # as early records have it
+        record("dpf", 0.9, 90.0, settings={"mask_lr": 0.03, "weight_decay": 1e-4}),  # as early records have it
         record("scl", 0.9, 90.0, race={"warmup": 10, "sparsify": 20, "label_smoothing": 0.1}),
     ]
     title = METHODS["scl"].title
     assert labels([runs[0], *runs]) == [
         title,
         f"{title}, mask_lr=0.03, shares=0.2+0.8",
-        f"{METHODS['dpf'].title}, weight_decay=0.0005",
+        f"{METHODS['dpf'].title}, weight_decay=0.0001",
         f"{title}, label_smoothing=0.1, phases=10+20+8+12",
     ]
 
 
-STRONG = {"weight_decay": 5e-4, "weight_decay_power": 0.5}
-SAID = "all with weight_decay=0.0005, weight_decay_power=0.5"
+STRONG = {"weight_decay": 1e-3, "weight_decay_power": 0.5}
+SAID = "all with weight_decay=0.001, weight_decay_power=0.5"
 
 
 def test_what_all_methods_have_is_said_once() -> None:
-    runs = [record("dense", 0.0, 90.0, settings={"weight_decay": 5e-4})]
+    runs = [record("dense", 0.0, 90.0, settings={"weight_decay": 1e-3})]
     runs += [record(name, 0.9, 90.0, settings=STRONG) for name in ("scl", "dpf")]
     runs.append(record("scl", 0.9, 90.0, settings={**STRONG, "mask_lr": 0.1, "recalibrate": True}))
     (block,) = race_blocks(runs)
-    assert (block.kind, block.shared) == ("single connections", ("weight_decay=0.0005", "weight_decay_power=0.5"))
+    assert (block.kind, block.shared) == ("single connections", ("weight_decay=0.001", "weight_decay_power=0.5"))
     assert block.title == f"single connections, {SAID}"
     ours = METHODS["scl"].title
     said = [row[0] for row in rows_of(runs)]
     assert sorted(said) == sorted(["dense", ours, f"{ours}, mask_lr=0.1, recalibrate=True", METHODS["dpf"].title])
     assert race_page(runs).splitlines()[2] == f"Single connections, {SAID}:"
     assert race_blocks([runs[1]])[0].title == "single connections"  # one method has only its row to say it
-    assert rows_of([runs[1]])[0][0] == f"{ours}, weight_decay=0.0005, weight_decay_power=0.5"
+    assert rows_of([runs[1]])[0][0] == f"{ours}, weight_decay=0.001, weight_decay_power=0.5"
 
 
 def test_a_title_keeps_the_capitals_of_values() -> None:
@@ -168,7 +168,7 @@ def test_the_readme_has_of_each_method_what_is_nearest_to_the_defaults(checkout:
         record("scl", 0.9, 92.0, settings={"mask_lr": 0.1, "distil": 0.5}),
         record("scl", 0.9, 91.0, settings={"mask_lr": 0.1}),
         record("dpf", 0.9, 90.0),
-        record("dpf", 0.5, 92.5, settings={"weight_decay": 5e-4}),
+        record("dpf", 0.5, 92.5, settings={"weight_decay": 1e-3}),
     ]
     assert rows_of_the_readme(checkout, runs) == [
         ["dense", "93.00", "–"],
@@ -189,12 +189,12 @@ def test_methods_whose_titles_begin_alike_both_are_in_the_readme(
     monkeypatch.setattr(METHODS["dpf"], "title", "magnitude")
     monkeypatch.setattr(METHODS["gradual"], "title", "magnitude, gradual")
     runs = [
-        record("dpf", 0.9, 90.0, settings={"weight_decay": 5e-4}),
+        record("dpf", 0.9, 90.0, settings={"weight_decay": 1e-3}),
         record("gradual", 0.9, 89.0),
         record("gradual", 0.9, 91.0, settings={"weight_decay": 2e-4}),
     ]
     assert rows_of_the_readme(checkout, runs) == [
-        ["magnitude, weight_decay=0.0005", "90.00"],
+        ["magnitude, weight_decay=0.001", "90.00"],
         ["magnitude, gradual", "89.00"],
     ]
 
@@ -240,6 +240,25 @@ def test_every_length_and_tier_has_its_section(page: str) -> None:
     assert "Whole filters:" in sections[3]
     assert "86.50" in sections[4]
     assert not any("86.50" in section for section in sections[:4])
+
+
+def test_a_section_shows_one_setting_of_each_method_and_folds_the_others_away(tmp_path: Path) -> None:
+    """That with which most sparsities were run, though another is nearer to the defaults."""
+    falling = {"weight_decay_power": 0.5}
+    runs = [record("scl", 0.9, 91.0), record("dpf", 0.95, 88.5)]
+    runs += [record("dpf", at, accuracy, settings=falling) for at, accuracy in ((0.9, 90.0), (0.95, 88.0))]
+    folder = tmp_path / "results" / "race-resnet20"
+    folder.mkdir(parents=True)
+    for number, each in enumerate(runs):
+        (folder / f"{number}.json").write_text(json.dumps(each))
+    shown, *folded = races(tmp_path / "results").split("<details><summary>")
+    assert f"| {METHODS['dpf'].title}, weight_decay_power=0.5 | 90.00 | 88.00 |" in shown
+    assert "88.50" not in shown
+    assert [part.split("<")[0] for part in folded][-1] == "The same methods with other settings"
+    assert f"| {METHODS['dpf'].title} | 88.50 |" in folded[-1]
+    assert "91.00" not in folded[-1]
+    (drawn,) = drawings(tmp_path).values()
+    assert sorted(each["accuracy"] for each in drawn) == [88.0, 90.0, 91.0]
 
 
 def test_every_network_has_its_section(tmp_path: Path) -> None:
@@ -296,6 +315,14 @@ def test_the_plot_has_a_line_a_method(tmp_path: Path, monkeypatch: pytest.Monkey
         plot.accuracy_against_sparsity(records, tmp_path / "race.svg")
 
 
+def test_a_run_that_has_collapsed_leaves_the_plot_to_the_others() -> None:
+    points = [("scl", 0.9, 91.0), ("scl", 0.98, 85.0), ("dpf", 0.9, 90.0), ("dpf", 0.98, 70.0)]
+    (panel,) = plot.panels([record(*point) for point in points])
+    assert plot.lowest(panel) == 69.5
+    (panel,) = plot.panels([record(*point) for point in (*points[:3], ("dpf", 0.98, 10.0))])
+    assert plot.lowest(panel) == 84.5
+
+
 def test_at_one_sparsity_the_plot_has_a_row_a_method_the_best_on_top(tmp_path: Path) -> None:
     points = [("dense", 0.0, 92.0), ("dpf", 0.9, 90.0), ("scl", 0.9, 91.0), ("rigl", 0.9, 89.0)]
     plot.accuracy_against_sparsity([record(*point) for point in points], tmp_path / "race.svg")
@@ -312,7 +339,7 @@ def texts(drawn: Path) -> list[str]:
 
 @pytest.mark.parametrize("at", [(0.9,), (0.9, 0.95)])
 def test_a_panel_says_what_all_its_runs_share(tmp_path: Path, at: Sequence[float]) -> None:
-    runs = [record("dense", 0.0, 92.0, settings={"weight_decay": 5e-4})]
+    runs = [record("dense", 0.0, 92.0, settings={"weight_decay": 1e-3})]
     for sparsity in at:
         runs += [record(name, sparsity, 90.0, settings={**STRONG, "distil": 0.5}) for name in ("scl", "dpf")]
         runs += [record(name, sparsity, 90.0) for name in ("slimming", "l1_filter")]
@@ -322,7 +349,7 @@ def test_a_panel_says_what_all_its_runs_share(tmp_path: Path, at: Sequence[float
     assert [line.label for line in single.sparse] == [METHODS["scl"].title, METHODS["dpf"].title]
     assert [line.label for line in single.dense] == ["dense"]
     assert whole.title == f"whole filters{zeros}"
-    assert [line.label for line in whole.dense] == ["dense, weight_decay=0.0005"]  # here nothing above says it
+    assert [line.label for line in whole.dense] == ["dense, weight_decay=0.001"]  # here nothing above says it
     plot.accuracy_against_sparsity(runs, tmp_path / "race.svg")
     drawn = texts(tmp_path / "race.svg")
     (first,) = [number for number, text in enumerate(drawn) if text.startswith("single connections")]

@@ -2,6 +2,8 @@
 
 import functools
 import json
+import signal
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -227,6 +229,46 @@ def test_a_command_that_is_stopped_says_how_to_go_on(
     command = cli.Compare(tmp_path, net="lenet300", data="mnist", epochs=4, seeds=1, validation=16, device="cpu")
     assert cli.run(command) == 130
     assert "nothing is lost: run the same command again; its runs begin again" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("tiny")
+def test_a_compiler_that_dies_of_the_same_signal_is_a_stop_and_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = [True]
+
+    def killed(*args: object) -> None:
+        if asked.pop():
+            signal.raise_signal(signal.SIGINT)
+        raise subprocess.CalledProcessError(-signal.SIGINT, ["gcc"])
+
+    monkeypatch.setattr(Running, "epoch", killed)
+    command = cli.Compare(tmp_path, net="lenet300", data="mnist", epochs=4, seeds=1, validation=16, device="cpu")
+    assert cli.run(command) == 130
+    assert "nothing is lost: run the same command again; its runs begin again" in capsys.readouterr().err
+    asked.append(False)
+    with pytest.raises(subprocess.CalledProcessError):  # which nobody asked for
+        cli.run(command)
+
+
+@pytest.mark.usefixtures("tiny")
+def test_the_weight_decay_is_that_of_the_recipes_or_what_is_asked_for(tmp_path: Path) -> None:
+    asked = replace(SMALL, methods=("dense", "scl", "dpf:weight_decay=1e-3"))
+    assert [member.weight_decay for member in asked.members()] == [5e-4, 5e-4, 1e-3]
+    command = cli.Compare(
+        tmp_path,
+        "lenet300",
+        "mnist",
+        sparsity=(0.9,),
+        seeds=1,
+        epochs=4,
+        validation=16,
+        device="cpu",
+        weight_decay=0.01,
+    )
+    assert cli.run(command) == 0
+    decays = [json.loads(path.read_text())["settings"]["weight_decay"] for path in tmp_path.glob("*.json")]
+    assert decays == [0.01] * 3
 
 
 @pytest.mark.usefixtures("tiny")

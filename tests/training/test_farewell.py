@@ -12,7 +12,7 @@ from observers import Acts
 
 from gossamer import cli
 from gossamer.data import ImageSet
-from gossamer.training import Interrupted, Run, checkpoint, result, train
+from gossamer.training import Interrupted, Run, checkpoint, result, step, train
 
 RUN = Run(
     model="digits_cnn", model_options={"width": 4}, data="digits", epochs=4, batch_size=8, log_steps=3, device="cpu"
@@ -49,6 +49,19 @@ def full(*arguments: object, **options: object) -> None:
 
 def interrupt() -> None:
     os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_a_compiler_that_dies_of_the_same_signal_is_a_stop_and_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def killed(*arguments: object) -> None:
+        interrupt()
+        raise subprocess.CalledProcessError(-signal.SIGINT, ["gcc"])
+
+    monkeypatch.setattr(step.Step, "__call__", killed)
+    command = cli.Train("digits", tmp_path, set=(("device=cpu",),))
+    assert cli.run(command) == 130
+    assert "stopped at once; when the same command is given again it begins again" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from gossamer.results.exhibits import best_of, rates_of
 from gossamer.results.races import Block, Group, race_blocks
 from gossamer.results.records import Record
 
+_COLLAPSED = 20.0  # points below the best at the same sparsity
 _MARKERS = "osD^v<>PXp"  # with the ten colours twice, so that each of twenty lines has its own pair
 
 
@@ -150,6 +151,13 @@ def _draw_rows(axes: Any, panel: Panel) -> None:
         axes.legend(fontsize="small", loc="upper left", frameon=False)
 
 
+def lowest(panel: Panel) -> float:
+    """The lower end of the axis. A line may leave it: one run that has collapsed would press all others together."""
+    points = [each for line in panel.sparse for each in zip(line.sparsity, line.accuracy, line.spread, strict=True)]
+    best = {sparsity: max(mean for at, mean, _ in points if at == sparsity) for sparsity, _, _ in points}
+    return min(mean - spread for at, mean, spread in points if mean > best[at] - _COLLAPSED) - 0.5
+
+
 def _draw(axes: Any, panel: Panel) -> None:
     """The axis of sparsity shows the logarithm of what is left, as 90 and 95 % are farther apart than 50 and 55 %."""
     for line in panel.dense:
@@ -167,6 +175,8 @@ def _draw(axes: Any, panel: Panel) -> None:
             linewidth=2.5 if line.method == "scl" else 1,
             label=_wrapped(line.label),
         )
+    if panel.sparse:
+        axes.set_ylim(bottom=lowest(panel))
     axes.set_xscale("log")
     axes.invert_xaxis()
     axes.set_xticks([100 - each for each in panel.sparsity], [f"{each:g}" for each in panel.sparsity])

@@ -64,6 +64,11 @@ def train_side_by_side(
         raise
     except KeyboardInterrupt:
         raise Interrupted(keeper.loss(run.done, run.steps)) from None
+    except Exception as error:
+        if not run.stop():
+            raise
+        # A compiler, say, that got the signal as well (StopSignal).
+        raise Interrupted(keeper.loss(run.done, run.steps)) from error
     return outcomes
 
 

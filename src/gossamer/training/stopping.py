@@ -15,6 +15,9 @@ class StopSignal:
 
     Except where a launcher has started several processes: it sends each signal of the terminal once more, and by itself
     kills who takes too long.
+
+    The signal of a terminal goes to every process that was started there. A compiler that dies of it lets the step fail
+    that waits for it: such an error is the stop that was asked for.
     """
 
     _SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -39,5 +42,7 @@ class StopSignal:
             signal.signal(each, handler)
         self._before = []
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         self._restore()
+        if self.asked and isinstance(error, Exception):
+            raise KeyboardInterrupt from error
