@@ -245,7 +245,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--networks", nargs="+", default=models.names(), choices=models.names(), metavar="NAME")
     parser.add_argument("--seconds", type=float, default=1.0, help="of dense and sparse steps each, in the best mode")
-    parser.add_argument("--runs", type=int, default=8, help="side by side, of networks for CIFAR and MNIST; 0 leaves them out")
+    parser.add_argument(
+        "--runs", type=int, default=8, help="side by side, of networks for CIFAR and MNIST; 0 leaves them out"
+    )
     parser.add_argument("--minutes", type=float, default=5.5, help="after which nothing new is begun")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--device", default="cuda")

@@ -87,26 +87,26 @@ def test_narang_removes_what_is_below_and_ends_at_the_budget() -> None:
 
 def test_surgery_lets_connections_between_the_thresholds_be() -> None:
     rule, weights, timeline = begin("surgery", 0.75, gamma=0.0)
-    parts = [part[0].abs().numpy() for part in LAYOUT.split(weights)]
-    mean, spread = (np.repeat([f(part) for part in parts], LAYOUT.sizes) for f in (np.mean, np.std))
-    alive, spliced = np.ones(40, dtype=bool), False
+    alive, spliced = [np.ones(size, dtype=bool) for size in LAYOUT.sizes], False
     for number in range(15):
-        size = weights.abs().numpy()[0]
+        sizes = [part[0].abs().numpy().copy() for part in LAYOUT.split(weights)]
         step(rule, weights, timeline, number)
-        want = left(min(1.0, (number + 1) / 10), 40, 10)
-        low, high = -10.0, 20.0
-        mask = alive
-        for _ in range(60):  # the published rule, with c tried out
-            t = mean + (low + high) / 2 * spread
-            mask = np.where(size < 0.9 * t, False, np.where(size >= 1.1 * t, True, alive))
-            if mask.sum() == want:
-                break
-            low, high = ((low + high) / 2, high) if mask.sum() > want else (low, (low + high) / 2)
-        assert mask.sum() == want
-        spliced |= bool((mask & ~alive).any())
-        alive = mask
-        assert np.array_equal(rule.mask.numpy()[0], alive)
-        weights.add_(torch.from_numpy(np.where(alive, -0.02, 0.05)) * weights.sign())  # so that some return
+        share = left(min(1.0, (number + 1) / 10), 40, 10) / 40
+        for index, size in enumerate(sizes):  # the published rule, with c tried out for each tensor
+            want, before = max(1, round(share * len(size))), alive[index]
+            low, high, mask = -10.0, 20.0, before
+            for _ in range(60):
+                t = size.mean() + (low + high) / 2 * size.std()
+                mask = np.where(size < 0.9 * t, False, np.where(size >= 1.1 * t, True, before))
+                if mask.sum() == want:
+                    break
+                low, high = ((low + high) / 2, high) if mask.sum() > want else (low, (low + high) / 2)
+            assert mask.sum() == want
+            spliced |= bool((mask & ~before).any())
+            alive[index] = mask
+        assert np.array_equal(rule.mask.numpy()[0], np.concatenate(alive))
+        moves = np.where(np.concatenate(alive), -0.02, 0.05)
+        weights.add_(torch.from_numpy(moves) * weights.sign())  # so that some return
     assert spliced
 
 

@@ -89,6 +89,39 @@ class GlobalBudget:
         return torch.cat(found, dim=1)
 
 
+class EqualShares:
+    """Keeps, in each tensor of each row, the connections with the largest scores: the same share of every tensor, along
+    the cubic to the final budget."""
+
+    def __init__(self, layout: Layout, requests: Sequence[Request[Any]], timeline: Timeline, weights: Tensor) -> None:
+        self._layout, self._timeline = layout, timeline
+        self._final = [layout.keep(request.sparsity) for request in requests]
+        self._left = timeline.budgets(layout.count, self._final)
+        self.mask = torch.ones_like(weights, dtype=torch.bool)
+
+    def meet_(self, score: Tensor) -> None:
+        """The share of this step; the counts of tensors are rounded one by one."""
+        share = self._timeline.now(self._left)[:, 0].to(score.dtype) / self._layout.count
+        for size, part, mask in zip(*self._parts(score), strict=True):
+            values, kept = part.contiguous(), mask.contiguous()
+            meet_budgets_(values, kept, (share * size).round().clamp(1, size).long())
+            mask.copy_(kept)
+
+    def cut_(self, score: Tensor) -> None:
+        """The final budget, exactly."""
+        leave_shares_(self._layout, score, self.mask, self._final)
+
+    def _parts(self, score: Tensor) -> tuple[Sequence[int], Sequence[Tensor], Sequence[Tensor]]:
+        return self._layout.sizes, self._layout.split(score), self._layout.split(self.mask)
+
+
+def leave_shares_(layout: Layout, score: Tensor, mask: Tensor, left: Sequence[int]) -> None:
+    """Leave in each tensor its share of the connections that are left of each row: those with the largest scores."""
+    counts = [shares(layout.sizes, each, [each / layout.count] * len(layout.sizes)) for each in left]
+    for index, (part, kept) in enumerate(zip(layout.split(score), layout.split(mask), strict=True)):
+        kept.copy_(largest(part, [row[index] for row in counts]))
+
+
 def check_floor(layout: Layout, sparsity: float, floors: Sequence[int]) -> None:
     """Refuse a sparsity that leaves fewer connections than the floors of the tensors keep."""
     left = layout.keep(sparsity)
