@@ -1,13 +1,13 @@
-"""Every method at every sparsity, each with the weight decay that suits it better: the screening of docs/results.md.
+"""Every method at every sparsity, each with the settings that suit it: the screening of docs/results.md.
 
     python benchmarks/all_methods.py --out results/race-resnet20
     python benchmarks/all_methods.py --out DIR --seconds 1500         # begins nothing that would take longer
     python benchmarks/all_methods.py --out DIR --net digits_cnn --data digits --epochs 8 --seeds 2   # a check on a CPU
 
-At 95 % zeros each method is trained with the weight decay of our recipes and with one that falls with the square root
-of the connections that are left; the better one on held-out images it has at the other sparsities too. Methods go on in
-the order of that accuracy, a few at a time, those of whole filters (with the whole weight decay) last. One record a
-run, as of `gossamer compare`: the same command goes on where it was stopped.
+At 95 % zeros each method is trained with the weight decay of our recipes, with one that falls with the square root of
+the connections that are left and, with that one, in the variants below; what is best on held-out images it has at the
+other sparsities too. Methods go on in the order of that accuracy, a few at a time, those of whole filters (with the
+whole weight decay) last. One record a run, as of `gossamer compare`: the same command goes on where it was stopped.
 """
 
 import argparse
@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from gossamer.methods import METHODS, find
+from gossamer.results.records import read_run
 from gossamer.side_by_side.compare import TIERS, Comparison, compare, paths_of
 from gossamer.training.result import commit
 
@@ -28,24 +29,22 @@ OTHERS = (0.5, 0.7, 0.9, 0.98)
 FALLING = "weight_decay_power=0.5"
 SINGLE = [name for name in METHODS if name != "dense" and not find(name).structured]
 WHOLE = [name for name in METHODS if find(name).structured]
+VARIANTS = {
+    "autoprune": ("mask_lr=0.003", "mask_lr=0.03", "removed_gradient=1", "estimator=leaky_relu", "two_pass=True"),
+    "hyperflux": ("removed_gradient=1",),
+    "l0": ("gate_lr=0.05", "gate_lr=0.02"),
+    "lottery": ("rewind=weights",),
+    "str": ("rate=30", "rate=300"),
+}
 SECONDS = 0.17  # an epoch and run of ResNet-20 on an H200, until the first race has told
 
 Record = dict[str, Any]
 
 
-def better_decay(records: list[Record]) -> list[str]:
-    """Each method as it is entered at the other sparsities, the best on held-out images first."""
-    found: dict[str, dict[str, list[float]]] = {}
-    for record in records:
-        if record["method"] in SINGLE:
-            falls = bool(record["settings"].get("weight_decay_power"))
-            held_out = found.setdefault(record["method"], {}).setdefault(FALLING if falls else "", [])
-            held_out.append(record["validation_accuracy"])
-    means = {method: {each: statistics.mean(of) for each, of in both.items()} for method, both in found.items()}
-    for method, both in means.items():
-        print(f"{method}: held out {both.get('', 0):.2f}, {FALLING} {both.get(FALLING, 0):.2f}", flush=True)
-    order = sorted(means, key=lambda method: -max(means[method].values()))
-    return [f"{method}:{max(means[method], key=means[method].__getitem__)}".rstrip(":") for method in order]
+def entrants(method: str) -> list[str]:
+    """What a method is tried with."""
+    variants = (f"{method}:{FALLING},{variant}" for variant in VARIANTS.get(method, ()))
+    return [method, f"{method}:{FALLING}", *variants]
 
 
 class Clock:
@@ -97,11 +96,20 @@ def main() -> None:
             clock.learn(missing, told.epochs, time.monotonic() - start)
         return records
 
+    def held_out(entered: str) -> float:
+        """The mean accuracy of a method on held-out images, where it is tried."""
+        asked = dataclasses.replace(base, methods=(entered,), sparsity=(FIRST,))
+        mean = statistics.mean(read_run(path)["validation_accuracy"] for path in paths_of(asked, told.out).values())
+        print(f"{entered}: {mean:.2f} held out", flush=True)
+        return mean
+
     single, whole = ([name for name in told.methods if name in kind] for kind in (SINGLE, WHOLE))
-    first = raced(["dense", *single, *(f"{name}:{FALLING}" for name in single)], FIRST)
-    if not first:
+    if not raced(["dense", *(entered for name in single for entered in entrants(name))], FIRST):
         return
-    chosen = better_decay(first)
+    found = {entered: held_out(entered) for name in single for entered in entrants(name)}
+    best = [max(entrants(name), key=found.__getitem__) for name in single]  # of equal ones the nearest to the defaults
+    chosen = sorted(best, key=found.__getitem__, reverse=True)
+    print("chosen:", *chosen, flush=True)
     groups = [chosen[begin : begin + told.at_a_time] for begin in range(0, len(chosen), told.at_a_time)]
     done = [bool(raced(group, *OTHERS)) for group in groups]
     every = sorted({*OTHERS, FIRST})

@@ -53,30 +53,36 @@ def test_scl_estimators_and_feature_scale(estimator: str, slope: object) -> None
             m = np.maximum(m, 1e-300)
 
 
-@pytest.mark.parametrize("two_pass", [False, True])
+@pytest.mark.parametrize(("two_pass", "removed"), [(False, None), (True, None), (False, 0.25)])
 @pytest.mark.parametrize("estimator", ["leaky_relu", "softplus"])
-def test_autoprune_forgets_the_size_of_the_weight(estimator: str, two_pass: bool) -> None:
+def test_autoprune_forgets_the_size_of_the_weight(estimator: str, two_pass: bool, removed: float | None) -> None:
     options = {"estimator": estimator, "alpha": 0.2, "mask_lr": 0.1, "two_pass": two_pass}
-    rule, weights, timeline = begin("autoprune", 0.6, **options)
+    rule, weights, timeline = begin(
+        "autoprune", 0.6, **options, **({} if removed is None else {"removed_gradient": removed})
+    )
     m = np.abs(weights.numpy()[0])
     for number in range(10):
         w, g = weights.numpy()[0].copy(), gradient_like(weights, number).numpy()[0]
+        behind = np.where(rule.mask.numpy()[0], g, (removed or 0.0) * g)  # what is removed rests
         _, gradient = step(rule, weights, timeline, number)
         slope = 1 / (1 + np.exp(-m)) if estimator == "softplus" else np.where(m > 0, 1.0, 0.2)
         direction = g * np.sign(w) * slope
         rate = 0.1 * cosine(number)
         if two_pass:
             rate *= 2 * (number % 2)
-            assert np.array_equal(gradient.numpy()[0], g if number % 2 == 0 else 0 * g)
+            behind = behind if number % 2 == 0 else 0 * g
+        assert np.array_equal(gradient.numpy()[0], behind)
         m = m - rate * direction / np.sqrt(np.mean(direction**2))
         keep = left((number + 1) / 10, 40, 16)
         assert np.array_equal(rule.mask.numpy()[0], top(m[None], keep)[0])
         m = m - np.sort(m)[::-1][keep] if keep < 40 else np.maximum(m, 1e-300)
 
 
-def test_str_follows_its_true_gradients_and_meets_the_budget() -> None:
-    rule, weights, timeline = begin("str", 0.6, momentum=0.0, start=-3.0, rate=0.5 * 15)
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_str_follows_its_true_gradients_and_meets_the_budget(momentum: float) -> None:
+    rule, weights, timeline = begin("str", 0.6, momentum=momentum, start=-3.0, rate=0.5 * 15)
     rule.learn_(torch.zeros_like(weights), weights)  # the first push
+    velocity = torch.zeros(1, 2, dtype=torch.float64)
     for number in range(1, 6):
         s = rule.state()["s"].clone().requires_grad_()
         w = weights.clone().requires_grad_()
@@ -94,7 +100,8 @@ def test_str_follows_its_true_gradients_and_meets_the_budget() -> None:
         assert s.grad is not None
         torch.testing.assert_close(gradient, w.grad)
         share = 2 * kept / kept.sum()  # of a connection, not of a tensor
-        pushed = rule.state()["s"] - (s.detach() - 0.5 * 0.1 * s.grad / share)
+        velocity = momentum * velocity + s.grad / share
+        pushed = rule.state()["s"] - (s.detach() - 0.5 * 0.1 * velocity)
         torch.testing.assert_close(pushed[:, 0], pushed[:, 1])  # all thresholds rise together
         above = weights.abs() > torch.repeat_interleave(rule.state()["s"].sigmoid(), torch.tensor([24, 16]), dim=1)
         keep = left((number + 1) / 10, 40, 16)
@@ -177,6 +184,30 @@ def test_l0_brings_the_expected_count_to_the_budget() -> None:
     torch.testing.assert_close(weights, before * final_gate(log_alpha + raised))
 
 
+@pytest.mark.parametrize("sparsity", [0.0, 0.75])
+def test_l0_gates_follow_the_gradient_of_the_loss_and_of_their_number(sparsity: float) -> None:
+    """With 0.0 more gates may be open than are: nothing pushes them open."""
+    rule, weights, timeline = begin("l0", sparsity, gate_lr=0.02)
+    for number in range(5):
+        log_alpha = rule.state()["log_alpha"].clone().requires_grad_()
+        u = uniform(torch.tensor([7]), timeline.clock, 40, torch.float64)
+        w = weights.clone()
+        torch.testing.assert_close(shown(rule, weights), w * sample_gate(log_alpha, u)[0].detach())
+        (w * sample_gate(log_alpha, u)[0] * gradient_like(weights, number)).sum().backward()
+        step(rule, weights, timeline, number)
+        slope = log_alpha.grad
+        assert slope is not None
+        moved = (log_alpha - 0.02 * cosine(number) * slope / slope.square().mean().sqrt()).detach().requires_grad_()
+        expected = chance_of_open(moved).sum()
+        expected.backward()
+        excess = float(expected.detach()) - left((number + 1) / 10, 40, 40 - int(40 * sparsity))
+        pull = moved.grad
+        assert pull is not None
+        pressed = (max(0.0, excess) / pull.square().sum() * pull).clamp_max(1.0)
+        assert bool(pressed.any()) is (sparsity > 0)
+        torch.testing.assert_close(rule.state()["log_alpha"], (moved - pressed).detach())
+
+
 def test_what_l0_keeps_does_not_begin_at_zero() -> None:
     """Many gates that are hardly ever open can be the expected count, and all are zero after training."""
     rule, weights, _ = begin("l0", 0.75)
@@ -204,7 +235,9 @@ def test_hyperflux_is_adam_under_pressure() -> None:
         t.grad = gradient_like(weights, number) * weights * 0.25 + base**1.5 / 40 * (t.detach() > -0.3)
         adam.param_groups[0]["lr"] = 0.5 * 0.5 * (1 + math.cos(math.pi * number / 240))
         adam.step()
-        step(rule, weights, timeline, number)
+        open_ = rule.mask.clone()
+        given, gradient = step(rule, weights, timeline, number)
+        assert torch.equal(gradient, given * open_)  # what is removed rests
         torch.testing.assert_close(rule.state()["t"], t.detach())
         done, now = number + 1, t.detach().numpy()
         expected = now >= 0 if number < 200 else top(now, 10)  # regrown ones take the place of the weakest

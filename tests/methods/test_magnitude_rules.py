@@ -42,7 +42,12 @@ def test_what_magnitude_has_removed_stays_away(name: str) -> None:
 def test_gradual_per_layer_gives_every_tensor_its_share() -> None:
     rule, weights, timeline = begin("gradual_per_layer", 0.5, 0.9)
     for number in range(10):
+        alive = rule.mask.clone()
+        moved = (weights - RATE * gradient_like(weights, number) * alive).abs() * alive
         step(rule, weights, timeline, number)
+        for part, mask in zip(LAYOUT.split(moved), LAYOUT.split(rule.mask), strict=True):
+            largest = [top(part[row : row + 1].numpy(), int(mask[row].sum()))[0] for row in range(2)]
+            assert np.array_equal(mask.numpy(), largest)
         for row, keep in enumerate((20, 4)):
             total = left((number + 1) / 10, 40, keep)
             counts = [int(part[row].sum()) for part in LAYOUT.split(rule.mask)]
@@ -90,7 +95,8 @@ def test_surgery_lets_connections_between_the_thresholds_be() -> None:
     alive, spliced = [np.ones(size, dtype=bool) for size in LAYOUT.sizes], False
     for number in range(15):
         sizes = [part[0].abs().numpy().copy() for part in LAYOUT.split(weights)]
-        step(rule, weights, timeline, number)
+        given, gradient = step(rule, weights, timeline, number)
+        assert torch.equal(gradient, given)  # also of what is removed, or nothing would return
         share = left(min(1.0, (number + 1) / 10), 40, 10) / 40
         for index, size in enumerate(sizes):  # the published rule, with c tried out for each tensor
             want, before = max(1, round(share * len(size))), alive[index]
@@ -176,19 +182,20 @@ def test_erdos_renyi_densities() -> None:
     assert erdos_renyi(LAYOUT, 36) == [pytest.approx(20 / 24), 1.0]  # the second would be more than dense
 
 
-def test_rigl_drops_small_weights_and_grows_large_gradients() -> None:
+@pytest.mark.parametrize("at", [6, 42])
+def test_rigl_drops_small_weights_and_grows_large_gradients(at: int) -> None:
     rule, weights, timeline = begin("rigl", 0.5, plan=Plan(0, 60, 20, 20), fraction=0.5)
     rule.settle_(weights)
     counts = [int(part.sum()) for part in LAYOUT.split(rule.mask)]
     assert sum(counts) == 20
-    for number in range(5):
+    for number in range(at - 1):
         step(rule, weights, timeline, number)
     before = rule.mask.clone()
-    given = gradient_like(weights, 5)
+    given = gradient_like(weights, at - 1)
     moved = weights - RATE * given * before
-    assert rule.due(6)
-    step(rule, weights, timeline, 5)
-    share = 0.25 * (1 + np.cos(np.pi * 6 / 80))
+    assert rule.due(at)
+    step(rule, weights, timeline, at - 1)
+    share = 0.25 * (1 + np.cos(np.pi * at / 80))
     offset = 0
     for count, size in zip(counts, LAYOUT.sizes, strict=True):
         columns = slice(offset, offset + size)

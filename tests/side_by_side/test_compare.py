@@ -16,6 +16,7 @@ import gossamer
 from gossamer import cli, models
 from gossamer.cli import many
 from gossamer.methods import METHODS
+from gossamer.results.records import BEFORE
 from gossamer.side_by_side import Member, Race
 from gossamer.side_by_side import compare as module
 from gossamer.side_by_side.compare import Comparison, compare, entrant
@@ -381,7 +382,8 @@ def test_the_records_that_are_there_are_recognised() -> None:
     for path in (Path(__file__).parents[2] / "results" / "race-resnet20").glob("resnet20-*.json"):
         record = json.loads(path.read_text())
         settings = {name: value for name, value in record["settings"].items() if name != "method"}
-        member = Member.of(method=record["method"], **settings)
+        then = {name: value for name, value in BEFORE.items() if hasattr(METHODS[record["method"]].options(), name)}
+        member = Member.of(method=record["method"], **{**then, **settings})
         if member.settings != Member(member.seed, member.method).settings:
             continue  # the defaults of its method have changed since
         comparison = Comparison(

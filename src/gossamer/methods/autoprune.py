@@ -1,8 +1,8 @@
 """AutoPrune: a mask variable a weight whose gradient forgets how large the weight is.
 
 Rule: w̄ = w ⊙ H(m); m follows ∂L/∂w̄ ⊙ sgn(w)·h'(m), h' the derivative of leaky ReLU or softplus, and a constant that
-pushes it down; w follows the gradient of w̄. Published, w learns from the training set and m from another set, in two
-passes.
+pushes it down; w follows ∂L/∂w̄ ⊙ H(m), so that a removed weight rests. Published, w learns from the training set and m
+from another set, in two passes.
 Reference: Xiao, Wang & Rajasekaran 2019, AutoPrune: Automatic Network Pruning by Regularizing Auxiliary Parameters.
 Ours: the constant is solved for, so that the budget is met; m starts at |w| of the warmed-up network and its gradient
 is divided by its root mean square over the network, as for SCL. One pass by default, which leaves all batches to the
@@ -18,7 +18,17 @@ from torch import Tensor
 
 from gossamer import method
 from gossamer.methods.budgets import GlobalBudget, MasksOfBudget, magnitude
-from gossamer.methods.rule import DenseGradient, Layout, Options, Request, Timeline, expect, is_rate
+from gossamer.methods.rule import (
+    DenseGradient,
+    Layout,
+    Options,
+    Request,
+    Timeline,
+    column,
+    damp_removed_,
+    expect,
+    is_rate,
+)
 
 ESTIMATORS = ("leaky_relu", "softplus")
 
@@ -29,6 +39,7 @@ class AutoPruneOptions(Options):
     estimator: str = "softplus"
     alpha: float = 0.1  # slope of leaky_relu
     two_pass: bool = False
+    removed_gradient: float = 0.0  # share of it that removed weights follow
 
     def __post_init__(self) -> None:
         if self.estimator not in ESTIMATORS:
@@ -37,6 +48,7 @@ class AutoPruneOptions(Options):
             self,
             mask_lr=(is_rate(self.mask_lr), "a number of at least 0"),
             alpha=(0 < self.alpha < math.inf, "a number above 0"),
+            removed_gradient=(0 <= self.removed_gradient <= 1, "a share from 0 to 1"),
         )
 
 
@@ -56,6 +68,7 @@ class AutoPrune(MasksOfBudget, DenseGradient[AutoPruneOptions]):
     ) -> None:
         self._settings, self._timeline = requests[0].settings, timeline
         self._rate = timeline.annealed([request.settings.mask_lr for request in requests])
+        self._removed = column([request.settings.removed_gradient for request in requests], weights)
         self._budget = GlobalBudget(layout, requests, timeline, magnitude(weights), floor=floor)
 
     def learn_(self, gradient: Tensor, weights: Tensor) -> None:
@@ -72,5 +85,6 @@ class AutoPrune(MasksOfBudget, DenseGradient[AutoPruneOptions]):
             turn = self._timeline.clock % 2
             rate = 2.0 * rate * turn  # half as many steps
             gradient.mul_(1 - turn)
+        damp_removed_(gradient, self._budget.mask, self._removed)
         self._budget.score.sub_(direction / size * rate)
         self._budget.meet_()

@@ -1,11 +1,11 @@
 """Hyperflux: Adam on a mask variable a weight, and a controller that presses until the planned sparsity is reached.
 
-Rule: m = 1 where t ≥ 0; t follows ¼·∂L/∂w ⊙ w plus a pressure by Adam (learning rate 1e-3, without decay). t starts
-uniform between 0.2 and 0.5. The pressure is that of the loss γ·mean(t): γ over the number of connections, the same on
-all t but those that are 1.5 starts below zero already. A hundred times in the phase (once in each of a hundred epochs)
-γ = base^1.5 is changed: base grows by a step plus an inertia that itself grows by a quarter step while there are more
-connections than planned, and falls in the same way while there are less. Then pressure is off and connections that the
-loss asks for return (regrowth).
+Rule: m = 1 where t ≥ 0; w follows the gradient of w ⊙ m, so that a removed weight rests; t follows ¼·∂L/∂w ⊙ w plus a
+pressure by Adam (learning rate 1e-3, without decay). t starts uniform between 0.2 and 0.5. The pressure is that of the
+loss γ·mean(t): γ over the number of connections, the same on all t but those that are 1.5 starts below zero already. A
+hundred times in the phase (once in each of a hundred epochs) γ = base^1.5 is changed: base grows by a step plus an
+inertia that itself grows by a quarter step while there are more connections than planned, and falls in the same way
+while there are less. Then pressure is off and connections that the loss asks for return (regrowth).
 Reference: Barbulescu et al. 2025, Hyperflux: Pruning Reveals the Importance of Weights (arXiv 2504.05349).
 Ours: the plan is our cubic, and pressure is off in the stabilise phase. From there on the largest t stay, exactly as
 many as the budget, so that what regrows takes the place of the weakest. The learning rate of the masks is meant for
@@ -22,7 +22,17 @@ from torch import Tensor
 
 from gossamer.methods.budgets import GlobalBudget
 from gossamer.methods.noise import uniform
-from gossamer.methods.rule import DenseGradient, Layout, Options, Request, Timeline, column, expect, is_rate
+from gossamer.methods.rule import (
+    DenseGradient,
+    Layout,
+    Options,
+    Request,
+    Timeline,
+    column,
+    damp_removed_,
+    expect,
+    is_rate,
+)
 
 _FIRST, _SECOND, _EPSILON = 0.9, 0.999, 1e-8  # Adam's
 _LOOKS = 100  # of the controller, in the phase in which connections go
@@ -35,6 +45,7 @@ class HyperfluxOptions(Options):
     mask_lr: float = 1e-3  # in a phase of 12,500 steps, in others in proportion
     start: float = 0.2  # the smallest t
     step: float = 0.3  # of the controller
+    removed_gradient: float = 0.0  # share of it that removed weights follow
 
     def __post_init__(self) -> None:
         expect(
@@ -42,6 +53,7 @@ class HyperfluxOptions(Options):
             mask_lr=(is_rate(self.mask_lr), "a number of at least 0"),
             start=(0 < self.start < math.inf, "a number above 0"),
             step=(0 < self.step < math.inf, "a number above 0"),
+            removed_gradient=(0 <= self.removed_gradient <= 1, "a share from 0 to 1"),
         )
 
 
@@ -65,6 +77,7 @@ class Hyperflux(DenseGradient[HyperfluxOptions]):
         keep = [layout.keep(request.sparsity) for request in requests]
         self._planned = timeline.budgets(layout.count, keep)
         self._step = column([each.step for each in settings], weights)
+        self._removed = column([each.removed_gradient for each in settings], weights)
         start = column([each.start for each in settings], weights)
         seeds = torch.tensor([request.seed for request in requests], device=weights.device)
         drawn = uniform(seeds, torch.zeros_like(timeline.clock), layout.count, weights.dtype)
@@ -89,6 +102,7 @@ class Hyperflux(DenseGradient[HyperfluxOptions]):
         mean = self._mean / (1.0 - _FIRST**number)
         square = self._square / (1.0 - _SECOND**number)
         self._t.sub_(mean / (square.sqrt() + _EPSILON) * self._timeline.now(self._rate))
+        damp_removed_(gradient, self._budget.mask, self._removed)
         self._budget.score.copy_(self._t)
         # While there is pressure as many as are not below zero, then exactly the budget, whatever the sign of t.
         open_ = (self._t >= 0.0).sum(1).clamp_min(self._fewest)

@@ -239,6 +239,11 @@ class DenseGradient(Rule[S]):
         torch.where(self.mask, weights, weights.new_zeros(()), out=out)
 
 
+def damp_removed_(gradient: Tensor, mask: Tensor, share: Tensor) -> None:
+    """Leave removed connections this share of their gradient."""
+    gradient.mul_(torch.where(mask, torch.ones_like(share), share))
+
+
 class RemovedIsZero(Rule[S]):
     """Rules whose removed connections are zero and get no gradient."""
 

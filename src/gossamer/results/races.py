@@ -76,10 +76,10 @@ def race_blocks(records: Sequence[Record]) -> list[Block]:
 
 def one_a_method(records: Sequence[Record]) -> tuple[list[Record], list[Record]]:
     """Of each method the runs of one setting, and the other runs: the setting with which most sparsities were run, of
-    several the one nearest to the defaults, of those the best."""
-    groups = [group for block in race_blocks(records) for group in block.groups]  # the best first, and stay so
+    several the one nearest to the defaults, of those the best on held-out images, where there were any."""
+    groups = [group for block in race_blocks(records) for group in block.groups]
     chosen: dict[str, Group] = {}
-    for group in sorted(groups, key=lambda group: (-len(group.runs), len(group.changes))):
+    for group in sorted(groups, key=lambda group: (-len(group.runs), len(group.changes), -_held_out(group))):
         chosen.setdefault(group.method, group)
 
     def runs(wanted: bool) -> list[Record]:
@@ -87,6 +87,11 @@ def one_a_method(records: Sequence[Record]) -> tuple[list[Record], list[Record]]
         return [run for group in found for own in group.runs.values() for run in own]
 
     return runs(True), runs(False)
+
+
+def _held_out(group: Group) -> float:
+    known = [run["validation_accuracy"] for runs in group.runs.values() for run in runs]
+    return statistics.mean([each for each in known if each is not None] or [0.0])
 
 
 def race_table(block: Block, key: str = "accuracy") -> tuple[list[str], list[list[str]]]:
