@@ -238,6 +238,7 @@ def test_every_length_and_tier_has_its_section(page: str) -> None:
     assert [section.count("\nSingle connections:\n") for section in sections] == [0, 2, 2, 3, 0]
     assert "89.60" in sections[2]
     assert "Whole filters:" in sections[3]
+    assert "Trained at unknown (dpf, scl, slimming)." in sections[3]
     assert "86.50" in sections[4]
     assert not any("86.50" in section for section in sections[:4])
 

@@ -86,8 +86,8 @@ def throughput(root: Path) -> str:
             "## Speed of every network",
             f"Sparse training in the phase where masks learn, one {record['hardware']}, commit {record['commit']}, in "
             "the fastest of the modes tried (all of them are in the run file, some of an earlier commit); the share of "
-            "the sparsifier is what a sparse step takes longer than a dense one in the same mode; the last column is "
-            "seconds an epoch and run, bf16. Random data of the "
+            "the sparsifier is the part of a sparse step by which it is longer than a dense one in the same mode; the "
+            "last column is seconds an epoch and run, bf16. Random data of the "
             f"right shapes, no files read (`{record['command']}`).",
             table(head, throughput_rows(record)),
         ]

@@ -90,7 +90,7 @@ def one_a_method(records: Sequence[Record]) -> tuple[list[Record], list[Record]]
 
 
 def _held_out(group: Group) -> float:
-    known = [run["validation_accuracy"] for runs in group.runs.values() for run in runs]
+    known: list[float | None] = [run["validation_accuracy"] for runs in group.runs.values() for run in runs]
     return statistics.mean([each for each in known if each is not None] or [0.0])
 
 
@@ -226,7 +226,7 @@ def _of_network(folder: Path, name: str, records: Sequence[Record]) -> str:
     ]
     for number, (epochs, every) in enumerate(by_epochs(records, "final")):
         final, others = one_a_method(every)
-        parts += [f"### Final: {epochs} epochs on all training images", *_tables(final)]
+        parts += [f"### Final: {epochs} epochs on all training images", *_tables(final), _commits(final)]
         parts += _drawing(folder, f"final{name}") if number == 0 else []
         parts += _more("Training loss in the last epoch", final, "train_loss")
         parts += _more(_OTHERS, others)
@@ -236,8 +236,11 @@ def _of_network(folder: Path, name: str, records: Sequence[Record]) -> str:
             held_out = current[0]["validation_images"]
             current, others = one_a_method(current)
             parts += [
-                f"### Screening: {epochs} epochs, {held_out:,} training images held out (`gossamer compare`)",
+                f"### Screening: {epochs} epochs, {held_out:,} training images held out",
+                "Each method with the settings that suit it best on held-out images at 95 % (`python "
+                "benchmarks/all_methods.py`); any of them alone with `gossamer compare`.",
                 *_tables(current),
+                _commits(current),
                 *(_drawing(folder, f"screening{name}") if number == 0 else []),
                 *_more("Accuracy on the images held out", current, "validation_accuracy"),
                 *_more("Training loss in the last epoch", current, "train_loss"),
@@ -253,6 +256,15 @@ def _of_network(folder: Path, name: str, records: Sequence[Record]) -> str:
                 table(*_settings_table(early)),
             ]
     return "\n\n".join(parts)
+
+
+def _commits(records: Sequence[Record]) -> str:
+    """Which methods were trained by which state of the code."""
+    found: dict[str, set[str]] = defaultdict(set)
+    for record in records:
+        found[record.get("commit", "unknown")].add(find(record["method"]).name)
+    told = (f"{commit} ({', '.join(sorted(names))})" for commit, names in sorted(found.items()))
+    return f"Trained at {'; '.join(told)}."
 
 
 def _settings_table(records: Sequence[Record]) -> tuple[list[str], list[list[str]]]:
