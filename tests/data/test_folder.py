@@ -16,7 +16,7 @@ import torch
 
 from gossamer.data import CorruptData, DataNotFound, FolderBatches, FolderSet, Position
 from gossamer.data.batches import epoch_plan
-from gossamer.data.folder import load_folder
+from gossamer.data.folder import advice_on_lost_workers, load_folder
 from gossamer.data.pixels import centre_crop, crop_box, decode, random_crop_flip
 
 Image = pytest.importorskip("PIL.Image")
@@ -177,6 +177,50 @@ def test_a_bad_image_is_named(tmp_path: Path, workers: int) -> None:
     dataset = load_folder(write_folder(tmp_path / "images", content))
     with pytest.raises(CorruptData, match=r"^\S+train/bee/3\.png is not a readable image \(.*\); replace it"):
         list(FolderBatches(dataset, dataset.train, 10, training=True, size=8, resize=8, workers=workers))
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("kind", ["folder", "archive"])
+def test_an_image_that_is_gone_is_named(tmp_path: Path, kind: str, workers: int) -> None:
+    if kind == "folder":
+        dataset = load_folder(write_folder(tmp_path / "images", files()))
+        (tmp_path / "images" / "train" / "bee" / "3.png").unlink()
+        named = r"images/train/bee/3\.png"
+    else:
+        dataset = load_folder(write_archive(tmp_path / "images.tar", files()))
+        (tmp_path / "images.tar").unlink()
+        named = r"images\.tar:\w+/\d\.png"
+    with pytest.raises(OSError, match=rf"^\S+{named} was there .* cannot be read now \(No such file.*; put it back"):
+        list(FolderBatches(dataset, dataset.train, 10, training=True, size=8, resize=8, workers=workers))
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_no_worker_outlives_an_error(folder: FolderSet, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They ignore the signal with which Python ends what is left of them, so that it would wait for them forever."""
+
+    def unforeseen(content: bytes, name: str) -> None:
+        raise KeyError(name)
+
+    monkeypatch.setattr("gossamer.data.folder.decode", unforeseen)
+    with pytest.raises(KeyError) as kept:  # and with it the traceback, and with that the loader
+        list(loader(folder, workers=2))
+    assert not multiprocessing.active_children()
+    assert kept.value is not None
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_worker_that_was_killed_comes_with_advice(folder: FolderSet) -> None:
+    def lose_a_worker() -> None:
+        for _ in loader(folder, workers=1):
+            for worker in multiprocessing.active_children():
+                worker.kill()
+                worker.join()
+
+    with pytest.raises(RuntimeError, match=r"has died.*DataLoader worker .*\): set fewer workers=.*, or set workers=0"):
+        advice_on_lost_workers()(lose_a_worker)()
+    with pytest.raises(RuntimeError, match=r"^of another kind$"), advice_on_lost_workers():
+        raise RuntimeError("of another kind")
 
 
 def test_no_other_program_is_started_for_an_image(monkeypatch: pytest.MonkeyPatch) -> None:

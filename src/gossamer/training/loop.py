@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from gossamer.data.batches import seed_for
+from gossamer.data.folder import advice_on_lost_workers
 from gossamer.schedule import Phase
 from gossamer.sparsifier import Sparsifier
 from gossamer.training import modes, networks, result, snapshot
@@ -50,6 +51,7 @@ _ASK_EVERY = 10  # steps after which several processes ask each other whether to
 
 
 @no_farewell_after_an_error()
+@advice_on_lost_workers()
 def train(run: Run, out: Path | str, *, observers: Sequence[Observer] = ()) -> dict[str, Any]:
     """Train `run`, or go on with it, in the folder `out`. Returns what is in result.json."""
     with ExitStack() as held:

@@ -126,13 +126,18 @@ class ImageTask:
         pass
 
     def evaluate(self, model: nn.Module, part: str) -> float:
-        right = torch.zeros((), dtype=torch.int64, device=self._place.device)
-        seen = 0
+        counts = torch.zeros(2, dtype=torch.int64, device=self._place.device)  # right answers, and all
         with _evaluating(model), autocast(self._run, self._place):
             for images, labels in self._parts[part]:
-                right += (model(images).argmax(dim=1) == labels).sum()
-                seen += len(labels)
-        return float(right) / seen
+                mine = self._mine(len(labels))
+                images, labels = images[mine], labels[mine]
+                if not len(labels):  # the end of a part has fewer images than there are processes
+                    model(self.example())  # all the same, as sharded parameters are gathered by all together
+                    continue
+                counts[0] += (model(images).argmax(dim=1) == labels).sum()
+                counts[1] += len(labels)
+        right, seen = self._place.total(counts).tolist()
+        return float(right / seen)
 
     def state(self) -> dict[str, Any]:
         return {}
@@ -163,10 +168,9 @@ def _of_folder(run: Run, place: Place, dataset: FolderSet) -> tuple[Source, dict
         "workers": run.workers,
         "device": place.device,
         "channels_last": bool(run.channels_last),
+        "slice_of": place.slice_of,
     }
-    training = FolderBatches(
-        dataset, dataset.train, run.batch_size, training=True, seed=run.seed, slice_of=place.slice_of, **common
-    )
+    training = FolderBatches(dataset, dataset.train, run.batch_size, training=True, seed=run.seed, **common)
     return training, {"test": FolderBatches(dataset, dataset.validation, run.batch_size, training=False, **common)}
 
 
