@@ -8,6 +8,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -239,6 +240,28 @@ def test_on_a_terminal_of_80_columns_every_number_is_seen() -> None:
     shown = told.getvalue()
     assert "120/240 sparsify · loss 0.066 · 94.00% · sparse 24.6% · λ1 0.25 -:--:--" in shown
     assert "cif… " in shown
+    assert "acc" not in shown  # where images are held out their number is enough
+
+
+@pytest.mark.parametrize(
+    ("told", "words"),
+    [
+        ({"train": 0.9312, "sparsity": 0.2461, "decay": 0.253}, "train acc 93.1% · sparse 24.6% · λ1 0.25 -:--:--"),
+        ({"train": 81.5, "metric": "perplexity"}, "train ppl 81.50 -:--:--"),
+    ],
+)
+def test_the_live_line_shows_the_training_accuracy_where_no_images_are_held_out(
+    told: dict[str, Any], words: str
+) -> None:
+    shown = io.StringIO()
+    line = LiveLine("digits", Console(file=shown, width=80, force_terminal=True, color_system=None))
+    status = Status(
+        step=1000, total_steps=4000, epoch=119.5, epochs=240, phase="sparsify", lr=0.1, seconds=60.0, loss=0.0664
+    )
+    line.begin(status)
+    line.tell(replace(status, **told))
+    line.close()
+    assert f"120/240 sparsify · loss 0.066 · {words}" in shown.getvalue()
 
 
 def test_the_number_of_the_paper_is_told_for_the_same_run_wherever_it_was_computed() -> None:

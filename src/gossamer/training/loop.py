@@ -44,7 +44,7 @@ from gossamer.training.run import Run
 from gossamer.training.snapshot import Parts
 from gossamer.training.step import Meter, Step
 from gossamer.training.stopping import Interrupted, StopSignal
-from gossamer.training.task import make_task
+from gossamer.training.task import make_task, perplexity
 from gossamer.training.teacher import make_teacher
 
 _ASK_EVERY = 10  # steps after which several processes ask each other whether to stop or to write a checkpoint
@@ -110,6 +110,7 @@ def _train(run: Run, folder: Path, observers: Sequence[Observer], held: ExitStac
     held.callback(take_step.close)
 
     def status(*, lr: float, validation: float | None = None) -> Status:
+        loss, right = meter.means()
         return Status(
             step=step,
             total_steps=total,
@@ -118,8 +119,9 @@ def _train(run: Run, folder: Path, observers: Sequence[Observer], held: ExitStac
             phase="dense" if sparsifier is None else str(sparsifier.phase),
             lr=lr,
             seconds=clock.seconds(),
-            loss=meter.mean(),
+            loss=loss,
             metric=task.metric,
+            train=perplexity(loss) if task.metric == "perplexity" and loss is not None else right,
             validation=validation,
             sparsity=None if sparsifier is None else sparsifier.sparsity,
             decay=_decay(sparsifier),

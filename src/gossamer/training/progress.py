@@ -37,6 +37,7 @@ class Status:
     seconds: float  # of training, all sittings together
     loss: float | None = None  # mean since the last status
     metric: str = "accuracy"
+    train: float | None = None  # the metric on the batches since the last status, as the network was at each of them
     validation: float | None = None  # the metric on the validation part
     sparsity: float | None = None
     decay: float | None = None  # λ1, given or solved for
@@ -138,8 +139,13 @@ class TensorBoard:
         self._writer = SummaryWriter(str(self._folder), purge_step=status.step + 1 if status.step else None)
 
     def tell(self, status: Status) -> None:
-        named = {f"validation {status.metric}": status.validation, "loss": status.loss, "learning rate": status.lr}
-        named |= {"sparsity": status.sparsity, "connectivity decay": status.decay}
+        named = {f"validation {status.metric}": status.validation, f"training {status.metric}": status.train}
+        named |= {
+            "loss": status.loss,
+            "learning rate": status.lr,
+            "sparsity": status.sparsity,
+            "connectivity decay": status.decay,
+        }
         for name, value in named.items():
             if value is not None and self._writer is not None:
                 self._writer.add_scalar(name, value, status.step)
@@ -224,6 +230,10 @@ def facts(status: Status, validation: float | None) -> str:
         parts.append(f"loss {status.loss:.3f}")
     if validation is not None:
         parts.append(f"{validation:.2%}" if status.metric == "accuracy" else f"ppl {validation:.2f}")
+    elif status.train is not None:  # better than nothing where no images are held out
+        parts.append(
+            f"train acc {status.train:.1%}" if status.metric == "accuracy" else f"train ppl {status.train:.2f}"
+        )
     if status.sparsity is not None:
         parts.append(f"sparse {status.sparsity:.1%}")
     if status.decay is not None:

@@ -25,6 +25,8 @@ from gossamer.training.teacher import Lesson, Teacher
 _EVALUATION_BATCH = 500
 _EVALUATION_COLUMNS = 10  # as the PyTorch word-language-model example evaluates
 
+Outcome = tuple[Tensor, Tensor | None]  # of a batch: its loss, and the share of right answers
+
 
 class Source(Protocol):
     """Batches in an order that a position describes."""
@@ -56,8 +58,11 @@ class Task(Protocol):
         """What a teacher has to fit."""
         ...
 
-    def loss(self, forward: Callable[..., Any], batch: tuple[Tensor, Tensor], teacher: Teacher | None = None) -> Tensor:
-        """The loss of this process's slice; its mean over processes is the loss of the batch."""
+    def loss(
+        self, forward: Callable[..., Any], batch: tuple[Tensor, Tensor], teacher: Teacher | None = None
+    ) -> Outcome:
+        """The loss of this process's slice, and the share of it that was classified right (None of text); the means
+        over processes are those of the batch."""
         ...
 
     def carry(self) -> None:
@@ -108,7 +113,9 @@ class ImageTask:
     def lesson(self) -> Lesson:
         return Lesson(self.example(), self.num_classes, hidden=None)
 
-    def loss(self, forward: Callable[..., Any], batch: tuple[Tensor, Tensor], teacher: Teacher | None = None) -> Tensor:
+    def loss(
+        self, forward: Callable[..., Any], batch: tuple[Tensor, Tensor], teacher: Teacher | None = None
+    ) -> Outcome:
         mine = self._mine(len(batch[1]))
         images, labels = batch[0][mine], batch[1][mine]
         with autocast(self._run, self._place):
@@ -117,7 +124,9 @@ class ImageTask:
         if teacher is not None:
             loss = teacher(loss, logits, images)
         # While training every batch is a full one.
-        return loss * self._place.weight_of(self._run.batch_size) if self._place.world > 1 else loss
+        weight = self._place.weight_of(self._run.batch_size)
+        right = (logits.detach().argmax(dim=1) == labels).sum() * (weight / len(labels))
+        return loss * weight if self._place.world > 1 else loss, right
 
     def carry(self) -> None:
         pass  # images are independent of each other
@@ -192,7 +201,9 @@ class TextTask:
     def lesson(self) -> Lesson:
         return Lesson(self.example(), self.num_classes, Hidden(self._place.device))
 
-    def loss(self, forward: Callable[..., Any], batch: tuple[Tensor, Tensor], teacher: Teacher | None = None) -> Tensor:
+    def loss(
+        self, forward: Callable[..., Any], batch: tuple[Tensor, Tensor], teacher: Teacher | None = None
+    ) -> Outcome:
         count = batch[0].shape[1]
         tokens, following = (part[:, self._place.slice_of(count)] for part in batch)
         with autocast(self._run, self._place):
@@ -203,7 +214,7 @@ class TextTask:
         )
         if teacher is not None:
             loss = teacher(loss, logits, tokens)
-        return loss * self._place.weight_of(count) if self._place.world > 1 else loss
+        return loss * self._place.weight_of(count) if self._place.world > 1 else loss, None
 
     def carry(self) -> None:
         self._hidden.carry()
@@ -221,13 +232,18 @@ class TextTask:
                 logits, hidden = model(tokens, hidden)
                 total += functional.cross_entropy(logits.float().flatten(0, 1), following.flatten(), reduction="sum")
                 words += following.numel()
-        return math.exp(min(float(total) / words, 700.0))  # a hopeless model is huge, not an overflow
+        return perplexity(float(total) / words)
 
     def state(self) -> dict[str, Any]:
         return {"hidden": self._hidden.state()}
 
     def load_state(self, state: dict[str, Any]) -> None:
         self._hidden.load(state["hidden"])
+
+
+def perplexity(loss: float) -> float:
+    """Of a mean loss; that of a hopeless model is huge, not an overflow."""
+    return math.exp(min(loss, 700.0))
 
 
 @contextmanager
