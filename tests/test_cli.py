@@ -228,6 +228,26 @@ def test_without_a_terminal_there_is_a_line_now_and_then() -> None:
     assert told.getvalue().splitlines() == ["mine: 1/2 dense", "mine: 2/2 dense"]
 
 
+def test_between_two_statuses_the_line_moves_and_says_that_it_evaluates() -> None:
+    status = Status(step=0, total_steps=4, epoch=0, epochs=2, phase="dense", lr=0.1, seconds=0.0)
+    told = io.StringIO()
+    plain = PlainLines("mine", Console(file=told), every=0.0)
+    plain.begin(status)
+    plain.tell(replace(status, step=1, epoch=0.5, seconds=60.0, loss=0.5))
+    plain.move(2, 120.0)
+    plain.move(4, 240.0, "evaluating test 40%")
+    assert told.getvalue().splitlines()[2:] == [
+        "mine: 2/2 dense · loss 0.500 · 0:02:00 left",
+        "mine: 2/2 dense · evaluating test 40%",
+    ]
+    shown = io.StringIO()
+    live = LiveLine("mine", Console(file=shown, width=80, force_terminal=True, color_system=None))
+    live.begin(status)
+    live.move(4, 240.0, "evaluating test 40%")
+    live.close()
+    assert "2/2 dense · evaluating test 40%" in shown.getvalue()
+
+
 def test_on_a_terminal_of_80_columns_every_number_is_seen() -> None:
     told = io.StringIO()
     line = LiveLine("cifar10-resnet20", Console(file=told, width=80, force_terminal=True, color_system=None))

@@ -49,6 +49,8 @@ class At:
         if status.step == self.step:
             self.action()
 
+    def move(self, step: int, seconds: float, doing: str | None = None) -> None: ...
+
     def close(self) -> None: ...
 
 

@@ -25,6 +25,7 @@ from gossamer.training.teacher import Lesson, Teacher
 _EVALUATION_BATCH = 500
 _EVALUATION_COLUMNS = 10  # as the PyTorch word-language-model example evaluates
 
+Tell = Callable[[int, int], object]  # is told how many batches are done, and how many there are
 Outcome = tuple[Tensor, Tensor | None]  # of a batch: its loss, and the share of right answers
 
 
@@ -49,6 +50,7 @@ class Task(Protocol):
     num_classes: int
     source: Source
     has_validation: bool
+    streamed: bool  # from files, so that an evaluation takes long
 
     def example(self) -> Tensor:
         """A batch of the right shape, of zeros."""
@@ -71,8 +73,8 @@ class Task(Protocol):
 
     def begin_epoch(self) -> None: ...
 
-    def evaluate(self, model: nn.Module, part: str) -> float:
-        """The metric on 'validation' or 'test'."""
+    def evaluate(self, model: nn.Module, part: str, tell: Tell) -> float:
+        """The metric on 'validation' or 'test'; `tell` is called before every batch, in all processes alike."""
         ...
 
     def state(self) -> dict[str, Any]: ...
@@ -106,6 +108,7 @@ class ImageTask:
             self._shape = dataset.input_shape
             self._mine = place.slice_of
         self.has_validation = "validation" in self._parts
+        self.streamed = isinstance(dataset, FolderSet)
 
     def example(self) -> Tensor:
         return torch.zeros(2, *self._shape, device=self._place.device)
@@ -134,10 +137,10 @@ class ImageTask:
     def begin_epoch(self) -> None:
         pass
 
-    def evaluate(self, model: nn.Module, part: str) -> float:
+    def evaluate(self, model: nn.Module, part: str, tell: Tell) -> float:
         counts = torch.zeros(2, dtype=torch.int64, device=self._place.device)  # right answers, and all
         with _evaluating(model), autocast(self._run, self._place):
-            for images, labels in self._parts[part]:
+            for images, labels in _told(self._parts[part], tell):
                 mine = self._mine(len(labels))
                 images, labels = images[mine], labels[mine]
                 if not len(labels):  # the end of a part has fewer images than there are processes
@@ -188,6 +191,7 @@ class TextTask:
 
     metric = "perplexity"
     has_validation = True
+    streamed = False
 
     def __init__(self, run: Run, place: Place, dataset: TextSet) -> None:
         self._run, self._place, self._dataset = run, place, dataset
@@ -222,13 +226,13 @@ class TextTask:
     def begin_epoch(self) -> None:
         self._hidden.clear()
 
-    def evaluate(self, model: nn.Module, part: str) -> float:
+    def evaluate(self, model: nn.Module, part: str, tell: Tell) -> float:
         stream = self._dataset.test if part == "test" else self._dataset.validation
         windows = TextBatches(stream, _EVALUATION_COLUMNS, length=self._run.bptt, device=self._place.device)
         total = torch.zeros((), dtype=torch.float64, device=self._place.device)
         words, hidden = 0, None
         with _evaluating(model), autocast(self._run, self._place):
-            for tokens, following in windows:
+            for tokens, following in _told(windows, tell):
                 logits, hidden = model(tokens, hidden)
                 total += functional.cross_entropy(logits.float().flatten(0, 1), following.flatten(), reduction="sum")
                 words += following.numel()
@@ -239,6 +243,15 @@ class TextTask:
 
     def load_state(self, state: dict[str, Any]) -> None:
         self._hidden.load(state["hidden"])
+
+
+def _told(source: Source, tell: Tell) -> Iterator[tuple[Tensor, Tensor]]:
+    """The batches of an evaluation, before each of which it is told how far it is."""
+    tell(0, len(source))  # before the first one, for which workers have to start
+    for done, batch in enumerate(source):
+        if done:
+            tell(done, len(source))
+        yield batch
 
 
 def perplexity(loss: float) -> float:
