@@ -75,6 +75,28 @@ def test_folder_and_archive_have_the_same_index(tmp_path: Path, folder: FolderSe
     assert folder.train.read(0) == files()["train/ant/0.png"]
 
 
+@pytest.mark.parametrize("kind", ["folder", "archive"])
+def test_training_images_can_be_held_out(tmp_path: Path, kind: str) -> None:
+    if kind == "folder":
+        dataset = load_folder(write_folder(tmp_path / "images", files()))
+    else:
+        dataset = load_folder(write_archive(tmp_path / "images.tar", files()))
+    split = dataset.split(4)
+    assert split.held_out is not None
+    assert (len(split.train), len(split.held_out)) == (6, 4)
+    assert sorted(split.train.names + split.held_out.names) == list(dataset.train.names)
+    assert split.validation is dataset.validation
+    assert dataset.split(4).held_out.names == split.held_out.names  # type: ignore[union-attr]
+    assert dataset.split(4, seed=1).held_out.names != split.held_out.names  # type: ignore[union-attr]
+    for part in (split.train, split.held_out):
+        for index, name in enumerate(part.names):
+            assert part.labels[index] == dataset.class_names.index(name.partition("/")[0])
+            assert part.read(index) == files()[f"train/{name}"]
+    for count in (0, 10):
+        with pytest.raises(ValueError, match=f"expected 1 to 9 images to hold out of images, got {count}"):
+            dataset.split(count)
+
+
 def test_known_names_are_found_in_the_search_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(DataNotFound, match="give its path as root, data_root of a run"):
         load_folder()

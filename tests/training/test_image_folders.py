@@ -144,6 +144,17 @@ def test_every_step_and_batch_of_an_evaluation_can_be_seen(
     assert watches.doings == [f"evaluating test {share}%" for share in (0, 33, 67)]
 
 
+def test_images_held_out_of_a_folder_are_evaluated_every_epoch(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop, "Observers", functools.partial(Observers, every=0.0))
+    watches = Watches()
+    found = train(run.with_settings(["validation=4"]), tmp_path / "out", observers=[watches])  # 2 epochs of 2 steps
+    assert watches.doings == ["evaluating validation 0%"] * 3 + [f"evaluating test {share}%" for share in (0, 33, 67)]
+    assert 0 <= found["validation_accuracy"] <= 1
+    assert found["validation_accuracy"] * 4 % 1 == 0
+
+
 def test_observers_are_moved_once_a_second_at_most() -> None:
     watches = Watches()
     with Observers([watches]) as seldom:

@@ -29,6 +29,7 @@ from gossamer.data.batches import BatchSource, Position, epoch_plan
 from gossamer.data.files import CorruptData, DataNotFound, File, read_checked
 from gossamer.data.locate import search_folders
 from gossamer.data.pixels import centre_crop, decode, random_crop_flip
+from gossamer.data.sets import split_indices
 
 __all__ = ["FolderBatches", "FolderPart", "FolderSet", "advice_on_lost_workers", "load_folder"]
 
@@ -76,21 +77,36 @@ class FolderPart:
         """The name of an image for a message."""
         return f"{self.source / self.names[index]}" if self.spans is None else f"{self.source}:{self.names[index]}"
 
+    def take(self, indices: Tensor) -> FolderPart:
+        """Some of the images."""
+        names = tuple(self.names[index] for index in indices.tolist())
+        spans = None if self.spans is None else self.spans[indices]
+        return FolderPart(self.source, names, self.labels[indices], spans)
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class FolderSet:
-    """An image folder with its classes; `mean` and `std` are those customary for ImageNet."""
+    """An image folder with its classes; `mean` and `std` are those customary for ImageNet.
+
+    `validation` is the part that the folder calls val; `held_out` is there only after `split`.
+    """
 
     name: str
     train: FolderPart
     validation: FolderPart
     class_names: tuple[str, ...]
+    held_out: FolderPart | None = None
     mean: tuple[float, ...] = (0.485, 0.456, 0.406)
     std: tuple[float, ...] = (0.229, 0.224, 0.225)
 
     @property
     def num_classes(self) -> int:
         return len(self.class_names)
+
+    def split(self, held_out: int, seed: int = 0) -> FolderSet:
+        """Hold training images out, drawn by `seed`, as `ImageSet.split` does."""
+        train, validation = split_indices(len(self.train), held_out, seed, self.name)
+        return dataclasses.replace(self, train=self.train.take(train), held_out=self.train.take(validation))
 
 
 def load_folder(root: Path | str | None = None) -> FolderSet:

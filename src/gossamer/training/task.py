@@ -173,6 +173,7 @@ def _of_images(run: Run, place: Place, dataset: ImageSet) -> tuple[Source, dict[
 
 def _of_folder(run: Run, place: Place, dataset: FolderSet) -> tuple[Source, dict[str, Source]]:
     """The part that such a folder calls val is the test set: ImageNet publishes no labels of its own test set."""
+    dataset = dataset.split(run.validation) if run.validation else dataset
     size = run.image_size
     common: dict[str, Any] = {
         "size": size,
@@ -183,7 +184,12 @@ def _of_folder(run: Run, place: Place, dataset: FolderSet) -> tuple[Source, dict
         "slice_of": place.slice_of,
     }
     training = FolderBatches(dataset, dataset.train, run.batch_size, training=True, seed=run.seed, **common)
-    return training, {"test": FolderBatches(dataset, dataset.validation, run.batch_size, training=False, **common)}
+    named = {"test": dataset.validation, "validation": dataset.held_out}
+    return training, {
+        name: FolderBatches(dataset, part, run.batch_size, training=False, **common)
+        for name, part in named.items()
+        if part is not None
+    }
 
 
 class TextTask:
