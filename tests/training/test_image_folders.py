@@ -107,7 +107,6 @@ def test_a_run_that_dies_in_its_last_evaluation_goes_on_there(
 
 def test_ctrl_c_in_the_last_evaluation_stops_it(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(loop, "_ASK_EVERY", 1)
         in_the_evaluation(patch, interrupt)
         words = (
             r"^stopped in the evaluation after the last step, 1 of 3 batches done: run the same command again; it goes"

@@ -136,7 +136,8 @@ def _train(run: Run, folder: Path, observers: Sequence[Observer], held: ExitStac
 
         def evaluate(part: str, *, at_the_end: bool = False) -> float:
             def tell(done: int, batches: int) -> None:
-                if at_the_end and task.streamed and done % _ASK_EVERY == 0 and place.agree(stop.asked):
+                asks = at_the_end and task.streamed and (place.world == 1 or done % _ASK_EVERY == 0)
+                if asks and place.agree(stop.asked):
                     stopped = f"stopped in the evaluation after the last step, {done} of {batches} batches done"
                     raise Interrupted(f"{stopped}: run the same command again; {checkpoints.next_time()}")
                 doing = f"evaluating {part} {done / batches:.0%}{', then stops' if stop.asked else ''}"
