@@ -20,7 +20,7 @@ from gossamer.results.records import BEFORE
 from gossamer.side_by_side import Member, Race
 from gossamer.side_by_side import compare as module
 from gossamer.side_by_side.compare import Comparison, compare, entrant
-from gossamer.side_by_side.entries import lanes_of
+from gossamer.side_by_side.entries import lanes_of, teachers_of
 from gossamer.side_by_side.race import Running
 
 CPU = torch.device("cpu")
@@ -254,8 +254,9 @@ def test_a_compiler_that_dies_of_the_same_signal_is_a_stop_and_no_error(
 
 @pytest.mark.usefixtures("tiny")
 def test_the_weight_decay_is_that_of_the_recipes_or_what_is_asked_for(tmp_path: Path) -> None:
-    asked = replace(SMALL, methods=("dense", "scl", "dpf:weight_decay=1e-3"))
+    asked = replace(SMALL, methods=("dense", "scl:distil=0.5", "dpf:weight_decay=1e-3"))
     assert [member.weight_decay for member in asked.members()] == [5e-4, 5e-4, 1e-3]
+    assert not teachers_of(asked.members())  # the dense run is the teacher
     command = cli.Compare(
         tmp_path,
         "lenet300",

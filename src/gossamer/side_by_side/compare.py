@@ -90,11 +90,16 @@ class Comparison:
 
     def members(self) -> list[Member]:
         return [
-            Member.of(seed, method, sparsity, **{"weight_decay": self.weight_decay, **settings})
+            Member.of(seed, method, sparsity, **{**self._of_all(settings), **settings})
             for method, settings in map(entrant, self.methods)
             for sparsity in (self.sparsity if method != "dense" else (0.0,))
             for seed in range(self.seeds)
         ]
+
+    def _of_all(self, settings: Mapping[str, Any]) -> dict[str, float]:
+        """The weight decay; a teacher is the dense run beside, so it has the same."""
+        names = ("weight_decay", "teacher_weight_decay") if settings.get("distil") else ("weight_decay",)
+        return dict.fromkeys(names, self.weight_decay)
 
 
 def entrant(text: str) -> tuple[str, dict[str, Any]]:
