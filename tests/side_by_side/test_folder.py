@@ -227,6 +227,9 @@ def test_a_stack_is_known_by_its_checkpoint(tmp_path: Path, monkeypatch: pytest.
     assert there(known) == [RUNS]
     assert there({name: run for name, run in known.items() if run.seed}) == []
     (path,) = tmp_path.glob("*.race.safetensors")
+    without_teacher = RUNS[:2]
+    named = begun(tmp_path, known, lambda runs: path if runs == without_teacher else tmp_path)
+    assert named == [without_teacher]
     told = json.dumps(RUNS[0].run_id).encode()[1:-1]
     path.write_bytes(path.read_bytes().replace(told, b"0" * len(told)))  # which its checksum says
     assert there(known) == []

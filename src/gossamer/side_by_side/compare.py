@@ -220,7 +220,8 @@ def _train_stack(
 ) -> bool:
     """Train these runs, with checkpoints in this file, and write their records; whether somebody has asked to stop
     after their last step."""
-    race, run, leaving = comparison.race(), Run(model=comparison.net), Leaving()
+    race, leaving = comparison.race(), Leaving()
+    run = Run(model=comparison.net, data=comparison.data)
     beside = teachers_of(runs)  # whose records are there, or in another stack: trained, and not recorded again
     how["progress"](
         f"{len(runs)} runs of {race.epochs} epochs side by side, {left} to go"
