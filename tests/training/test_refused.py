@@ -69,7 +69,7 @@ def test_a_folder_in_which_another_process_trains(torn: Path) -> None:
     with subprocess.Popen(other, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         process.stdout.readline()
-        with pytest.raises(ValueError, match=r"another process trains the run in .* at this moment: wait for it"):
+        with pytest.raises(ValueError, match=r"another process trains in .* at this moment: wait for it"):
             train(RUN, torn)
         process.kill()
     assert train(RUN, torn)["complete"] is True

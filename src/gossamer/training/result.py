@@ -77,18 +77,20 @@ def count(run: Run, model: nn.Module, example: Tensor) -> Report:
 
 
 @contextmanager
-def writing(folder: Path) -> Iterator[None]:
-    """The first writing into the folder of a run, which fails where it is not a place for one."""
+def writing(folder: Path, content: str = "the run") -> Iterator[None]:
+    """The first writing into the folder of a run, or of other `content`, which fails where it is not a place for it."""
     files = [each for each in (folder, *folder.parents) if each.exists() and not each.is_dir()]
     if files:
         which = "which" if files[0] == folder else f"and {files[0]}"
-        raise ValueError(f"expected a folder for the run, got {folder}, {which} is a file: choose another name")
+        raise ValueError(
+            f"expected a folder for {content}, got {folder}, {which} is a file: choose another name (--out)"
+        )
     try:
         yield
     except OSError as error:
         raise OSError(
-            f"expected a folder for the run that can be written, got {folder} ({error}): choose another one, make room "
-            "on its disk, or change its permissions"
+            f"expected a folder for {content} that can be written, got {folder} ({error}): choose another one, make "
+            "room on its disk, or change its permissions"
         ) from error
 
 
