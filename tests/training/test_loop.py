@@ -4,6 +4,7 @@ import math
 import os
 import signal
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -203,6 +204,11 @@ def test_perplexity_is_that_of_a_plain_loop(text: TextSet, tmp_path: Path) -> No
 def test_the_same_command_after_the_end_only_reads_the_result(images: ImageSet, tmp_path: Path) -> None:
     first = train(DENSE, tmp_path)
     assert train(DENSE, tmp_path, observers=[At(3, die)]) == first
+
+
+def test_a_run_with_whole_numbers_is_found_again(images: ImageSet, tmp_path: Path) -> None:
+    run = replace(DENSE, weight_decay=0, clip=1)
+    assert train(run, tmp_path) == train(run, tmp_path)
 
 
 def test_a_folder_of_another_run_is_refused(images: ImageSet, tmp_path: Path) -> None:
