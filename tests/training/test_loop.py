@@ -2,6 +2,7 @@ import errno
 import json
 import math
 import os
+import shutil
 import signal
 from collections.abc import Callable
 from dataclasses import replace
@@ -215,6 +216,40 @@ def test_a_folder_of_another_run_is_refused(images: ImageSet, tmp_path: Path) ->
     train(DENSE, tmp_path)
     with pytest.raises(ValueError, match=r"differs from run \w+ in epochs, seed: choose another folder"):
         train(DENSE.with_settings(["epochs=5", "seed=3"]), tmp_path)
+
+
+def test_the_result_of_another_run_is_not_shown_as_that_of_this_one(images: ImageSet, tmp_path: Path) -> None:
+    first = train(DENSE, tmp_path)
+    (tmp_path / "run.json").unlink()
+    with pytest.raises(ValueError, match=r"differs from run \w+ in epochs: .* gossamer train .*result.json --out"):
+        train(DENSE.with_settings(["epochs=5"]), tmp_path)
+    assert train(DENSE, tmp_path) == first
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "model.sparse.safetensors", "layers.json"])
+def test_a_finished_run_without_one_of_its_files_says_so(images: ImageSet, tmp_path: Path, name: str) -> None:
+    first = train(DENSE, tmp_path)
+    (tmp_path / name).unlink()
+    with pytest.warns(UserWarning, match=rf"{name} is no longer in .*: put it back, or delete .*result.json to train"):
+        assert train(DENSE, tmp_path) == first
+    (tmp_path / "result.json").unlink()
+    train(DENSE, tmp_path)
+    assert (tmp_path / name).is_file()
+
+
+def test_a_folder_that_is_removed_meanwhile_is_made_again(images: ImageSet, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    first = train(DENSE, out, observers=[At(6, lambda: shutil.rmtree(out))])
+    assert_same(weights(out), whole_weights(DENSE, tmp_path / "whole"))
+    assert {path.name for path in out.iterdir()} == {path.name for path in (tmp_path / "whole").iterdir()}
+    assert train(DENSE, out) == first
+
+
+def test_a_folder_without_a_name_is_refused(images: ImageSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=r"expected a folder for the run, got an empty name: write \. for"):
+        train(DENSE, "")
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

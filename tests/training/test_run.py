@@ -233,6 +233,14 @@ def test_a_file_of_a_newer_version_is_refused() -> None:
         Run.from_dict({"format": FORMAT + 1, "something_new": 3})
 
 
+@pytest.mark.parametrize("version", [True, -3, 0, 1.0, "1", None])
+def test_a_file_whose_format_is_none_is_refused(version: object) -> None:
+    with pytest.raises(
+        ValueError, match=f"format: expected {FORMAT}, got {version!r}: write {FORMAT}, or leave it out"
+    ):
+        Run.from_dict({"format": version})
+
+
 @pytest.mark.parametrize(
     ("values", "message"),
     [

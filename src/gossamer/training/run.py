@@ -170,7 +170,9 @@ class Run:
     def from_dict(values: Mapping[str, Any]) -> "Run":
         """A run from `to_dict()` or from a file; what is left out has its default."""
         version = values.get("format", FORMAT)
-        if not isinstance(version, int) or version > FORMAT:
+        if type(version) is not int or version < 1:
+            raise ValueError(f"format: expected {FORMAT}, got {version!r}: write {FORMAT}, or leave it out")
+        if version > FORMAT:
             raise ValueError(
                 f"expected a run in format {FORMAT} or older, got format {version!r}: it was written by a newer "
                 "version of gossamer; install that version (pip install --upgrade gossamer)"
