@@ -291,6 +291,14 @@ def test_a_loss_that_is_not_finite_stops_the_run(images: ImageSet, tmp_path: Pat
     assert not (tmp_path / "result.json").exists()
 
 
+def test_a_network_that_its_last_step_has_ruined_is_no_result(images: ImageSet, tmp_path: Path) -> None:
+    """Its weights are finite, of about 1e28, but no answer is."""
+    ruined = r"features\.0\.weight is not finite .*too large\) after the last step: try a smaller lr, lr_warmup=1ep"
+    with pytest.raises(LossNotFinite, match=ruined):
+        train(DENSE.with_settings(["lr=1e30", "batch_size=40", "epochs=1"]), tmp_path)
+    assert not (tmp_path / "result.json").exists()
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

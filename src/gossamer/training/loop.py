@@ -41,7 +41,7 @@ from gossamer.training.place import (
 from gossamer.training.progress import Observer, Observers, Status
 from gossamer.training.run import Run
 from gossamer.training.snapshot import Parts
-from gossamer.training.step import Meter, Step
+from gossamer.training.step import Meter, Step, check_last_step
 from gossamer.training.stopping import Interrupted, StopSignal
 from gossamer.training.task import make_task
 from gossamer.training.teacher import make_teacher
@@ -200,6 +200,7 @@ def _train(run: Run, folder: Path, observers: Sequence[Observer], held: ExitStac
 
         def write() -> None:
             if place.leads:
+                check_last_step(tensors, test)
                 result.write_all(folder, tensors, counted, finished)
                 checkpoints.clear()
 
