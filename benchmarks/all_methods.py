@@ -63,7 +63,7 @@ class Clock:
         print(f"{runs} runs of {epochs} epochs took {took:.0f} s, {self._each:.3f} s each and epoch", flush=True)
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--net", default="resnet20")
@@ -74,7 +74,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=float("inf"))
     parser.add_argument("--at-a-time", type=int, default=5, help="methods; the others wait")
     parser.add_argument("--commit", help="where it is not that of a checkout")
-    told = parser.parse_args()
+    told = parser.parse_args(arguments)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     clock = Clock(told.seconds)
     base = Comparison(

@@ -136,6 +136,9 @@ def test_the_small_network_of_the_quick_start_has_the_count_that_is_listed() -> 
         (["train", "digits", "--out", "OUT", "--nesterov", "--debug"], "--set nesterov=VALUE"),
         (["compare", "--out", "OUT", "--sparsity", "95"], "such as 0.95, got [95.0]"),
         (["speed", "NEW", "--out", "OUT/nowhere/speed.json"], "make it first"),
+        (["train", "NEW", "--out", "OUT"], "new.json: expected a run in format 1 or older, got format 7"),
+        (["train", "digits", "--out", ""], "expected a folder behind --out, got an empty name: write --out . for"),
+        (["sweep", "digits", "--out=", "--grid", "seed=0"], "expected a folder behind --out, got an empty name"),
         (["report", "OUT"], "expected the folder of a finished run, got "),
         (["report", "EMPTY"], "expected a finished run with a result.json in it"),
         (["train", "digits", "--out", "NEW"], "is a file: choose another name"),
@@ -145,8 +148,13 @@ def test_the_small_network_of_the_quick_start_has_the_count_that_is_listed() -> 
     ],
 )
 def test_an_error_is_one_message_without_a_traceback(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str],
+    message: str,
 ) -> None:
+    monkeypatch.chdir(tmp_path)
     if "device=cuda" in arguments and torch.cuda.is_available():
         pytest.skip("there is a GPU here")
     new = tmp_path / "new.json"
@@ -192,6 +200,18 @@ def test_a_run_that_has_finished_before_says_so(tmp_path: Path, capsys: pytest.C
     assert said in capsys.readouterr().out
     assert run(*command, "--set", "seed=1") == 2
     assert f"gossamer train {tmp_path / 'run.json'} --out {tmp_path} goes on" in capsys.readouterr().err
+
+
+@pytest.mark.filterwarnings("always:this run has finished")
+def test_a_model_that_is_gone_is_not_promised(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["train", "digits", "--out", str(tmp_path), "--set", "epochs=1", "model_options.width=4"]
+    assert run(*command) == 0
+    (tmp_path / "model.safetensors").unlink()
+    capsys.readouterr()
+    assert run(*command) == 0
+    said = capsys.readouterr()
+    assert "The model is in" not in said.out
+    assert f"model.safetensors is no longer in {tmp_path}: put it back, or delete {tmp_path}/result.json" in said.err
 
 
 def test_the_home_of_the_user_is_found_where_the_shell_leaves_it_alone(

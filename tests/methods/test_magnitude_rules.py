@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from gossamer.methods import Layout, Request, make_options, surgery
 from gossamer.methods.lottery import rewound
 from gossamer.methods.narang import threshold
 from gossamer.methods.rigl import erdos_renyi
@@ -90,30 +91,45 @@ def test_narang_removes_what_is_below_and_ends_at_the_budget() -> None:
     assert int(rule.mask.sum()) == 10
 
 
-def test_surgery_lets_connections_between_the_thresholds_be() -> None:
+def test_surgery_lets_connections_between_the_thresholds_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(surgery, "_SPARED", 0.0)
     rule, weights, timeline = begin("surgery", 0.75, gamma=0.0)
-    alive, spliced = [np.ones(size, dtype=bool) for size in LAYOUT.sizes], False
+    parts = [part[0].abs().numpy() for part in LAYOUT.split(weights)]
+    mean, spread = (np.repeat([f(part) for part in parts], LAYOUT.sizes) for f in (np.mean, np.std))
+    alive, spliced = np.ones(40, dtype=bool), False
     for number in range(15):
-        sizes = [part[0].abs().numpy().copy() for part in LAYOUT.split(weights)]
+        size = weights.abs().numpy()[0]
         given, gradient = step(rule, weights, timeline, number)
         assert torch.equal(gradient, given)  # also of what is removed, or nothing would return
-        share = left(min(1.0, (number + 1) / 10), 40, 10) / 40
-        for index, size in enumerate(sizes):  # the published rule, with c tried out for each tensor
-            want, before = max(1, round(share * len(size))), alive[index]
-            low, high, mask = -10.0, 20.0, before
-            for _ in range(60):
-                t = size.mean() + (low + high) / 2 * size.std()
-                mask = np.where(size < 0.9 * t, False, np.where(size >= 1.1 * t, True, before))
-                if mask.sum() == want:
-                    break
-                low, high = ((low + high) / 2, high) if mask.sum() > want else (low, (low + high) / 2)
-            assert mask.sum() == want
-            spliced |= bool((mask & ~before).any())
-            alive[index] = mask
-        assert np.array_equal(rule.mask.numpy()[0], np.concatenate(alive))
-        moves = np.where(np.concatenate(alive), -0.02, 0.05)
-        weights.add_(torch.from_numpy(moves) * weights.sign())  # so that some return
+        want = left(min(1.0, (number + 1) / 10), 40, 10)
+        low, high = -10.0, 20.0
+        mask = alive
+        for _ in range(60):  # the published rule, with c tried out
+            t = mean + (low + high) / 2 * spread
+            mask = np.where(size < 0.9 * t, False, np.where(size >= 1.1 * t, True, alive))
+            if mask.sum() == want:
+                break
+            low, high = ((low + high) / 2, high) if mask.sum() > want else (low, (low + high) / 2)
+        assert mask.sum() == want
+        spliced |= bool((mask & ~alive).any())
+        alive = mask
+        assert np.array_equal(rule.mask.numpy()[0], alive)
+        weights.add_(torch.from_numpy(np.where(alive, -0.02, 0.05)) * weights.sign())  # so that some return
     assert spliced
+
+
+def test_surgery_leaves_each_tensor_half_of_an_equal_share() -> None:
+    """Of its own sparsity, whatever that of the run beside it is."""
+    layout = Layout(("even", "long-tailed"), ((20, 10), (40, 10)))
+    _, weights, timeline = begin("surgery", 0.5, 0.9, layout=layout)
+    weights[:, :200] = 0.3 + 0.001 * torch.linspace(0, 1, 200)
+    requests = [Request(sparsity, 7, make_options(surgery.Surgery, {"gamma": 0.0})) for sparsity in (0.5, 0.9)]
+    rule = surgery.Surgery(layout, requests, timeline, weights, floor=0.001)
+    weights[:, :200] *= 0.5  # below all thresholds
+    for _ in range(10):
+        rule.learn_(torch.zeros_like(weights), weights)
+        timeline.clock += 1
+    assert [[int(part[row].sum()) for part in layout.split(rule.mask)] for row in (0, 1)] == [[50, 250], [10, 50]]
 
 
 def test_surgery_looks_less_and_less_often() -> None:

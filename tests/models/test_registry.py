@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 import urllib.error
 from types import SimpleNamespace
 
@@ -142,6 +144,14 @@ def test_unfitting_torchvision_is_explained(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr("importlib.import_module", refuse)
     with pytest.raises(ImportError, match="built for another torch"):
         models.create("resnet50")
+
+
+@pytest.mark.usefixtures("torchvision_or_skip")
+def test_a_plain_torchvision_beside_a_cpu_only_torch_builds_its_networks() -> None:
+    """In a process of its own, where nobody has defined its operators before."""
+    program = "from gossamer import models; print(models.create('resnet50', num_classes=7).fc.out_features)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout == "7\n", done.stderr
 
 
 def test_pretrained_weights_that_cannot_be_fetched_are_explained(monkeypatch: pytest.MonkeyPatch) -> None:

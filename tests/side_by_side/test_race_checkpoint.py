@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save
 from torch import Tensor
 
-from gossamer.side_by_side.checkpoint import fill_, read, write
+from gossamer.side_by_side.checkpoint import before, fill_, read, read_newest, remove, write
 
 ABOUT = {"epochs": 3, "runs": ["a", "b"]}
 
@@ -58,7 +58,38 @@ def test_damage_never_passes_unnoticed(tmp_path: Path, data: st.DataObject) -> N
     assert found is not None
     told = {name: found[1].get(name) for name in ABOUT}
     same = found[0].keys() == tensors().keys() and all(torch.equal(found[0][n], t) for n, t in tensors().items())
-    assert same or told != ABOUT, "a race would go on from this"
+    assert same, "a race would go on from this"
+    assert told == ABOUT, "this would be another race"
+
+
+@pytest.mark.filterwarnings("always:expected the checkpoint of a race")
+def test_two_are_kept_and_a_damaged_one_never_pushes_out_a_whole_one(tmp_path: Path) -> None:
+    path = tmp_path / "race.safetensors"
+
+    def steps(place: Path) -> int:
+        found = read(place)
+        assert found is not None
+        return int(found[1]["steps"])
+
+    for number in (1, 2, 3):
+        write(path, tensors(), {"steps": number})
+    assert sorted(tmp_path.iterdir()) == sorted([path, before(path)])
+    assert (steps(path), steps(before(path))) == (3, 2)
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.warns(UserWarning, match="expected the checkpoint of a race in .*; going on from the one before"):
+        found = read_newest(path)
+    assert found is not None
+    assert found[1]["steps"] == 2
+    write(path, tensors(), {"steps": 4})
+    assert (steps(path), steps(before(path))) == (4, 2)
+    path.unlink()  # as after a kill between the two renamings
+    found = read_newest(path)
+    assert found is not None
+    assert found[1]["steps"] == 2
+    (tmp_path / f".{path.name}.0a1b.part").touch()
+    remove(path)
+    assert read_newest(path) is None
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ import errno
 import json
 import os
 import signal
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +22,7 @@ from gossamer.side_by_side import checkpoint, runs_of, sweep
 from gossamer.side_by_side.learner import StackedLearner
 from gossamer.side_by_side.race import Running
 from gossamer.side_by_side.stackable import common_of, lane_of
+from gossamer.side_by_side.sweeps import checkpoint_path
 from gossamer.training import Interrupted, networks
 from gossamer.training.run import Run
 
@@ -119,7 +121,8 @@ def test_a_sweep_stops_after_its_step_and_goes_on_to_the_same_records(
             at_step(patch, step)
             with pytest.raises(SystemExit, match="130"):
                 cli.main(command)
-        (path,) = out.iterdir()
+        (path,) = out.glob("*.race.safetensors")
+        assert {each.name for each in out.iterdir()} <= {path.name, checkpoint.before(path).name}
         said = capsys.readouterr().err
         assert (
             said == f"stopped after step {step} of 20; a checkpoint is in {path}: run the same command again to go on\n"
@@ -197,7 +200,7 @@ def test_what_is_finished_is_written_before_a_stop_and_the_next_stack_not_begun(
 
 @pytest.mark.filterwarnings("always:no checkpoint after step")
 def test_a_full_disk_stops_no_race(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*arguments: object) -> None:
+    def full(*arguments: object, **options: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     often = replace(BASE, checkpoint_minutes=1e-9)
@@ -214,6 +217,43 @@ def test_a_full_disk_stops_no_race(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         )
         with pytest.warns(UserWarning, match="no checkpoint after step 7"), pytest.raises(Interrupted, match=said):
             sweep([BASE], tmp_path / "stopped", device="cpu")
+
+
+def flip_a_bit(path: Path, place: int = -9) -> None:
+    content = bytearray(path.read_bytes())
+    content[place] ^= 4
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("damaged", "told", "goes_on"),
+    [
+        (("newest",), ["going on from the one before"], "goes on after step 3 of 20"),
+        (("newest", "before"), ["going on from the one before", "its runs begin again"], None),
+        (("before",), [], "goes on after step 11 of 20"),
+    ],
+)
+@pytest.mark.filterwarnings("always:expected the checkpoint of a race")
+def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damaged: tuple[str, ...], told: list[str], goes_on: str | None
+) -> None:
+    runs, said = runs_of(BASE, ["seed=0,1"]), list[str]()
+    for step in (3, 11):
+        with monkeypatch.context() as patch:
+            at_step(patch, step)
+            with pytest.raises(Interrupted):
+                sweep(runs, tmp_path, device="cpu")
+    newest = checkpoint_path(tmp_path, runs)
+    for name in damaged:
+        flip_a_bit(newest if name == "newest" else checkpoint.before(newest))
+    with warnings.catch_warnings(record=True) as warned:
+        records = sweep(runs, tmp_path, device="cpu", progress=said.append)
+    assert [str(each.message).rpartition("; ")[2] for each in warned] == told
+    assert [line.split(",")[0] for line in said if "goes on" in line] == ([goes_on] if goes_on else [])
+    assert {path.suffix for path in tmp_path.iterdir()} == {".json"}  # both checkpoints are gone
+    assert [each["accuracy"] for each in records] == [
+        each["accuracy"] for each in sweep(runs, tmp_path / "whole", device="cpu")
+    ]
 
 
 def test_a_checkpoint_that_counts_whole_epochs_is_still_read(tmp_path: Path) -> None:

@@ -2,8 +2,10 @@ import errno
 import json
 import math
 import os
+import shutil
 import signal
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -207,10 +209,49 @@ def test_the_same_command_after_the_end_only_reads_the_result(images: ImageSet, 
     assert train(DENSE, tmp_path, observers=[At(3, die)]) == first
 
 
+def test_a_run_with_whole_numbers_is_found_again(images: ImageSet, tmp_path: Path) -> None:
+    run = replace(DENSE, weight_decay=0, clip=1)
+    assert train(run, tmp_path) == train(run, tmp_path)
+
+
 def test_a_folder_of_another_run_is_refused(images: ImageSet, tmp_path: Path) -> None:
     train(DENSE, tmp_path)
     with pytest.raises(ValueError, match=r"differs from run \w+ in epochs, seed: choose another folder"):
         train(DENSE.with_settings(["epochs=5", "seed=3"]), tmp_path)
+
+
+def test_the_result_of_another_run_is_not_shown_as_that_of_this_one(images: ImageSet, tmp_path: Path) -> None:
+    first = train(DENSE, tmp_path)
+    (tmp_path / "run.json").unlink()
+    with pytest.raises(ValueError, match=r"differs from run \w+ in epochs: .* gossamer train .*result.json --out"):
+        train(DENSE.with_settings(["epochs=5"]), tmp_path)
+    assert train(DENSE, tmp_path) == first
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "model.sparse.safetensors", "layers.json"])
+def test_a_finished_run_without_one_of_its_files_says_so(images: ImageSet, tmp_path: Path, name: str) -> None:
+    first = train(DENSE, tmp_path)
+    (tmp_path / name).unlink()
+    with pytest.warns(UserWarning, match=rf"{name} is no longer in .*: put it back, or delete .*result.json to train"):
+        assert train(DENSE, tmp_path) == first
+    (tmp_path / "result.json").unlink()
+    train(DENSE, tmp_path)
+    assert (tmp_path / name).is_file()
+
+
+def test_a_folder_that_is_removed_meanwhile_is_made_again(images: ImageSet, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    first = train(DENSE, out, observers=[At(6, lambda: shutil.rmtree(out))])
+    assert_same(weights(out), whole_weights(DENSE, tmp_path / "whole"))
+    assert {path.name for path in out.iterdir()} == {path.name for path in (tmp_path / "whole").iterdir()}
+    assert train(DENSE, out) == first
+
+
+def test_a_folder_without_a_name_is_refused(images: ImageSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=r"expected a folder for the run, got an empty name: write \. for"):
+        train(DENSE, "")
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -249,6 +290,14 @@ def whole_weights(run: Run, folder: Path) -> dict[str, Tensor]:
 def test_a_loss_that_is_not_finite_stops_the_run(images: ImageSet, tmp_path: Path) -> None:
     with pytest.raises(LossNotFinite, match=r"not finite .* at step \d+: try a smaller lr, lr_warmup=1ep, clip=1"):
         train(DENSE.with_settings(["lr=1e30", "epochs=30"]), tmp_path)
+    assert not (tmp_path / "result.json").exists()
+
+
+def test_a_network_that_its_last_step_has_ruined_is_no_result(images: ImageSet, tmp_path: Path) -> None:
+    """Its weights are finite, of about 1e28, but no answer is."""
+    ruined = r"features\.0\.weight is not finite .*too large\) after the last step: try a smaller lr, lr_warmup=1ep"
+    with pytest.raises(LossNotFinite, match=ruined):
+        train(DENSE.with_settings(["lr=1e30", "batch_size=40", "epochs=1"]), tmp_path)
     assert not (tmp_path / "result.json").exists()
 
 

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,9 @@ import torch
 from observers import Dies
 
 from gossamer.data import ImageSet
-from gossamer.training import Run, place, result, train
+from gossamer.training import Run, loop, place, result, train
 from gossamer.training.checkpoint import Checkpoints
+from gossamer.training.lock import only_one
 
 RUN = Run(
     model="digits_cnn",
@@ -58,6 +60,28 @@ def test_a_checkpoint_of_another_run(torn: Path) -> None:
     (torn / "run.json").unlink()
     with pytest.raises(ValueError, match="is of another run, which differs in lr: choose another folder"):
         train(RUN.with_settings(["lr=0.05"]), torn)
+    assert not (torn / "run.json").exists()  # who was refused does not take the folder over
+    assert train(RUN, torn)["complete"] is True
+
+
+def test_a_run_that_another_process_has_finished_meanwhile_is_shown(
+    images: ImageSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    finished: list[dict[str, Any]] = []
+
+    def hold(folder: Path) -> AbstractContextManager[None]:
+        monkeypatch.setattr(loop, "only_one", only_one)
+        finished.append(train(RUN, folder))
+        return only_one(folder)
+
+    monkeypatch.setattr(loop, "only_one", hold)
+    assert [train(RUN, tmp_path, observers=[Dies(1)])] == finished
+
+
+def test_a_run_of_a_newer_version_is_refused_by_the_name_of_its_file(torn: Path) -> None:
+    (torn / "run.json").write_text('{"format": 2}')
+    with pytest.raises(ValueError, match=r"run\.json: expected a run in format 1 or older, got format 2"):
+        train(RUN, torn)
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="files are not locked there")
@@ -69,7 +93,7 @@ def test_a_folder_in_which_another_process_trains(torn: Path) -> None:
     with subprocess.Popen(other, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         process.stdout.readline()
-        with pytest.raises(ValueError, match=r"another process trains the run in .* at this moment: wait for it"):
+        with pytest.raises(ValueError, match=r"another process trains in .* at this moment: wait for it"):
             train(RUN, torn)
         process.kill()
     assert train(RUN, torn)["complete"] is True

@@ -3,7 +3,10 @@ import hashlib
 import json
 import pickle
 import re
+from dataclasses import replace
+from typing import Any
 
+import numpy as np
 import pytest
 
 from gossamer.settings import Settings
@@ -213,6 +216,9 @@ def test_what_makes_two_runs_different_is_told_setting_by_setting() -> None:
     other = SPARSE.with_settings(["settings.mask_lr=0.1", "settings.floor=0.5", "seed=1", "device=cpu"])
     assert other.differences_from(SPARSE) == ["settings.mask_lr", "settings.floor", "seed"]
     assert SPARSE.differences_from(other) == ["settings.mask_lr", "settings.floor", "seed"]
+    whole, broken = Run(model_options={"width": 4}), Run(model_options={"width": 4.0})
+    assert whole.run_id != broken.run_id
+    assert whole.differences_from(broken) == ["model_options.width"]
 
 
 def test_all_problems_are_told_at_once() -> None:
@@ -224,6 +230,14 @@ def test_all_problems_are_told_at_once() -> None:
 def test_a_file_of_a_newer_version_is_refused() -> None:
     with pytest.raises(ValueError, match="written by a newer version of gossamer"):
         Run.from_dict({"format": FORMAT + 1, "something_new": 3})
+
+
+@pytest.mark.parametrize("version", [True, -3, 0, 1.0, "1", None])
+def test_a_file_whose_format_is_none_is_refused(version: object) -> None:
+    with pytest.raises(
+        ValueError, match=f"format: expected {FORMAT}, got {version!r}: write {FORMAT}, or leave it out"
+    ):
+        Run.from_dict({"format": version})
 
 
 @pytest.mark.parametrize(
@@ -242,9 +256,32 @@ def test_a_file_with_wrong_values_is_refused(values: dict[str, object], message:
         Run.from_dict(values)
 
 
-def test_whole_numbers_in_a_file_are_numbers() -> None:
-    run = Run.from_dict({"lr": 1})
-    assert isinstance(run.lr, float)
-    assert run.run_id == Run(lr=1.0).run_id
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"epochs": 2.5}, "epochs: expected a whole number, got 2.5"),
+        ({"epochs": "5"}, "epochs: expected a whole number, got '5'"),
+        ({"include": "conv*"}, "include: expected a list of strings, got 'conv*'"),
+        ({"data": 3}, "data: expected a text, got 3"),
+        ({"model": None}, "model: expected a text, got None"),
+        ({"settings": 3}, "settings: expected a table of plain values, got 3"),
+        ({"model_options": {"width": np.float64(4)}}, "model_options: expected a table of plain values, got"),
+        ({"lr": "fast", "seed": 0.5}, "seed: expected a whole number, got 0.5\n  lr: expected a number, got 'fast'"),
+    ],
+)
+def test_a_program_with_wrong_values_is_refused_as_a_file_is(values: dict[str, Any], message: str) -> None:
+    for make in (Run.from_dict, lambda given: Run(**given), lambda given: replace(Run(), **given)):
+        with pytest.raises(ValueError, match=re.escape(message)):
+            make(values)
+
+
+def test_a_list_in_the_place_of_a_tuple_is_one() -> None:
+    assert Run(include=["conv*"]) == Run(include=("conv*",))  # type: ignore[arg-type]
+
+
+def test_whole_numbers_are_numbers_wherever_they_come_from() -> None:
+    for run in (Run.from_dict({"lr": 1}), Run(lr=1), Run(lr=np.float64(1))):
+        assert type(run.lr) is float
+        assert run.run_id == Run(lr=1.0).run_id
     sparse = [Run(method="scl", sparsity=0.5, settings={"removed_gradient": one, "anchor_cap": 3}) for one in (1, 1.0)]
     assert sparse[0].run_id == sparse[1].run_id

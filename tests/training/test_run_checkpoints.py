@@ -54,6 +54,41 @@ def test_a_corrupted_newest_falls_back_to_the_one_before_and_says_so(tmp_path: P
         newest.write_bytes(content[: len(content) // 2 if damage == "truncate" else 0])
     with pytest.warns(UserWarning, match=r"checkpoint-000000002.pt .*going on from the one before"):
         assert value_of(checkpoints.load()) == 1
+    assert checkpoints.save(state(3), 3)  # the damaged one takes no place
+    assert [path.name for path in checkpoints.paths()] == ["checkpoint-000000003.pt", "checkpoint-000000001.pt"]
+
+
+def test_where_all_are_damaged_the_new_ones_are_kept_though_they_are_of_earlier_steps(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path)
+    for step in (500, 550):
+        checkpoints.save(state(step), step)
+    for path in checkpoints.paths():
+        path.write_bytes(b"damaged")
+    with pytest.warns(UserWarning, match="is corrupted") as warned:
+        assert checkpoints.load() is None
+    assert [str(each.message).partition("; ")[2] for each in warned] == [
+        "it is now called checkpoint-000000550.pt.damaged; going on from the one before",
+        "it is now called checkpoint-000000500.pt.damaged; beginning again",
+    ]
+    assert (tmp_path / "checkpoint-000000550.pt.damaged").read_bytes() == b"damaged"
+    assert checkpoints.next_time() == "it begins again, as there is no checkpoint"
+    assert checkpoints.save(state(50), 50)
+    assert checkpoints.save(state(100), 100)
+    assert checkpoints.next_time() == "it goes on from checkpoint-000000100.pt"
+    assert value_of(checkpoints.load()) == 100
+    assert len(checkpoints.paths()) == 2
+    checkpoints.clear()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_was_just_written_is_never_removed(tmp_path: Path) -> None:
+    for step in (500, 550):
+        Checkpoints(tmp_path).save(state(step), step)
+    assert Checkpoints(tmp_path).save(state(50), 50)
+    assert [path.name for path in Checkpoints(tmp_path).paths()] == [
+        "checkpoint-000000550.pt",
+        "checkpoint-000000050.pt",
+    ]
 
 
 @pytest.mark.parametrize("broken", ["limit", "write", "fsync", "replace"])

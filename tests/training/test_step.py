@@ -22,7 +22,7 @@ from gossamer.training import LossNotFinite, Run, loop, modes, networks, result,
 from gossamer.training.optimise import load_optimizer_state, make_optimizer, set_learning_rate
 from gossamer.training.place import Place
 from gossamer.training.progress import JsonLines
-from gossamer.training.step import Meter
+from gossamer.training.step import Meter, check_last_step
 
 IMAGES = Run(
     model="digits_cnn", model_options={"width": 4}, data="digits", epochs=5, batch_size=8, log_steps=3, device="cpu"
@@ -281,3 +281,11 @@ def test_on_a_cpu_the_optimizer_is_torch_s_plain_one() -> None:
     group = make_optimizer(Run(lr=0.3), nn.Linear(2, 2)).param_groups[0]
     assert group["lr"] == 0.3
     assert not group["fused"]
+
+
+@pytest.mark.parametrize(("value", "test"), [(math.inf, 0.5), (math.nan, 0.5), (1e28, 0.5), (1.0, math.nan)])
+def test_weights_and_answers_of_the_last_step_have_to_be_finite(value: float, test: float) -> None:
+    counted = torch.tensor(3)  # a whole number, as the batches that a batch norm has seen
+    check_last_step({"weight": torch.ones(2), "seen": counted}, 0.5)
+    with pytest.raises(LossNotFinite, match=r"(is|are) not finite \(.*\) after the last step: try a smaller lr"):
+        check_last_step({"weight": torch.tensor([1.0, value]), "seen": counted}, test)

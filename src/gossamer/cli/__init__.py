@@ -19,7 +19,7 @@ import tyro
 from rich.console import Console
 
 import gossamer
-from gossamer.cli.arguments import at_home, keys_as_options
+from gossamer.cli.arguments import at_home, keys_as_options, nameless_folder
 from gossamer.cli.deploy import Export, Speed
 from gossamer.cli.many import Compare, Sweep
 from gossamer.cli.paper import Reproduce
@@ -72,9 +72,9 @@ def _main(given: list[str]) -> None:
     if given == ["--version"]:
         print(f"gossamer {gossamer.__version__}, torch {torch.__version__}, Python {platform.python_version()}")
         sys.exit(0)
-    misplaced = keys_as_options(given)
-    if misplaced:
-        tell(f"gossamer: {misplaced}")
+    wrong = keys_as_options(given) or nameless_folder(given)
+    if wrong:
+        tell(f"gossamer: {wrong}")
         sys.exit(2)
     command: Executable = tyro.cli(
         Command,

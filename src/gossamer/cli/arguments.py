@@ -1,6 +1,7 @@
 """Kinds of arguments that several commands have, with the names that their help shows."""
 
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated
 
@@ -40,6 +41,14 @@ def keys_as_options(given: Sequence[str]) -> str | None:
         told = value or next((each for each in following if not each.startswith("-")), "VALUE")
         return f"expected the keys of a run behind --set, got --{name}: gossamer {given[0]} … --set {key}={told}"
     return None
+
+
+def nameless_folder(given: Sequence[str]) -> str | None:
+    """What is wrong with a command line that has --out "", as of a shell's variable that is not set: as a path that is
+    the current folder, which nobody has asked for."""
+    if "--out=" not in given and ("--out", "") not in pairwise(given):
+        return None
+    return "expected a folder behind --out, got an empty name: write --out . for the current folder"
 
 
 def joined(given: tuple[tuple[str, ...], ...]) -> list[str]:

@@ -24,7 +24,6 @@ from gossamer.results import about, race_blocks, race_table, sweep_table
 from gossamer.side_by_side import runs_of, sweep
 from gossamer.side_by_side.compare import TIERS, Comparison, compare
 from gossamer.side_by_side.sweeps import record_path
-from gossamer.training.place import join
 from gossamer.training.result import commit
 
 
@@ -131,7 +130,7 @@ class Compare:
         compare(
             comparison,
             out,
-            device=join(self.device).device,
+            device=self.device,
             together=self.together,
             save_models=self.save_models,
             plot=self.plot,

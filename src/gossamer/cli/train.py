@@ -39,7 +39,8 @@ class Train:
                 _say(console, f"This run has finished before, in {out}: nothing was trained.")
             console.print(tables.of_results([(recipe.name, result)]))
             console.print(tables.against_paper(recipe, result))
-            _say(console, f"The model is in {out / MODEL}")
+            if (out / MODEL).is_file():
+                _say(console, f"The model is in {out / MODEL}")
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,10 @@ _FLOOR_EVERY = 100  # steps between two choices of the connections that the floo
 class GlobalBudget:
     """Keeps, in each row, the connections with the largest scores: as many as the budget of the step allows.
 
-    `score` is lowered in place by the threshold, so that what stays is above zero (budget.py); the floor keeps the
-    strongest connections of each tensor whatever the threshold is. The `ramp` of the budget is one of RAMPS, for all
-    rows or for each, or "none" where only the final budget is ever met; `ramp_share` is its length in sparsify phases.
+    `score` is lowered in place by the threshold, so that what stays is above zero (budget.py); the floor, one share for
+    all rows or one for each, keeps the strongest connections of each tensor whatever the threshold is. The `ramp` of
+    the budget is one of RAMPS, for all rows or for each, or "none" where only the final budget is ever met;
+    `ramp_share` is its length in sparsify phases.
     """
 
     def __init__(
@@ -28,20 +29,22 @@ class GlobalBudget:
         timeline: Timeline,
         score: Tensor,
         *,
-        floor: float,
+        floor: float | Sequence[float],
         ramp: str | Sequence[str] = "cubic",
         ramp_share: Sequence[float] = (),
     ) -> None:
-        self._layout, self._timeline, self._floors = layout, timeline, layout.floors(floor)
+        self._layout, self._timeline = layout, timeline
+        floors = [floor] * len(requests) if isinstance(floor, float | int) else floor
+        self._floors = [layout.floors(each) for each in floors]
         self.score = score
         self.mask = torch.ones_like(score, dtype=torch.bool)
         keep = [layout.keep(request.sparsity) for request in requests]
-        for request in requests:
-            check_floor(layout, request.sparsity, self._floors)
+        for request, least in zip(requests, self._floors, strict=True):
+            check_floor(layout, request.sparsity, least)
         shapes = [ramp] * len(keep) if isinstance(ramp, str) else list(ramp)
         self._table = None if ramp == "none" else timeline.budgets(layout.count, keep, shapes, ramp_share)
         self._final = torch.tensor(keep, device=score.device)
-        self._protected = self._strongest() if floor else None
+        self._protected = self._strongest() if any(floors) else None
 
     def meet_(self) -> Tensor:
         """Meet the budget of this step. Returns the thresholds."""
@@ -81,45 +84,17 @@ class GlobalBudget:
         return tensors if self._protected is None else {**tensors, "protected": self._protected}
 
     def _strongest(self) -> Tensor:
-        """Positions, in each row, of the scores of each tensor that the floor keeps."""
+        """Positions, in each row, of the scores of each tensor that the floor keeps; where these are fewer than in
+        another row, the first of them again."""
         found, offset = [], 0
-        for part, share in zip(self._layout.split(self.score), self._floors, strict=True):
-            found.append(part.topk(share, dim=1).indices + offset)
+        for part, counts in zip(self._layout.split(self.score), zip(*self._floors, strict=True), strict=True):
+            best = part.topk(max(counts), dim=1).indices + offset
+            if len(set(counts)) > 1:
+                own = torch.arange(max(counts), device=best.device) < torch.tensor(counts, device=best.device)[:, None]
+                best = torch.where(own, best, best[:, :1])
+            found.append(best)
             offset += part.shape[1]
         return torch.cat(found, dim=1)
-
-
-class EqualShares:
-    """Keeps, in each tensor of each row, the connections with the largest scores: the same share of every tensor, along
-    the cubic to the final budget."""
-
-    def __init__(self, layout: Layout, requests: Sequence[Request[Any]], timeline: Timeline, weights: Tensor) -> None:
-        self._layout, self._timeline = layout, timeline
-        self._final = [layout.keep(request.sparsity) for request in requests]
-        self._left = timeline.budgets(layout.count, self._final)
-        self.mask = torch.ones_like(weights, dtype=torch.bool)
-
-    def meet_(self, score: Tensor) -> None:
-        """The share of this step; the counts of tensors are rounded one by one."""
-        share = self._timeline.now(self._left)[:, 0].to(score.dtype) / self._layout.count
-        for size, part, mask in zip(*self._parts(score), strict=True):
-            values, kept = part.contiguous(), mask.contiguous()
-            meet_budgets_(values, kept, (share * size).round().clamp(1, size).long())
-            mask.copy_(kept)
-
-    def cut_(self, score: Tensor) -> None:
-        """The final budget, exactly."""
-        leave_shares_(self._layout, score, self.mask, self._final)
-
-    def _parts(self, score: Tensor) -> tuple[Sequence[int], Sequence[Tensor], Sequence[Tensor]]:
-        return self._layout.sizes, self._layout.split(score), self._layout.split(self.mask)
-
-
-def leave_shares_(layout: Layout, score: Tensor, mask: Tensor, left: Sequence[int]) -> None:
-    """Leave in each tensor its share of the connections that are left of each row: those with the largest scores."""
-    counts = [shares(layout.sizes, each, [each / layout.count] * len(layout.sizes)) for each in left]
-    for index, (part, kept) in enumerate(zip(layout.split(score), layout.split(mask), strict=True)):
-        kept.copy_(largest(part, [row[index] for row in counts]))
 
 
 def check_floor(layout: Layout, sparsity: float, floors: Sequence[int]) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gossamer.methods.budgets import leave_shares_
+from gossamer.methods.budgets import largest, shares
 from gossamer.methods.rule import Layout, Options, RemovedIsZero, Request, Timeline, expect
 from gossamer.schedule import connections_left
 
@@ -67,7 +67,12 @@ class GradualPerLayer(RemovedIsZero[PerLayerOptions]):
 
     def _cut(self, weights: Tensor, ramp: float) -> None:
         """Leave in each tensor its share of the budget."""
-        left = [connections_left(ramp, self._layout.count, keep) for keep in self._keep]
+        total, sizes = self._layout.count, self._layout.sizes
+        left = [connections_left(ramp, total, keep) for keep in self._keep]
+        counts = [shares(sizes, each, [each / total] * len(sizes)) for each in left]
         score = weights.abs().masked_fill_(~self._mask, -torch.inf)
-        leave_shares_(self._layout, score, self._mask, left)
+        for index, (part, mask) in enumerate(
+            zip(self._layout.split(score), self._layout.split(self._mask), strict=True)
+        ):
+            mask.copy_(largest(part, [row[index] for row in counts]))
         weights.masked_fill_(~self._mask, 0.0)

@@ -1,12 +1,13 @@
 """Dynamic network surgery: two thresholds a layer, so that a connection between them stays what it is.
 
 Rule: T = 0 where |w| < a, 1 where |w| ≥ b, unchanged between; a = 0.9·t, b = 1.1·t with t = μ + c·σ of the |w| of its
-layer, c chosen by hand for each layer. w follows the gradient of w ⊙ T, also where T = 0 (splicing). Masks are looked
-at with probability (1 + γ·iteration)^-power, less and less often.
+layer, c set by hand for each. w follows the gradient of w ⊙ T, also where T = 0 (splicing). Masks are looked at with
+probability (1 + γ·iteration)^-power, less and less often.
 Reference: Guo, Yao & Chen 2016, Dynamic Network Surgery for Efficient DNNs.
-Ours: c is solved for in every look, so that every tensor keeps the same share of its connections, along our cubic: with
-one c for the network layers without long tails lose all of theirs. So t is an order statistic of |w|/0.9 of those that
-are there and |w|/1.1 of those that are not, and μ and σ do not matter.
+Ours: c is one number for the whole network, solved for in every look so that the budget is met: a connection stays
+where (u - μ)/σ is above c, u being |w|/0.9 for those that are there and |w|/1.1 for those that are not. μ and σ are
+those of the warmed-up network, and removal follows our cubic. As a layer without a long tail would lose everything to
+the others, each tensor keeps at least half of what an equal share would leave it.
 """
 
 import math
@@ -16,9 +17,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gossamer.methods.budgets import EqualShares
+from gossamer.methods.budgets import GlobalBudget, MasksOfBudget
 from gossamer.methods.noise import uniform
 from gossamer.methods.rule import DenseGradient, Layout, Options, Request, Timeline, column, expect, is_rate
+
+_SPARED = 0.5  # of an equal share
 
 
 @dataclass(frozen=True)
@@ -38,7 +41,7 @@ class SurgeryOptions(Options):
         )
 
 
-class Surgery(DenseGradient[SurgeryOptions]):
+class Surgery(MasksOfBudget, DenseGradient[SurgeryOptions]):
     name, title, options = "surgery", "dynamic network surgery (Guo)", SurgeryOptions
     reference = "Guo et al. 2016, Dynamic Network Surgery for Efficient DNNs"
 
@@ -58,27 +61,23 @@ class Surgery(DenseGradient[SurgeryOptions]):
         self._gamma = column([each.gamma for each in settings], weights)
         self._power = column([each.power for each in settings], weights)
         self._seeds = torch.tensor([request.seed for request in requests], device=weights.device)
-        self._shares = EqualShares(layout, requests, timeline, weights)
-
-    @property
-    def mask(self) -> Tensor:
-        return self._shares.mask
+        parts = [part.abs() for part in layout.split(weights)]
+        self._mean = layout.by_tensor(torch.stack([part.mean(1) for part in parts], dim=1))
+        spread = torch.stack([part.std(1, correction=0) for part in parts], dim=1)
+        self._spread = layout.by_tensor(spread).clamp_min_(torch.finfo(weights.dtype).tiny)
+        floors = [max(floor, _SPARED * (1.0 - request.sparsity)) for request in requests]
+        score = (weights.abs() - self._mean) / self._spread
+        self._budget = GlobalBudget(layout, requests, timeline, score, floor=floors)
 
     def learn_(self, gradient: Tensor, weights: Tensor) -> None:
-        before = self.mask.clone()
-        self._shares.meet_(self._reach(weights))
+        before = self._budget.mask.clone()
+        reach = weights.abs() / torch.where(before, self._lower, self._upper)
+        self._budget.score.copy_((reach - self._mean) / self._spread)
+        self._budget.meet_()
         clock = self._timeline.clock
         probability = (1.0 + self._gamma * clock) ** -self._power
         looks = uniform(self._seeds, clock, 1, weights.dtype) < probability
-        self.mask.copy_(torch.where(looks, self.mask, before))
-
-    def freeze_(self, weights: Tensor) -> Tensor:
-        self._shares.cut_(self._reach(weights))
-        return self.mask
+        self._budget.mask.copy_(torch.where(looks, self._budget.mask, before))
 
     def state(self) -> dict[str, Tensor]:
-        return {"mask": self.mask}
-
-    def _reach(self, weights: Tensor) -> Tensor:
-        """The threshold t up to which a connection is there."""
-        return weights.abs() / torch.where(self.mask, self._lower, self._upper)
+        return {**self._budget.state(), "mean": self._mean, "spread": self._spread}

@@ -7,6 +7,7 @@ built. Pretrained weights come through torchvision's own loader, which downloads
 from __future__ import annotations
 
 import importlib
+import sys
 from types import ModuleType
 
 import torch
@@ -15,6 +16,7 @@ from torch import nn
 __all__ = ["efficientnet_b0", "resnet50", "vgg16"]
 
 _IMAGENET_CLASSES = 1000
+_DEFINED: list[torch.library.Library] = []  # names live as long as it does
 
 
 def _torchvision_models() -> ModuleType:
@@ -24,6 +26,21 @@ def _torchvision_models() -> ModuleType:
         raise ImportError(
             "this network is built by torchvision, which is not installed; run pip install 'gossamer[vision]'"
         ) from error
+    except RuntimeError:
+        return _without_its_operators()
+
+
+def _without_its_operators() -> ModuleType:
+    """A torchvision whose compiled library does not fit this torch, as a plain install beside a CPU-only torch: its
+    import stops at two operators that networks for detection use. With their names defined, those here are built."""
+    for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
+        del sys.modules[name]
+    try:
+        names = torch.library.Library("torchvision", "FRAGMENT")  # type: ignore[no-untyped-call]
+        for operator in ("nms", "qnms"):
+            names.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")  # type: ignore[no-untyped-call]
+        _DEFINED.append(names)
+        return importlib.import_module("torchvision.models")
     except RuntimeError as error:
         raise ImportError(
             f"torchvision is installed but was built for another torch ({error}); install the "

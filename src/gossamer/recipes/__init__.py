@@ -3,11 +3,9 @@
 import difflib
 from pathlib import Path
 
-from gossamer._json import read_object
 from gossamer.recipes import cifar, digits, imagenet, mnist, wikitext
 from gossamer.recipes.recipe import Published, Recipe
-from gossamer.training.result import RESULT, RUN
-from gossamer.training.run import Run
+from gossamer.training.result import RESULT, RUN, read_run
 
 __all__ = ["RECIPES", "Published", "Recipe", "find", "names"]
 
@@ -36,11 +34,8 @@ def find(name: str) -> Recipe:
     if path.suffix == ".json":
         if not path.is_file():
             raise FileNotFoundError(f"expected the path of a recipe file, got {name}, which does not exist")
-        values = read_object(path)
-        if isinstance(values.get("config"), dict):  # the result of a run, which has the run in it
-            values = values["config"]
         own_name = path.resolve().parent.name if path.name in (RUN, RESULT) else path.stem
-        return Recipe(own_name, f"from {name}", Run.from_dict(values))
+        return Recipe(own_name, f"from {name}", read_run(path))
     near = difflib.get_close_matches(name.lower(), names(), n=3)
     hint = f"did you mean {', '.join(near)}?" if near else f"the recipes are {', '.join(names())}"
     raise ValueError(f"expected the name of a recipe or a .json file, got {name!r}: {hint}")

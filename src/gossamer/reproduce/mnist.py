@@ -24,6 +24,7 @@ from gossamer.recipes.mnist import DECAY_TABLE
 from gossamer.reproduce.picture import draw_input_connections
 from gossamer.reproduce.record import write_record
 from gossamer.results.records import defaults_of, make_folder, read_record
+from gossamer.side_by_side.checkpoint import remove
 from gossamer.side_by_side.lanes import Outcome
 from gossamer.side_by_side.sweeps import checkpoint_path, train_together
 from gossamer.training.place import Place
@@ -127,7 +128,7 @@ def reproduce(
         for entry, (outcome, network) in zip(portion, trained, strict=True):
             assert isinstance(network, FullyConnectedDenseNet)
             write_record(_path(out, entry), record(entry, outcome, network, device, seconds, len(portion)))
-        checkpoint.unlink(missing_ok=True)
+        remove(checkpoint)
     records = [read_record(_path(out, entry), _NEEDED) for entry in wanted]
     try:
         draw_input_connections(records, out / PICTURE)

@@ -63,6 +63,7 @@ def throughput_rows(record: Record) -> list[list[str]]:
             cell(found.get("alone", {}), "sparsifier_share", ".1%"),
             cell(found.get("alone", {}), "peak_gib", ".2f"),
             cell(found.get("side_by_side", {}), "epoch_s", ".3f"),
+            cell(found.get("side_by_side", {}), "peak_gib", ".2f"),
         ]
         for name, found in record["networks"].items()
     ]
@@ -80,15 +81,17 @@ def throughput(root: Path) -> str:
         if "epoch_s" in found.get("side_by_side", {})
     }
     together = f"{max(runs)} runs side by side" if runs else "side by side"
-    head = ["network", "batch", "fastest mode", "s an epoch", "a second", "sparsifier", "peak memory, GiB", together]
+    head = ["network", "batch", "fastest mode", "s an epoch", "a second", "sparsifier", "peak memory, GiB"]
+    head += [together, "their peak memory, GiB"]
     return "\n\n".join(
         [
             "## Speed of every network",
             f"Sparse training in the phase where masks learn, one {record['hardware']}, commit {record['commit']}, in "
             "the fastest of the modes tried (all of them are in the run file, some of an earlier commit); the share of "
             "the sparsifier is the part of a sparse step by which it is longer than a dense one in the same mode; the "
-            "last column is seconds an epoch and run, bf16. Random data of the "
-            f"right shapes, no files read (`{record['command']}`).",
+            "column of runs side by side is seconds an epoch and run, bf16: where it is not below that of one run "
+            "alone, as with wide networks, a sweep saves nothing but the warm-up that its runs share. Random data of "
+            f"the right shapes, no files read (`{record['command']}`).",
             table(head, throughput_rows(record)),
         ]
     )

@@ -1,15 +1,18 @@
 """A race in mid-run as one safetensors file: written whole or not at all, and gone on from by the same command.
 
-A checksum of the tensors goes with them, as a race that goes on from wrong numbers would end with a wrong table.
+Checksums go with the tensors and with what is told about them, as a race that goes on from wrong numbers would end with
+a wrong table. The file before is kept beside the newest, and taken where that one is damaged.
 """
 
 import json
+import os
 import time
 import warnings
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from itertools import takewhile
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -18,7 +21,13 @@ from torch import Tensor
 
 from gossamer.training.checkpoint import write_atomically
 
+T = TypeVar("T")
+ENDING = ".race.safetensors"
 _FORMAT = 1
+
+
+class Damaged(ValueError):
+    """A file that is not, or is no longer, the checkpoint of a race."""
 
 
 class Keeper:
@@ -82,11 +91,61 @@ def between(left: int, out: Path) -> str:
 
 
 def write(path: Path, tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> None:
+    """Write a race; the file that has this name becomes the one before."""
     path.parent.mkdir(parents=True, exist_ok=True)
     held = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
-    told = {"format": _FORMAT, "crc32": _checksum(held), **about}
-    content = save(held, metadata={"race": json.dumps(told)})
-    write_atomically(path, lambda file: file.write(content))
+    told = json.dumps({"format": _FORMAT, "crc32": _checksum(held), **about})
+    content = save(held, metadata={"race": told, "crc32": _checksum_of_text(told)})
+    write_atomically(path, lambda file: file.write(content), before=lambda path, digest: _set_aside(path))
+
+
+def read_newest(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
+    """The newest race that is whole, or None where there is none. What is damaged is passed over, with a warning."""
+    places = [each for each in (path, before(path)) if each.exists()]
+    for place in places:
+        try:
+            found = read(place)
+        except Damaged as error:
+            remedy = "its runs begin again" if place == places[-1] else "going on from the one before"
+            warnings.warn(f"{error}; {remedy}", stacklevel=2)
+            continue
+        if place != path:
+            os.replace(place, path)  # or the damaged one would be the next to be kept, and push it out
+        return found
+    return None
+
+
+def before(path: Path) -> Path:
+    """Where the checkpoint before the newest is."""
+    return path.with_suffix(".before.safetensors")
+
+
+def remove(path: Path) -> None:
+    """Remove the checkpoints of a race, and what a kill has left unfinished: its outcomes are safe."""
+    for each in (path, before(path), *path.parent.glob(f".{path.name}.*.part")):
+        each.unlink(missing_ok=True)
+
+
+def begun(out: Path, runs: Mapping[str, T], path_of: Callable[[Sequence[T]], Path]) -> list[list[T]]:
+    """The stacks of these runs, by their identities, that have a checkpoint in the folder.
+
+    Teachers come last in a stack, and its name is without them.
+    """
+    found = []
+    for path in sorted(out.glob(f"*{ENDING}")):
+        try:
+            with safe_open(path, framework="pt") as file:
+                about = _about(file.metadata(), path)
+        except (SafetensorError, OSError, ValueError):
+            continue  # it is told when the runs begin
+        known = [runs[each] for each in takewhile(runs.__contains__, about.get("runs", ()))]
+        found += [known[:end] for end in range(1, len(known) + 1) if path_of(known[:end]) == path]
+    return found
+
+
+def _set_aside(path: Path) -> None:
+    if path.exists():
+        os.replace(path, before(path))
 
 
 def read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
@@ -95,33 +154,52 @@ def read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
         return None
     try:
         with safe_open(path, framework="pt") as file:
-            about = json.loads((file.metadata() or {}).get("race", "{}"))
+            about = _about(file.metadata(), path)
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
-    except (SafetensorError, OSError, RecursionError, ValueError) as error:
+    except (SafetensorError, OSError) as error:
         raise _no_race(path, str(error)) from error
-    if not isinstance(about, dict):
-        raise _no_race(path, f"a {type(about).__name__} in its metadata")
-    if about.get("format") != _FORMAT:
-        raise ValueError(
-            f"expected the checkpoint of a race in format {_FORMAT}, got {about.get('format')!r} in {path}: "
-            "go on with the version of gossamer that wrote it, or delete it to begin again"
-        )
     if about.get("crc32", got := _checksum(tensors)) != got:
         raise _no_race(path, "tensors that do not agree with their checksum")
     return tensors, about
+
+
+def _about(metadata: Mapping[str, str] | None, path: Path) -> dict[str, Any]:
+    """What is told about a race in its file."""
+    told = (metadata or {}).get("race", "")
+    if (metadata or {}).get("crc32", got := _checksum_of_text(told)) != got:  # older files have none
+        raise _no_race(path, "metadata that do not agree with their checksum")
+    try:
+        about = json.loads(told)
+    except (RecursionError, ValueError) as error:
+        raise _no_race(path, str(error)) from error
+    if not isinstance(about, dict) or "format" not in about:
+        raise _no_race(path, "other metadata")
+    if about["format"] != _FORMAT:
+        raise ValueError(
+            f"expected the checkpoint of a race in format {_FORMAT}, got {about['format']!r} in {path}: "
+            "go on with the version of gossamer that wrote it, or delete it to begin again"
+        )
+    return about
 
 
 def fill_(wanted: Mapping[str, Tensor], tensors: Mapping[str, Tensor], path: Path) -> None:
     """Copy the tensors of a checkpoint into those that are wanted; all of them, or none."""
     wrong = [name for name, tensor in wanted.items() if name not in tensors or tensors[name].shape != tensor.shape]
     if wrong:
-        raise _no_race(path, f"no tensor of the right shape for {', '.join(wrong[:4])}")
+        raise ValueError(
+            f"expected the checkpoint of a race in {path}, got one with no tensor of the right shape for "
+            f"{', '.join(wrong[:4])}: delete it"
+        )
     for name, tensor in wanted.items():
         tensor.copy_(tensors[name])
 
 
-def _no_race(path: Path, got: str) -> ValueError:
-    return ValueError(f"expected the checkpoint of a race in {path}, got something else ({got}): delete it")
+def _no_race(path: Path, got: str) -> Damaged:
+    return Damaged(f"expected the checkpoint of a race in {path}, got something else ({got})")
+
+
+def _checksum_of_text(text: str) -> str:
+    return str(zlib.crc32(text.encode()))
 
 
 def _checksum(tensors: Mapping[str, Tensor]) -> int:

@@ -12,9 +12,10 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, Unpack, get_args, get_origin, get_type_hints
 
 import torch
 from torch import nn
@@ -27,15 +28,18 @@ from gossamer.methods.filters import Slimming, check_gains, check_reach, gains_o
 from gossamer.methods.scl import SCLOptions
 from gossamer.results import race_page
 from gossamer.results.plot import accuracy_against_sparsity, can_draw, check
-from gossamer.results.records import BEFORE, make_folder, read_run
+from gossamer.results.records import BEFORE, read_run
 from gossamer.select import select
-from gossamer.side_by_side.checkpoint import between
-from gossamer.side_by_side.entries import Member, Race, lanes_of, run_race, teachers_of
+from gossamer.side_by_side.checkpoint import ENDING, begun, between
+from gossamer.side_by_side.course import How
+from gossamer.side_by_side.entries import Member, Race, identity_of, lanes_of, run_race, teachers_of
+from gossamer.side_by_side.folder import Leaving, held, portions
 from gossamer.side_by_side.lanes import Outcome
 from gossamer.side_by_side.stackable import check_floor
 from gossamer.side_by_side.teaching import check_teachers
 from gossamer.side_by_side.training import Training
 from gossamer.training import networks
+from gossamer.training.place import check_one_process, join
 from gossamer.training.result import write_json
 from gossamer.training.run import Run
 from gossamer.training.stopping import Interrupted, StopSignal
@@ -90,11 +94,16 @@ class Comparison:
 
     def members(self) -> list[Member]:
         return [
-            Member.of(seed, method, sparsity, **{"weight_decay": self.weight_decay, **settings})
+            Member.of(seed, method, sparsity, **{**self._of_all(settings), **settings})
             for method, settings in map(entrant, self.methods)
             for sparsity in (self.sparsity if method != "dense" else (0.0,))
             for seed in range(self.seeds)
         ]
+
+    def _of_all(self, settings: Mapping[str, Any]) -> dict[str, float]:
+        """The weight decay; a teacher is the dense run beside, so it has the same."""
+        names = ("weight_decay", "teacher_weight_decay") if settings.get("distil") else ("weight_decay",)
+        return dict.fromkeys(names, self.weight_decay)
 
 
 def entrant(text: str) -> tuple[str, dict[str, Any]]:
@@ -124,7 +133,7 @@ def compare(
     comparison: Comparison,
     out: Path,
     *,
-    device: torch.device,
+    device: torch.device | str,
     together: int = 32,
     checkpoint_minutes: float = 5.0,
     save_models: bool = False,
@@ -136,68 +145,118 @@ def compare(
 
     Whenever records have been added, and where there were all, a table (TIER.md beside them) and the plot are made of
     those that there are, and `finished` is given them. The plot is TIER.svg if not `plot`, where matplotlib is there.
-    With `save_models` each network is left beside its record, as a file for `gossamer.load`.
+    With `save_models` each network is left beside its record, as a file for `gossamer.load`. `device="auto"` takes a
+    GPU where there is one. One process trains in a folder at a time.
     """
+    check_one_process()
     if plot is not None:
         check(plot)
     if together < 1:
         raise ValueError(f"expected at least 1 run at a time, got together={together}")
-    race, run = comparison.race(), Run(model=comparison.net, data=comparison.data)
+    device = device if isinstance(device, torch.device) else join(device).device
     paths = paths_of(comparison, out, progress)
-    missing = [member for member, path in paths.items() if not path.exists()]
-    portions = [missing[first : first + together] for first in range(0, len(missing), together)]
-    for portion in portions:  # what one of them cannot do is said before the first is trained
-        check_teachers(lanes_of(race, [*portion, *teachers_of(portion)], steps_per_epoch=1))
-    images = _images(comparison) if missing else None
-    if images is not None:
-        network = networks.create(run, images.num_classes)
-        networks.check_shapes(run, network, torch.zeros(2, *images.input_shape), images.num_classes)
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    make_folder(out)
-
-    for number, runs in enumerate(portions):
-        assert images is not None
-        beside = teachers_of(runs)  # whose records are there, or in another portion: trained, and not recorded again
-        checkpoint = out / f"{comparison.net}-{_name(comparison, race, runs)}.race.safetensors"
-        progress(
-            f"{len(runs)} runs of {race.epochs} epochs side by side, {len(missing) - number * together} to go"
-            + (f"; {len(beside)} dense beside them, as teachers" if beside else "")
+    with held(out):
+        trained = _train_missing(
+            comparison,
+            out,
+            paths,
+            together,
+            publish=lambda: finished(_publish(paths.values(), out, comparison.tier, plot)),
+            save_models=save_models,
+            device=device,
+            dtype=torch.bfloat16 if device.type == "cuda" else torch.float32,
+            progress=progress,
+            checkpoint_minutes=checkpoint_minutes,
         )
-
-        def keep(number: int, network: nn.Module) -> None:
-            if number < len(runs):  # noqa: B023 - called before the loop goes on
-                save(network, paths[runs[number]].with_suffix(".safetensors"))  # noqa: B023
-
-        start = time.perf_counter()
-        classes = images.num_classes
-        with StopSignal() as stop:
-            outcomes = run_race(
-                race,
-                [*runs, *beside],
-                images,
-                lambda: networks.create(run, classes),  # noqa: B023 - called before the loop goes on
-                device=device,
-                dtype=dtype,
-                progress=progress,
-                checkpoint=checkpoint,
-                checkpoint_minutes=checkpoint_minutes,
-                stop=lambda: stop.asked,
-                keep=keep if save_models else None,
-            )
-            seconds = time.perf_counter() - start
-            for member, outcome in zip(runs, outcomes, strict=False):  # teachers come last
-                content = record(member, outcome, race, seconds, len(outcomes), device)
-                write_json(paths[member], {**content, **_shared(comparison, images)})
-            checkpoint.unlink(missing_ok=True)
-        finished(_publish(paths.values(), out, comparison.tier, plot))
-        left = len(missing) - (number + 1) * together
-        if stop.asked and left > 0:
-            raise Interrupted(between(left, out))
-    records = _publish(paths.values(), out, comparison.tier, plot)
-    if not missing and records:
+        records = _publish(paths.values(), out, comparison.tier, plot)
+    if not trained and records:
         finished(records)
     progress(f"the records and their table, {comparison.tier}.md, are in {out}")
     return records
+
+
+def _train_missing(
+    comparison: Comparison,
+    out: Path,
+    paths: Mapping[Member, Path],
+    together: int,
+    *,
+    publish: Callable[[], None],
+    save_models: bool,
+    **how: Unpack[How],
+) -> bool:
+    """Train the runs without a record, and publish after each stack; whether there were any."""
+    race = comparison.race()
+    missing = [member for member, path in paths.items() if not path.exists()]
+
+    def checkpoint_of(runs: Sequence[Member]) -> Path:
+        return out / f"{comparison.net}-{_name(comparison, race, runs)}{ENDING}"
+
+    there = begun(out, {identity_of(race, member): member for member in paths}, checkpoint_of)
+    stacks = portions(missing, there, together)
+    for runs in stacks:  # what one of them cannot do is said before the first is trained
+        check_teachers(lanes_of(race, [*runs, *teachers_of(runs)], steps_per_epoch=1))
+    if not missing:
+        return False
+    images, run = _images(comparison), Run(model=comparison.net, data=comparison.data)
+    network = networks.create(run, images.num_classes)
+    networks.check_shapes(run, network, torch.zeros(2, *images.input_shape), images.num_classes)
+    left = len(missing)
+    for runs in stacks:
+        file = checkpoint_of(runs)
+        stopping = _train_stack(comparison, runs, left, paths, images, file, save_models=save_models, **how)
+        publish()
+        left = sum(not path.exists() for path in paths.values())
+        if stopping and left:
+            raise Interrupted(between(left, out))
+    return True
+
+
+def _train_stack(
+    comparison: Comparison,
+    runs: Sequence[Member],
+    left: int,
+    paths: Mapping[Member, Path],
+    images: ImageSet,
+    file: Path,
+    *,
+    save_models: bool,
+    **how: Unpack[How],
+) -> bool:
+    """Train these runs, with checkpoints in this file, and write their records; whether somebody has asked to stop
+    after their last step."""
+    race, leaving = comparison.race(), Leaving()
+    run = Run(model=comparison.net, data=comparison.data)
+    beside = teachers_of(runs)  # whose records are there, or in another stack: trained, and not recorded again
+    how["progress"](
+        f"{len(runs)} runs of {race.epochs} epochs side by side, {left} to go"
+        + (f"; {len(beside)} dense beside them, as teachers" if beside else "")
+    )
+
+    def keep(number: int, network: nn.Module) -> None:
+        if number < len(runs):
+            path = paths[runs[number]]
+            leaving.write(path, [partial(save, network, path.with_suffix(".safetensors"))])
+
+    start = time.perf_counter()
+    with StopSignal() as stop:
+        how = {**how, "checkpoint": file, "stop": lambda: stop.asked}
+        outcomes = run_race(
+            race,
+            [*runs, *beside],
+            images,
+            lambda: networks.create(run, images.num_classes),
+            keep=keep if save_models else None,
+            **how,
+        )
+        seconds = time.perf_counter() - start
+        for member, outcome in zip(runs, outcomes, strict=False):  # teachers come last
+            content = record(member, outcome, race, seconds, len(outcomes), how["device"])
+            leaving.write(
+                paths[member], [partial(write_json, paths[member], {**content, **_shared(comparison, images)})]
+            )
+    leaving.finish(file)
+    return stop.asked
 
 
 def paths_of(
@@ -211,10 +270,17 @@ def paths_of(
 def _publish(paths: Iterable[Path], out: Path, tier: str, plot: Path | None) -> list[dict[str, Any]]:
     """The records that there are, after their table and plot have been written."""
     records = [read_run(path) for path in paths if path.exists()]
-    if records:
+    if not records:
+        return records
+    try:
         (out / f"{tier}.md").write_text(race_page(records))
         if plot is not None or can_draw():
             accuracy_against_sparsity(records, plot or out / f"{tier}.svg")
+    except OSError as error:
+        raise OSError(
+            f"the records are in {out}, but their table, {tier}.md, or the plot cannot be written ({error}): free some "
+            "space on the disk, and run the same command again"
+        ) from error
     return records
 
 

@@ -43,10 +43,10 @@ def train_side_by_side(
 ) -> list[Outcome]:
     """Train all lanes, and return what has come of each.
 
-    With a `checkpoint` all of it is written there now and then, after an epoch, and goes on from there if it is cut
-    short; who calls removes it once the outcomes are safe. Whether to `stop` is asked after every step: then all is
-    written, and `Interrupted` says how to go on; of a KeyboardInterrupt it says what was lost. `keep` is handed every
-    finished network, with the number of its lane.
+    With a `checkpoint` all of it is written there now and then, after an epoch, and after the last step, and goes on
+    from there if it is cut short; who calls removes it once the outcomes are safe. Whether to `stop` is asked after
+    every step: then all is written, and `Interrupted` says how to go on; of a KeyboardInterrupt it says what was lost.
+    `keep` is handed every finished network, with the number of its lane.
     """
     run = Running(common, lanes, data, make_network, device=device, dtype=dtype, stop=stop)
     first = 0 if checkpoint is None else run.go_on_from(checkpoint)
@@ -80,7 +80,7 @@ def _train_epochs(run: Running, first: int, keeper: Keeper, progress: Callable[[
         if run.stop() and run.done < run.steps:
             saved = keeper.keep(run.save, run.done)
             raise Interrupted(keeper.farewell(run.done, run.steps, saved=saved))
-        if keeper.is_due():
+        if keeper.is_due() or run.done == run.steps:  # whatever happens to the outcomes, nothing is trained again
             keeper.keep(run.save, run.done)
         if epoch % max(1, common.epochs // 20) == 0 or epoch == common.epochs - 1:
             losses = run.train_loss.tolist()

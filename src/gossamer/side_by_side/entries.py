@@ -143,12 +143,17 @@ def lanes_of(race: Race, members: Sequence[Member], steps_per_epoch: int) -> lis
     return [_lane(race, member, steps_per_epoch) for member in members]
 
 
+def identity_of(race: Race, member: Member) -> str:
+    """What a checkpoint knows a member by."""
+    return json.dumps([asdict(race), member.to_dict()])
+
+
 def _lane(race: Race, member: Member, steps_per_epoch: int) -> Lane:
     own = _own(race, member)
     plan = _plan(own, steps_per_epoch)
     return Lane(
         name=f"{member.method} with seed {member.seed}",
-        identity=json.dumps([asdict(race), member.to_dict()]),
+        identity=identity_of(race, member),
         rule=member.rule,
         request=Request(member.sparsity, member.seed, member.options),
         plan=member.rule.phases(plan),

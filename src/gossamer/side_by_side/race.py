@@ -21,7 +21,7 @@ from gossamer.methods.frozen import Frozen
 from gossamer.schedule import Plan, sparse_weight_decay
 from gossamer.side_by_side.averaging import averaging_rates, recalibrate_
 from gossamer.side_by_side.capture import Captured
-from gossamer.side_by_side.checkpoint import fill_, random_state, read, set_random_state, write
+from gossamer.side_by_side.checkpoint import fill_, random_state, read_newest, set_random_state, write
 from gossamer.side_by_side.feed import Feed
 from gossamer.side_by_side.lanes import Common, Lane, Outcome, Seats, seats, turns
 from gossamer.side_by_side.learner import StackedLearner, Tables, Team
@@ -117,7 +117,7 @@ class Running:
 
     def go_on_from(self, path: Path) -> int:
         """Be where the runs were when they were written; returns the whole epochs that are done, 0 if nothing was."""
-        found = read(path)
+        found = read_newest(path)
         if found is None:
             return 0
         tensors, about = found

@@ -7,7 +7,8 @@ from its last checkpoint when it is asked for again.
 import hashlib
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -19,14 +20,14 @@ from gossamer._json import read_object
 from gossamer.checkpoint import save
 from gossamer.data.sets import ImageSet
 from gossamer.methods import Layout
-from gossamer.results.records import make_folder
 from gossamer.select import select
-from gossamer.side_by_side.checkpoint import between
+from gossamer.side_by_side.checkpoint import ENDING, begun, between
 from gossamer.side_by_side.course import How, train_side_by_side
+from gossamer.side_by_side.folder import Leaving, held, portions
 from gossamer.side_by_side.lanes import Outcome
 from gossamer.side_by_side.stackable import check, check_reachable, common_of, images_of, lane_of, shared
 from gossamer.training import networks, result
-from gossamer.training.place import Place, join
+from gossamer.training.place import Place, check_one_process, join
 from gossamer.training.run import Run
 from gossamer.training.stopping import Interrupted, StopSignal
 
@@ -44,30 +45,18 @@ def sweep(
 
     A record is what `result.json` is for a run alone. Runs that cannot share a stack (another network, data set, number
     of epochs, batch size …) are trained one stack after the other. `device="auto"` takes a GPU where there is one. With
-    `save_models` each network is left beside its record, as a file for `gossamer.load`.
+    `save_models` each network is left beside its record, as a file for `gossamer.load`. One process trains in a folder
+    at a time.
     """
+    check_one_process()
     if together < 1:
         raise ValueError(f"expected at least 1 run at a time, got together={together}")
     out, device = Path(out), device if isinstance(device, torch.device) else join(device).device
     wanted = {run.run_id: run for run in runs}
     check([*wanted.values()])
-    make_folder(out)
-    missing = [run for run in wanted.values() if not record_path(out, run).exists()]
-    stacks: dict[str, list[Run]] = {}
-    left = len(missing)
-    for run in missing:
-        stacks.setdefault(shared(run).run_id, []).append(run)
-    for alike in stacks.values():
-        images = _images(alike[0])
-        _check_network(alike, images)
-        in_order = sorted(alike, key=lambda run: run.seed)  # those of one seed share trunks
-        for first in range(0, len(in_order), together):
-            portion = in_order[first : first + together]
-            progress(f"{len(portion)} runs of {portion[0].epochs} epochs side by side, {len(in_order) - first} to go")
-            stopping = _train_portion(portion, images, out, device, save_models=save_models, progress=progress)
-            left -= len(portion)
-            if stopping and left:
-                raise Interrupted(between(left, out))
+    if _missing(wanted.values(), out):
+        with held(out):
+            _train_missing(wanted.values(), out, device, together, save_models=save_models, progress=progress)
     return [read_object(record_path(out, run)) for run in wanted.values()]
 
 
@@ -78,7 +67,7 @@ def record_path(out: Path, run: Run) -> Path:
 def checkpoint_path(out: Path, runs: Sequence[Run]) -> Path:
     """Where a stack of these runs is written while it trains."""
     name = hashlib.sha256(" ".join(run.run_id for run in runs).encode()).hexdigest()[:12]
-    return out / f"{name}.race.safetensors"
+    return out / f"{name}{ENDING}"
 
 
 def train_together(
@@ -108,6 +97,39 @@ def precision_of(run: Run, device: torch.device) -> torch.dtype:
     return torch.bfloat16 if run.precision == "bf16" else torch.float32
 
 
+def _missing(runs: Collection[Run], out: Path) -> list[Run]:
+    return [run for run in runs if not record_path(out, run).exists()]
+
+
+def _train_missing(
+    wanted: Collection[Run],
+    out: Path,
+    device: torch.device,
+    together: int,
+    *,
+    save_models: bool,
+    progress: Callable[[str], None],
+) -> None:
+    """Train the runs without a record, those that can share a stack in one."""
+    stacks: dict[str, list[Run]] = {}
+    for run in wanted:
+        stacks.setdefault(shared(run).run_id, []).append(run)
+    for alike in stacks.values():
+        missing = _missing(sorted(alike, key=lambda run: run.seed), out)  # those of one seed share trunks
+        if not missing:
+            continue
+        images = _images(missing[0])
+        _check_network(missing, images)
+        there = begun(out, {run.run_id: run for run in alike}, partial(checkpoint_path, out))
+        for portion in portions(missing, there, together):
+            to_go = len(_missing(alike, out))
+            progress(f"{len(portion)} runs of {portion[0].epochs} epochs side by side, {to_go} to go")
+            stopping = _train_portion(portion, images, out, device, save_models=save_models, progress=progress)
+            left = len(_missing(wanted, out))
+            if stopping and left:
+                raise Interrupted(between(left, out))
+
+
 def _train_portion(
     runs: Sequence[Run],
     images: ImageSet,
@@ -119,7 +141,7 @@ def _train_portion(
 ) -> bool:
     """Train these runs and write their records; whether somebody has asked to stop after their last step."""
     first, checkpoint = runs[0], checkpoint_path(out, runs)
-    started = time.perf_counter()
+    started, leaving = time.perf_counter(), Leaving()
     with StopSignal() as stop:
         trained = train_together(
             runs,
@@ -134,10 +156,11 @@ def _train_portion(
         )
         seconds = time.perf_counter() - started
         for run, (outcome, network) in zip(runs, trained, strict=True):
-            if save_models:
-                save(network, out / f"{run.run_id}.safetensors")
-            result.write_json(record_path(out, run), _record(run, outcome, network, images, device, seconds, len(runs)))
-        checkpoint.unlink(missing_ok=True)
+            path = record_path(out, run)
+            content = _record(run, outcome, network, images, device, seconds, len(runs))
+            model = [partial(save, network, path.with_suffix(".safetensors"))] if save_models else []
+            leaving.write(path, [*model, partial(result.write_json, path, content)])
+    leaving.finish(checkpoint)
     return stop.asked
 
 

@@ -1,7 +1,7 @@
 """Checkpoints that survive a kill at any moment, a full disk and a corrupted file.
 
 A checkpoint is written to a temporary file, forced to the disk and only then given its name, so what has the name is
-complete. Its SHA-256 lies beside it: a file that no longer agrees is passed over for the one before, and that is said.
+complete. Its SHA-256 lies beside it: a file that no longer agrees is set aside for the one before, and that is said.
 The two newest are kept. They are plain `torch.save` files, readable with `torch.load(path, weights_only=True)`.
 """
 
@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 _NAME = re.compile(r"checkpoint-(\d{9})\.pt")
 _KEPT = 2
+_DAMAGED = ".damaged"  # behind the name of a file that was set aside
 _SHARD = "__shard__"  # marks a tensor that other processes have the rest of
 
 
@@ -57,12 +58,17 @@ class Checkpoints:
                 stacklevel=2,
             )
             return False
-        for old in self.paths()[_KEPT:]:
+        before = [each for each in self.paths() if each != path]
+        for old in before[_KEPT - 1 :]:
             _remove(old)
         return True
 
     def load(self) -> dict[str, Any] | None:
-        """The newest checkpoint that is whole, or None where there is none. What a kill left unfinished is removed."""
+        """The newest checkpoint that is whole, or None where there is none. What a kill left unfinished is removed.
+
+        One that is damaged gets another name: it can be looked at, but is no checkpoint any more, and takes no good
+        one's place.
+        """
         for unfinished in self.folder.glob(".*.part"):
             unfinished.unlink(missing_ok=True)
         paths = self.paths()
@@ -74,16 +80,19 @@ class Checkpoints:
                     return state
                 except Exception as error:  # whatever the reader stumbles over, an older file may be whole
                     problem = f"cannot be read: {error}"
+            aside = path.replace(path.with_name(path.name + _DAMAGED))
             remedy = "beginning again" if path == paths[-1] else "going on from the one before"
-            warnings.warn(f"the checkpoint {path} {problem}; {remedy}", stacklevel=2)
+            warnings.warn(f"the checkpoint {path} {problem}; it is now called {aside.name}; {remedy}", stacklevel=2)
         return None
 
     def clear(self) -> None:
         """Remove all checkpoints: the run is complete."""
         for path in self.paths():
             _remove(path)
+        for aside in self.folder.glob(f"checkpoint-*.pt{_DAMAGED}"):
+            aside.unlink(missing_ok=True)
         for alone in self.folder.glob("checkpoint-*.sha256"):
-            alone.unlink(missing_ok=True)  # of a checkpoint whose writing was cut short
+            alone.unlink(missing_ok=True)  # of one that was set aside, or whose writing was cut short
 
 
 def write_atomically(

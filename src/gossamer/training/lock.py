@@ -47,8 +47,8 @@ def _locked(path: Path) -> IO[bytes]:
         if error.errno in _TAKEN:
             file.close()
             raise ValueError(
-                f"another process trains the run in {path.parent} at this moment: wait for it, stop it, or choose "
-                "another folder"
+                f"another process trains in {path.parent} at this moment: wait for it, stop it, or choose another "
+                "folder"
             ) from None
     return file
 

@@ -42,7 +42,7 @@ from gossamer.training.place import (
 from gossamer.training.progress import Observer, Observers, Status
 from gossamer.training.run import Run
 from gossamer.training.snapshot import Parts
-from gossamer.training.step import Meter, Step
+from gossamer.training.step import Meter, Step, check_last_step
 from gossamer.training.stopping import Interrupted, StopSignal
 from gossamer.training.task import make_task, perplexity
 from gossamer.training.teacher import make_teacher
@@ -54,6 +54,8 @@ _ASK_EVERY = 10  # steps after which several processes ask each other whether to
 @advice_on_lost_workers()
 def train(run: Run, out: Path | str, *, observers: Sequence[Observer] = ()) -> dict[str, Any]:
     """Train `run`, or go on with it, in the folder `out`. Returns what is in result.json."""
+    if out == "":
+        raise ValueError("expected a folder for the run, got an empty name: write . for the current folder")
     with ExitStack() as held:
         return _train(run, Path(out), observers, held)
 
@@ -94,16 +96,24 @@ def _train(run: Run, folder: Path, observers: Sequence[Observer], held: ExitStac
     plan = plan_without_masks(run, total, per_epoch, leads=place.leads) if sparsifier is None else sparsifier.plan
     teacher = make_teacher(chosen, place, task.lesson(), plan)
 
-    def begin() -> None:
+    def hold() -> dict[str, Any] | None:
         if place.leads:
             with result.writing(folder):
                 folder.mkdir(parents=True, exist_ok=True)
                 held.enter_context(only_one(folder))
+        return look()  # once more: another process may have finished meanwhile
+
+    def sign() -> None:
+        if place.leads:
+            with result.writing(folder):
                 result.write_json(folder / result.RUN, run.to_dict())
 
-    place.after_the_leader(begin)
+    done = place.share(place.after_the_leader(hold))
+    if done is not None:
+        return dict(done)
     checkpoints, parts = Checkpoints(folder), Parts(model, optimizer, sparsifier, task, teacher)
     clock = _Clock(snapshot.restore(checkpoints, run, place, parts), run.checkpoint_minutes)
+    place.after_the_leader(sign)  # not before a checkpoint of another run has been refused: the folder is still its own
     step = task.source.state.epoch * per_epoch + task.source.state.step
     meter = Meter(place, step)
     take_step = Step(chosen, place, task, model, optimizer, sparsifier, forward, meter, teacher)
@@ -211,6 +221,7 @@ def _train(run: Run, folder: Path, observers: Sequence[Observer], held: ExitStac
 
         def write() -> None:
             if place.leads:
+                check_last_step(tensors, test)
                 result.write_all(folder, tensors, counted, finished)
                 checkpoints.clear()
 

@@ -116,7 +116,7 @@ class Place:
 
 def join(device: str) -> Place:
     """The place of this process; where torchrun has started several, join them."""
-    world = int(os.environ.get("WORLD_SIZE", "1"))
+    world = _processes()
     chosen = _device(device)
     if chosen.type == "cuda":
         own = _own_gpu() if world > 1 else chosen.index
@@ -132,6 +132,19 @@ def join(device: str) -> Place:
         # Kept for further runs of this process: torchrun's store does not take a second group of the same name.
         atexit.register(_leave)
     return Place(chosen, dist.get_rank(), dist.get_world_size())
+
+
+def check_one_process() -> None:
+    """Before work that several processes would each do whole, and write to the same files."""
+    if (world := _processes()) > 1:
+        raise ValueError(
+            f"expected one process, as runs side by side share one device, got WORLD_SIZE={world}: start gossamer "
+            "without torchrun; only gossamer train shares its work among several processes"
+        )
+
+
+def _processes() -> int:
+    return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def _as_sent(error: Exception) -> Exception:

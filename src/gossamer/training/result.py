@@ -3,6 +3,7 @@
 import json
 import platform
 import subprocess
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields
@@ -77,37 +78,61 @@ def count(run: Run, model: nn.Module, example: Tensor) -> Report:
 
 
 @contextmanager
-def writing(folder: Path) -> Iterator[None]:
-    """The first writing into the folder of a run, which fails where it is not a place for one."""
+def writing(folder: Path, content: str = "the run") -> Iterator[None]:
+    """The first writing into the folder of a run, or of other `content`, which fails where it is not a place for it."""
     files = [each for each in (folder, *folder.parents) if each.exists() and not each.is_dir()]
     if files:
         which = "which" if files[0] == folder else f"and {files[0]}"
-        raise ValueError(f"expected a folder for the run, got {folder}, {which} is a file: choose another name")
+        raise ValueError(
+            f"expected a folder for {content}, got {folder}, {which} is a file: choose another name (--out)"
+        )
     try:
         yield
     except OSError as error:
         raise OSError(
-            f"expected a folder for the run that can be written, got {folder} ({error}): choose another one, make room "
-            "on its disk, or change its permissions"
+            f"expected a folder for {content} that can be written, got {folder} ({error}): choose another one, make "
+            "room on its disk, or change its permissions"
         ) from error
 
 
 def read_result(folder: Path, run: Run) -> dict[str, Any] | None:
     """The result of this very run, where the folder has it. A folder of another run is an error."""
-    path = folder / RUN
-    if path.is_file():
-        other = Run.from_dict(read_object(path))
-        if other.run_id != run.run_id:
-            raise ValueError(
-                f"{folder} belongs to run {other.run_id}, which differs from run {run.run_id} in "
-                f"{', '.join(run.differences_from(other))}: choose another folder, or delete this one; "
-                f"gossamer train {path} --out {folder} goes on with the run that it belongs to"
-            )
+    if (folder / RUN).is_file():
+        _refuse_another(folder, run, folder / RUN)
     result = folder / RESULT
-    if not result.is_file():
+    found = read_object(result) if result.is_file() else {}
+    if found.get("complete") is not True:
         return None
-    found = read_object(result)
-    return found if found.get("complete") is True else None
+    _refuse_another(folder, run, result)
+    gone = [name for name in (MODEL, SPARSE_MODEL, LAYERS) if not (folder / name).is_file()]
+    if gone:
+        warnings.warn(
+            f"this run has finished, but {', '.join(gone)} is no longer in {folder}: put it back, or delete {result} "
+            "to train again",
+            stacklevel=2,
+        )
+    return found
+
+
+def _refuse_another(folder: Path, run: Run, path: Path) -> None:
+    """An error where a file of the folder tells of another run than the one that is asked for."""
+    other = read_run(path)
+    if other.run_id != run.run_id:
+        raise ValueError(
+            f"{folder} belongs to run {other.run_id}, which differs from run {run.run_id} in "
+            f"{', '.join(run.differences_from(other))}: choose another folder, or delete this one; "
+            f"gossamer train {path} --out {folder} goes on with the run that it belongs to"
+        )
+
+
+def read_run(path: Path) -> Run:
+    """The run in a file of its keys, such as a run.json, or in a result.json, which has them as its `config`."""
+    values = read_object(path)
+    config = values.get("config")
+    try:
+        return Run.from_dict(config if isinstance(config, dict) else values)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
 
 
 def read_result_file(path: Path) -> dict[str, Any]:
@@ -149,8 +174,13 @@ def write_json(path: Path, values: Mapping[str, Any]) -> None:
 
 
 def write_all(folder: Path, tensors: Mapping[str, Tensor], counted: Report, result: Mapping[str, Any]) -> None:
-    """Everything that a run leaves behind. The result comes last: the run is complete when it is there."""
+    """Everything that a run leaves behind. The result comes last: the run is complete when it is there.
+
+    Somebody may have removed the folder meanwhile: it is made again, with the run.json that was written first.
+    """
     try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_json(folder / RUN, result["config"])
         write_model(folder / MODEL, tensors)
         write_json(folder / LAYERS, counted.to_dict())
         write_json(folder / RESULT, result)

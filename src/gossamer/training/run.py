@@ -102,11 +102,24 @@ class Run:
     log_steps: int = 50
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "model_options", MappingProxyType(dict(self.model_options)))
-        object.__setattr__(self, "settings", MappingProxyType(_as_numbers(self.settings, self.method)))
-        problems = problems_of(self)
+        problems = self._take_types()
+        if not problems:
+            object.__setattr__(self, "model_options", MappingProxyType(self.model_options))
+            object.__setattr__(self, "settings", MappingProxyType(_as_numbers(self.settings, self.method)))
+            problems = problems_of(self)
         if problems:
             raise ValueError("a run that cannot be trained:\n  " + "\n  ".join(problems))
+
+    def _take_types(self) -> list[str]:
+        """Bring every value to the type of its field, so that lr=1 and lr=1.0 are the same run, as in a file. Returns
+        what is wrong with those that have another."""
+        wrong = []
+        for name, kind in _types().items():
+            try:
+                object.__setattr__(self, name, typed(kind, name, getattr(self, name)))
+            except ValueError as error:
+                wrong.append(str(error))
+        return wrong
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Run.from_dict, (self.to_dict(),)  # read-only mappings cannot be pickled
@@ -115,8 +128,7 @@ class Run:
     def run_id(self) -> str:
         """Ten hexadecimal digits that tell this run from every other."""
         told = {name: value for name, value in self.differences().items() if name not in _NOT_IN_IDENTITY}
-        text = json.dumps(told, sort_keys=True, separators=(",", ":"))
-        return hashlib.sha256(text.encode()).hexdigest()[:10]
+        return hashlib.sha256(_as_text(told).encode()).hexdigest()[:10]
 
     @property
     def mask_settings(self) -> Settings:
@@ -138,11 +150,13 @@ class Run:
         found: list[str] = []
         mine, theirs = _plain(self), _plain(other)
         for name in mine:
-            if mine[name] == theirs[name] or name in _NOT_IN_IDENTITY:
+            if _as_text(mine[name]) == _as_text(theirs[name]) or name in _NOT_IN_IDENTITY:
                 continue
             if _is_mapping(name):
                 keys = dict.fromkeys([*mine[name], *theirs[name]])
-                told = [f"{name}.{key}" for key in keys if mine[name].get(key) != theirs[name].get(key)]
+                told = [
+                    f"{name}.{key}" for key in keys if _as_text(mine[name].get(key)) != _as_text(theirs[name].get(key))
+                ]
                 found += told or [name]
             else:
                 found.append(name)
@@ -156,7 +170,9 @@ class Run:
     def from_dict(values: Mapping[str, Any]) -> "Run":
         """A run from `to_dict()` or from a file; what is left out has its default."""
         version = values.get("format", FORMAT)
-        if not isinstance(version, int) or version > FORMAT:
+        if type(version) is not int or version < 1:
+            raise ValueError(f"format: expected {FORMAT}, got {version!r}: write {FORMAT}, or leave it out")
+        if version > FORMAT:
             raise ValueError(
                 f"expected a run in format {FORMAT} or older, got format {version!r}: it was written by a newer "
                 "version of gossamer; install that version (pip install --upgrade gossamer)"
@@ -167,7 +183,7 @@ class Run:
                 _check_key(name, str(given.get("method", Run.method)), str(given.get("model", Run.model)))
             except ValueError as error:
                 raise ValueError(f"{error} A newer version of gossamer may know it") from None
-        return Run(**{name: typed(_types()[name], name, value) for name, value in given.items()})
+        return Run(**given)
 
     def with_settings(self, assignments: Iterable[str]) -> "Run":
         """This run with some fields changed by 'key=value', values read by the type of the field.
@@ -248,6 +264,11 @@ def _as_numbers(settings: Mapping[str, Scalar], method: str) -> dict[str, Scalar
     kinds = setting_types(method)
     numbers = {name for name, kind in kinds.items() if float in (kind, *typing.get_args(kind))}
     return {name: float(value) if name in numbers and type(value) is int else value for name, value in settings.items()}
+
+
+def _as_text(plain: Any) -> str:
+    """What the identity is made of. 4 and 4.0, the same to Python, are different arguments of a network."""
+    return json.dumps(plain, sort_keys=True, separators=(",", ":"))
 
 
 def _is_mapping(name: str) -> bool:

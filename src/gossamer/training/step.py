@@ -7,8 +7,9 @@ mask learning and fine-tuning, and where a teacher begins, so each has a graph o
 short end of a text) runs without one.
 """
 
+import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -31,8 +32,25 @@ Batch = tuple[Tensor, Tensor]
 _Kernels = tuple[Phase, bool, float]
 
 
+_REMEDY = "try a smaller lr, lr_warmup=1ep, clip=1, or precision=float32, in another folder"
+
+
 class LossNotFinite(ArithmeticError):
     """The loss has become infinite or not a number."""
+
+
+def check_last_step(tensors: Mapping[str, Tensor], test: float) -> None:
+    """Stop where the last step, after which there is no loss to look at, has ruined the network: its tensors, or the
+    `test` metric, are not finite, or so large that two layers multiply to something that is not.
+
+    Accuracy alone does not show it, and answers to the test set can be infinite for want of steps: the statistics of
+    batch norms begin far from those of the data.
+    """
+    floating = {name: tensor for name, tensor in tensors.items() if tensor.is_floating_point()}
+    ruined = [name for name, tensor in floating.items() if not tensor.square().isfinite().all()]
+    if ruined or not math.isfinite(test):
+        what = f"{ruined[0]} is" if ruined else "the answers to the test set are"
+        raise LossNotFinite(f"{what} not finite (infinite, NaN, or too large) after the last step: {_REMEDY}")
 
 
 class Meter:
@@ -73,8 +91,8 @@ class Meter:
         bad = int(self._place.least(torch.where(self._bad_step < 0, none_so_far, self._bad_step)))
         if bad < none_so_far:
             raise LossNotFinite(
-                f"the loss is not finite (infinite or NaN) at step {bad}: try a smaller lr, lr_warmup=1ep, "
-                "clip=1, or precision=float32, in another folder; all checkpoints here are from before that step"
+                f"the loss is not finite (infinite or NaN) at step {bad}: {_REMEDY}; all checkpoints here are from "
+                "before that step"
             )
 
     def means(self) -> tuple[float | None, float | None]:

@@ -12,9 +12,9 @@ _SAID = {int: "a whole number", float: "a number", bool: "true or false", str: "
 
 
 def typed(kind: Any, name: str, value: Any) -> Any:
-    """A value of a file as a field of type `kind` wants it, or an error that names the field."""
+    """A value of a file or a program as a field of type `kind` wants it, or an error that names the field."""
     if typing.get_origin(kind) is Mapping:
-        if isinstance(value, Mapping) and all(isinstance(each, Scalar) for each in value.values()):
+        if isinstance(value, Mapping) and all(type(each) in typing.get_args(Scalar) for each in value.values()):
             return {str(key): each for key, each in value.items()}
         raise ValueError(f"{name}: expected a table of plain values, got {value!r}")
     if typing.get_origin(kind) is tuple:
@@ -24,8 +24,8 @@ def typed(kind: Any, name: str, value: Any) -> Any:
     allowed = _allowed(kind)
     if type(value) in allowed:
         return value
-    if float in allowed and type(value) is int:
-        return float(value)
+    if float in allowed and isinstance(value, int | float) and not isinstance(value, bool):
+        return float(value)  # also of NumPy's, which checkpoints would not be read with
     raise ValueError(f"{name}: expected {_said(kind)}, got {value!r}")
 
 

@@ -1,0 +1,55 @@
+"""The screening of all methods: what each is tried with, what is chosen, and what fits the time."""
+
+import importlib
+import json
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from gossamer.side_by_side.compare import entrant
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+SMALL = ["--net", "digits_cnn", "--data", "digits", "--epochs", "3", "--seeds", "1", "--methods", "gradual", "lottery"]
+
+
+@pytest.fixture
+def all_methods(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    return importlib.import_module("all_methods")
+
+
+def test_every_variant_is_a_setting_of_its_method(all_methods: ModuleType) -> None:
+    tried = [entered for name in all_methods.SINGLE for entered in all_methods.entrants(name)]
+    assert len({str(entrant(each)) for each in tried}) == len(tried)
+    assert entrant("l0:weight_decay_power=0.5,gate_lr=0.02") in [entrant(each) for each in tried]
+
+
+def test_what_is_best_on_held_out_images_runs_at_the_other_sparsities(
+    all_methods: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(all_methods, "OTHERS", (0.5,))
+    all_methods.main([*SMALL, "--out", str(tmp_path), "--commit", "abc"])
+    told = capsys.readouterr().out
+    records = [json.loads(path.read_text()) for path in tmp_path.glob("*.json")]
+    assert len(records) == 1 + 2 + 3 + 2  # dense, the decays of both, a variant of one; then one setting of each
+    for name in ("gradual", "lottery"):
+        tried = {
+            line.split(": ")[0]: float(line.split()[-3]) for line in told.splitlines() if line.startswith(f"{name}")
+        }
+        (chosen,) = (each for each in records if each["method"] == name and each["asked_sparsity"] == 0.5)
+        settings = {key: chosen["settings"].get(key, 0.0) for key in ("weight_decay_power", "rewind")}
+        best = [entrant(entered)[1] for entered, mean in tried.items() if mean == max(tried.values())]
+        assert settings in [{"weight_decay_power": 0.0, "rewind": settings["rewind"], **each} for each in best]
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.glob("*.json")}
+    all_methods.main([*SMALL, "--out", str(tmp_path), "--seconds", "0"])  # all is there: no time is needed
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.glob("*.json")} == before
+    assert "rewound (Renda)" in (tmp_path / "screening.md").read_text()
+
+
+def test_nothing_is_begun_that_does_not_fit(
+    all_methods: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    all_methods.main([*SMALL, "--out", str(tmp_path), "--seconds", "0.1"])
+    assert "left for another time: dense, gradual" in capsys.readouterr().out
+    assert not list(tmp_path.glob("*.json"))
