@@ -44,10 +44,12 @@ class MapTask:
         self._run, self._place = run, place
         self.source = [tuple(torch.randn(2, run.batch_size, width, device=place.device))]
 
-    def loss(self, forward: Callable[..., Any], batch: tuple[Tensor, Tensor], teacher: None = None) -> Tensor:
+    def loss(
+        self, forward: Callable[..., Any], batch: tuple[Tensor, Tensor], teacher: None = None
+    ) -> tuple[Tensor, None]:
         with autocast(self._run, self._place):
             fitted = forward(batch[0])
-        return functional.mse_loss(fitted.float(), batch[1])
+        return functional.mse_loss(fitted.float(), batch[1]), None
 
     def carry(self) -> None:
         pass

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -247,6 +248,26 @@ def test_without_a_terminal_there_is_a_line_now_and_then() -> None:
     assert told.getvalue().splitlines() == ["mine: 1/2 dense", "mine: 2/2 dense"]
 
 
+def test_between_two_statuses_the_line_moves_and_says_that_it_evaluates() -> None:
+    status = Status(step=0, total_steps=4, epoch=0, epochs=2, phase="dense", lr=0.1, seconds=0.0)
+    told = io.StringIO()
+    plain = PlainLines("mine", Console(file=told), every=0.0)
+    plain.begin(status)
+    plain.tell(replace(status, step=1, epoch=0.5, seconds=60.0, loss=0.5))
+    plain.move(2, 120.0)
+    plain.move(4, 240.0, "evaluating test 40%")
+    assert told.getvalue().splitlines()[2:] == [
+        "mine: 2/2 dense · loss 0.500 · 0:02:00 left",
+        "mine: 2/2 dense · evaluating test 40%",
+    ]
+    shown = io.StringIO()
+    live = LiveLine("mine", Console(file=shown, width=80, force_terminal=True, color_system=None))
+    live.begin(status)
+    live.move(4, 240.0, "evaluating test 40%")
+    live.close()
+    assert "2/2 dense · evaluating test 40%" in shown.getvalue()
+
+
 def test_on_a_terminal_of_80_columns_every_number_is_seen() -> None:
     told = io.StringIO()
     line = LiveLine("cifar10-resnet20", Console(file=told, width=80, force_terminal=True, color_system=None))
@@ -259,6 +280,28 @@ def test_on_a_terminal_of_80_columns_every_number_is_seen() -> None:
     shown = told.getvalue()
     assert "120/240 sparsify · loss 0.066 · 94.00% · sparse 24.6% · λ1 0.25 -:--:--" in shown
     assert "cif… " in shown
+    assert "acc" not in shown  # where images are held out their number is enough
+
+
+@pytest.mark.parametrize(
+    ("told", "words"),
+    [
+        ({"train": 0.9312, "sparsity": 0.2461, "decay": 0.253}, "train acc 93.1% · sparse 24.6% · λ1 0.25 -:--:--"),
+        ({"train": 81.5, "metric": "perplexity"}, "train ppl 81.50 -:--:--"),
+    ],
+)
+def test_the_live_line_shows_the_training_accuracy_where_no_images_are_held_out(
+    told: dict[str, Any], words: str
+) -> None:
+    shown = io.StringIO()
+    line = LiveLine("digits", Console(file=shown, width=80, force_terminal=True, color_system=None))
+    status = Status(
+        step=1000, total_steps=4000, epoch=119.5, epochs=240, phase="sparsify", lr=0.1, seconds=60.0, loss=0.0664
+    )
+    line.begin(status)
+    line.tell(replace(status, **told))
+    line.close()
+    assert f"120/240 sparsify · loss 0.066 · {words}" in shown.getvalue()
 
 
 def test_the_number_of_the_paper_is_told_for_the_same_run_wherever_it_was_computed() -> None:

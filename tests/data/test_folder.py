@@ -16,7 +16,7 @@ import torch
 
 from gossamer.data import CorruptData, DataNotFound, FolderBatches, FolderSet, Position
 from gossamer.data.batches import epoch_plan
-from gossamer.data.folder import load_folder
+from gossamer.data.folder import advice_on_lost_workers, load_folder
 from gossamer.data.pixels import centre_crop, crop_box, decode, random_crop_flip
 
 Image = pytest.importorskip("PIL.Image")
@@ -73,6 +73,28 @@ def test_folder_and_archive_have_the_same_index(tmp_path: Path, folder: FolderSe
     assert len(folder.train) == 10
     assert folder.train.labels.tolist() == [0] * 5 + [1] * 5
     assert folder.train.read(0) == files()["train/ant/0.png"]
+
+
+@pytest.mark.parametrize("kind", ["folder", "archive"])
+def test_training_images_can_be_held_out(tmp_path: Path, kind: str) -> None:
+    if kind == "folder":
+        dataset = load_folder(write_folder(tmp_path / "images", files()))
+    else:
+        dataset = load_folder(write_archive(tmp_path / "images.tar", files()))
+    split = dataset.split(4)
+    assert split.held_out is not None
+    assert (len(split.train), len(split.held_out)) == (6, 4)
+    assert sorted(split.train.names + split.held_out.names) == list(dataset.train.names)
+    assert split.validation is dataset.validation
+    assert dataset.split(4).held_out.names == split.held_out.names  # type: ignore[union-attr]
+    assert dataset.split(4, seed=1).held_out.names != split.held_out.names  # type: ignore[union-attr]
+    for part in (split.train, split.held_out):
+        for index, name in enumerate(part.names):
+            assert part.labels[index] == dataset.class_names.index(name.partition("/")[0])
+            assert part.read(index) == files()[f"train/{name}"]
+    for count in (0, 10):
+        with pytest.raises(ValueError, match=f"expected 1 to 9 images to hold out of images, got {count}"):
+            dataset.split(count)
 
 
 def test_known_names_are_found_in_the_search_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,6 +199,50 @@ def test_a_bad_image_is_named(tmp_path: Path, workers: int) -> None:
     dataset = load_folder(write_folder(tmp_path / "images", content))
     with pytest.raises(CorruptData, match=r"^\S+train/bee/3\.png is not a readable image \(.*\); replace it"):
         list(FolderBatches(dataset, dataset.train, 10, training=True, size=8, resize=8, workers=workers))
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("kind", ["folder", "archive"])
+def test_an_image_that_is_gone_is_named(tmp_path: Path, kind: str, workers: int) -> None:
+    if kind == "folder":
+        dataset = load_folder(write_folder(tmp_path / "images", files()))
+        (tmp_path / "images" / "train" / "bee" / "3.png").unlink()
+        named = r"images/train/bee/3\.png"
+    else:
+        dataset = load_folder(write_archive(tmp_path / "images.tar", files()))
+        (tmp_path / "images.tar").unlink()
+        named = r"images\.tar:\w+/\d\.png"
+    with pytest.raises(OSError, match=rf"^\S+{named} was there .* cannot be read now \(No such file.*; put it back"):
+        list(FolderBatches(dataset, dataset.train, 10, training=True, size=8, resize=8, workers=workers))
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_no_worker_outlives_an_error(folder: FolderSet, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They ignore the signal with which Python ends what is left of them, so that it would wait for them forever."""
+
+    def unforeseen(content: bytes, name: str) -> None:
+        raise KeyError(name)
+
+    monkeypatch.setattr("gossamer.data.folder.decode", unforeseen)
+    with pytest.raises(KeyError) as kept:  # and with it the traceback, and with that the loader
+        list(loader(folder, workers=2))
+    assert not multiprocessing.active_children()
+    assert kept.value is not None
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_worker_that_was_killed_comes_with_advice(folder: FolderSet) -> None:
+    def lose_a_worker() -> None:
+        for _ in loader(folder, workers=1):
+            for worker in multiprocessing.active_children():
+                worker.kill()
+                worker.join()
+
+    with pytest.raises(RuntimeError, match=r"has died.*DataLoader worker .*\): set fewer workers=.*, or set workers=0"):
+        advice_on_lost_workers()(lose_a_worker)()
+    with pytest.raises(RuntimeError, match=r"^of another kind$"), advice_on_lost_workers():
+        raise RuntimeError("of another kind")
 
 
 def test_no_other_program_is_started_for_an_image(monkeypatch: pytest.MonkeyPatch) -> None:

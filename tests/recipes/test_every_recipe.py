@@ -38,6 +38,8 @@ class StopAfter:
         if status.step == self._step:
             raise StopAfter.Reached
 
+    def move(self, step: int, seconds: float, doing: str | None = None) -> None: ...
+
     def close(self) -> None: ...
 
 

@@ -1,13 +1,14 @@
 """Short runs in as many processes as torchrun starts: distributed_run.py FOLDER DEVICE.
 
-Each run is done twice: whole, and once more from its last checkpoint, in a folder whose name ends in -again.
+Each run is done twice: whole, and once more from its last checkpoint, in a folder whose name ends in -again. Every
+process notes how many images of the folder it has evaluated.
 """
 
 import os
 import shutil
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from unittest import mock
@@ -19,7 +20,7 @@ from safetensors.torch import save_file
 from tiny_data import tiny_images, tiny_text
 from torch import nn
 
-from gossamer.data import DataNotFound, FolderSet, ImageSet, TextSet
+from gossamer.data import DataNotFound, FolderBatches, FolderSet, ImageSet, TextSet
 from gossamer.data.folder import load_folder
 from gossamer.training import LossNotFinite, Run, networks, task, train
 from gossamer.training.checkpoint import Checkpoints
@@ -99,11 +100,27 @@ def twice(run: Run, folder: Path) -> None:
         train(run, folder)
     if os.environ.get("RANK", "0") == "0":
         copy = folder.with_name("copy")
-        shutil.copytree(folder, copy, ignore=shutil.ignore_patterns("result.json", "model.*"))
+        # Without that of the last step, as the run of the folder writes one: something has to be left to train.
+        last = "checkpoint-000000004.*"
+        shutil.copytree(folder, copy, ignore=shutil.ignore_patterns("result.json", "model.*", last))
         copy.rename(again)
     while not again.is_dir():
         time.sleep(0.01)
     train(run, again)
+
+
+def noting_evaluated(path: Path) -> Callable[[FolderBatches], Iterator[tuple[torch.Tensor, torch.Tensor]]]:
+    """Batches that leave a line with their number of images where they are not trained on."""
+    plain = FolderBatches.__iter__
+
+    def iterate(batches: FolderBatches) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        for images, labels in plain(batches):
+            if not batches.training:
+                with path.open("a") as file:
+                    file.write(f"{len(labels)}\n")
+            yield images, labels
+
+    return iterate
 
 
 def all_of_them(folder: Path, shardings: tuple[str, ...], device: str) -> None:
@@ -112,7 +129,9 @@ def all_of_them(folder: Path, shardings: tuple[str, ...], device: str) -> None:
         "wikitext2": tiny_text(),
         "imagefolder": tiny_folder(folder / "files"),
     }
+    evaluated = folder / f"evaluated-{os.environ.get('RANK', '0')}.txt"
     with (
+        mock.patch.object(FolderBatches, "__iter__", noting_evaluated(evaluated)),
         mock.patch.object(task.data, "load", lambda name, root=None: sets[name]),
         mock.patch.object(networks, "create", small),
     ):

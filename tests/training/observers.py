@@ -18,6 +18,8 @@ class Dies:
         if status.step == self._step:
             raise MemoryError
 
+    def move(self, step: int, seconds: float, doing: str | None = None) -> None: ...
+
     def close(self) -> None: ...
 
 
@@ -32,5 +34,7 @@ class Acts:
     def tell(self, status: Status) -> None:
         if status.step == self._step:
             self._action()
+
+    def move(self, step: int, seconds: float, doing: str | None = None) -> None: ...
 
     def close(self) -> None: ...

@@ -64,6 +64,15 @@ def test_two_processes_go_on_from_a_checkpoint_to_the_same_bits(
     assert all(one[name].equal(two[name]) for name in one)
 
 
+def test_two_processes_share_an_evaluation(folders: tuple[Path, Path]) -> None:
+    """Six images in batches of five: of the last batch, of one image, the first process has none."""
+    alone = (folders[0] / "evaluated-0.txt").read_text().split()
+    first, second = ((folders[1] / f"evaluated-{rank}.txt").read_text().split() for rank in (0, 1))
+    assert alone == ["5", "1"] * 2
+    assert first == ["2", "0"] * 4  # of both shardings
+    assert second == ["3", "1"] * 4
+
+
 def test_what_stops_one_process_stops_all_with_the_same_words(folders: tuple[Path, Path]) -> None:
     expected = {
         "nan": "the loss is not finite (infinite or NaN) at step 1:",

@@ -51,6 +51,8 @@ class At:
         if status.step == self.step:
             self.action()
 
+    def move(self, step: int, seconds: float, doing: str | None = None) -> None: ...
+
     def close(self) -> None: ...
 
 
@@ -370,6 +372,40 @@ def test_the_log_has_every_step_once_whatever_happened(images: ImageSet, tmp_pat
     assert lines[-1]["sparsity"] == pytest.approx(0.8, abs=0.001)
 
 
+def test_the_training_accuracy_is_that_of_the_batches_as_they_came(images: ImageSet, tmp_path: Path) -> None:
+    seen = At(-1, die)
+    train(DENSE, tmp_path, observers=[seen, JsonLines(tmp_path)])  # 4 epochs of 5 steps
+
+    torch.manual_seed(DENSE.seed)
+    model = networks.create(DENSE, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-4)
+    batches, right, told = Batches.training(images, 8, seed=0), list[int](), list[float]()
+    for step in range(20):
+        for group in optimizer.param_groups:
+            group["lr"] = 0.1 * 0.5 * (1 + math.cos(math.pi * step / 20))
+        x, y = next(iter(batches))
+        logits = model(x)
+        right.append(int((logits.argmax(1) == y).sum()))
+        functional.cross_entropy(logits, y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if (step + 1) % 3 == 0 or (step + 1) % 5 == 0:
+            told.append(sum(right) / (8 * len(right)))
+            right.clear()
+    assert len(set(told)) > 2
+    assert [status.train for status in seen.seen] == pytest.approx(told)
+    lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert [line["train"] for line in lines] == pytest.approx(told)
+
+
+def test_of_a_language_model_the_training_perplexity_is_told(text: TextSet, tmp_path: Path) -> None:
+    seen = At(-1, die)
+    train(WORDS, tmp_path, observers=[seen])
+    for status in seen.seen:
+        assert status.loss is not None
+        assert status.train == pytest.approx(math.exp(status.loss))
+
+
 def test_the_learning_rate_that_is_told_is_the_one_that_was_taken(images: ImageSet, tmp_path: Path) -> None:
     """Also by a method that has its own: down to nothing, a cut half-way, and again from the peak."""
     seen = At(0, die)
@@ -387,7 +423,9 @@ def test_tensorboard_gets_its_scalars(images: ImageSet, tmp_path: Path) -> None:
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     train(SPARSE, tmp_path, observers=[TensorBoard(tmp_path)])
     events = accumulator.EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    assert {"loss", "learning rate", "sparsity", "connectivity decay"} <= set(events.Tags()["scalars"])
+    assert {"loss", "learning rate", "sparsity", "connectivity decay", "training accuracy"} <= set(
+        events.Tags()["scalars"]
+    )
     assert [event.step for event in events.Scalars("loss")] == [3, 5, 6, 9, 10, 12, 15, 18, 20]
 
 

@@ -158,7 +158,6 @@ def test_settings_of_the_method_and_of_the_network_are_known(texts: list[str], m
         ("cifar10", "image_size=64", "image_size: expected 224 with data=cifar10, got 64: only the images of a folder"),
         ("mnist", "bptt=70", "bptt: expected 35 with data=mnist, got 70: only text is read in portions"),
         ("imagefolder", "bptt=70", "bptt: expected 35 with data=imagefolder, got 70"),
-        ("imagefolder", "validation=9", "validation: expected 0 with data=imagefolder, got 9"),
         ("imagefolder", "augment=no", "an image folder is always cropped at random"),
     ],
 )

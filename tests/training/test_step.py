@@ -1,6 +1,7 @@
 """A captured step does what an eager one does: on a CPU with a stand-in for the graph that runs the step itself."""
 
 import gc
+import json
 import math
 import weakref
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from gossamer.data import ImageSet, TextSet
 from gossamer.training import LossNotFinite, Run, loop, modes, networks, result, step, task, train
 from gossamer.training.optimise import load_optimizer_state, make_optimizer, set_learning_rate
 from gossamer.training.place import Place
+from gossamer.training.progress import JsonLines
 from gossamer.training.step import Meter, check_last_step
 
 IMAGES = Run(
@@ -86,10 +88,17 @@ def test_captured_equals_eager(
     images: ImageSet, tmp_path: Path, pretended: type[Pretended], changes: list[str], graphs: int
 ) -> None:
     run = IMAGES.with_settings(changes)
-    eager = train(run, tmp_path / "eager")
+    eager = train(run, tmp_path / "eager", observers=[JsonLines(tmp_path / "eager")])
     assert pretended.made == 0
-    captured = train(run.with_settings(["capture=true"]), tmp_path / "captured")
+    captured = train(
+        run.with_settings(["capture=true"]), tmp_path / "captured", observers=[JsonLines(tmp_path / "captured")]
+    )
     assert pretended.made == graphs
+    one, two = (
+        [json.loads(line)["train"] for line in (tmp_path / name / "log.jsonl").read_text().splitlines()]
+        for name in ("eager", "captured")
+    )
+    assert one == two
     assert_same_model(tmp_path / "eager", tmp_path / "captured")
     assert (eager["mode"].endswith("graph"), captured["mode"].endswith("graph")) == (False, True)
     assert captured["accuracy"] == eager["accuracy"]
@@ -209,9 +218,13 @@ def test_the_meter_tells_the_mean_and_the_first_bad_step() -> None:
     for number, loss in enumerate((1.0, 2.0, 6.0), start=11):
         meter.add(torch.tensor(loss))
         meter.count(number)
-    assert meter.mean() == 3.0
-    assert meter.mean() is None
-    with pytest.raises(LossNotFinite, match="at step 14: try a smaller lr"):
+    assert meter.means() == (3.0, None)
+    assert meter.means() == (None, None)
+    for number, right in enumerate((0.25, 0.75), start=14):
+        meter.add(torch.tensor(1.0), torch.tensor(right))
+        meter.count(number)
+    assert meter.means() == (1.0, 0.5)
+    with pytest.raises(LossNotFinite, match="at step 16: try a smaller lr"):
         meter.add(torch.tensor(math.nan))
 
 

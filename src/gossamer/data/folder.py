@@ -15,8 +15,9 @@ import os
 import signal
 import tarfile
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -28,8 +29,9 @@ from gossamer.data.batches import BatchSource, Position, epoch_plan
 from gossamer.data.files import CorruptData, DataNotFound, File, read_checked
 from gossamer.data.locate import search_folders
 from gossamer.data.pixels import centre_crop, decode, random_crop_flip
+from gossamer.data.sets import split_indices
 
-__all__ = ["FolderBatches", "FolderPart", "FolderSet", "load_folder"]
+__all__ = ["FolderBatches", "FolderPart", "FolderSet", "advice_on_lost_workers", "load_folder"]
 
 _SUFFIXES = (".jpeg", ".jpg", ".png", ".bmp", ".webp")
 _KNOWN = ("imagenet", "imagenette-mini", "imagenette-mini.tar")
@@ -57,33 +59,54 @@ class FolderPart:
         return len(self.names)
 
     def read(self, index: int) -> bytes:
-        """The encoded image."""
-        if self.spans is None:
-            return (self.source / self.names[index]).read_bytes()
-        offset, size = self.spans[index].tolist()
-        with open(self.source, "rb") as archive:
-            archive.seek(offset)
-            return archive.read(size)
+        """The encoded image; one that has gone since the folder was listed is an error that names it."""
+        try:
+            if self.spans is None:
+                return (self.source / self.names[index]).read_bytes()
+            offset, size = self.spans[index].tolist()
+            with open(self.source, "rb") as archive:
+                archive.seek(offset)
+                return archive.read(size)
+        except OSError as error:
+            raise OSError(
+                f"{self.describe(index)} was there when the folder was listed, but cannot be read now "
+                f"({error.strerror or error}); put it back, see that it can be read, and go on"
+            ) from error
 
     def describe(self, index: int) -> str:
         """The name of an image for a message."""
         return f"{self.source / self.names[index]}" if self.spans is None else f"{self.source}:{self.names[index]}"
 
+    def take(self, indices: Tensor) -> FolderPart:
+        """Some of the images."""
+        names = tuple(self.names[index] for index in indices.tolist())
+        spans = None if self.spans is None else self.spans[indices]
+        return FolderPart(self.source, names, self.labels[indices], spans)
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class FolderSet:
-    """An image folder with its classes; `mean` and `std` are those customary for ImageNet."""
+    """An image folder with its classes; `mean` and `std` are those customary for ImageNet.
+
+    `validation` is the part that the folder calls val; `held_out` is there only after `split`.
+    """
 
     name: str
     train: FolderPart
     validation: FolderPart
     class_names: tuple[str, ...]
+    held_out: FolderPart | None = None
     mean: tuple[float, ...] = (0.485, 0.456, 0.406)
     std: tuple[float, ...] = (0.229, 0.224, 0.225)
 
     @property
     def num_classes(self) -> int:
         return len(self.class_names)
+
+    def split(self, held_out: int, seed: int = 0) -> FolderSet:
+        """Hold training images out, drawn by `seed`, as `ImageSet.split` does."""
+        train, validation = split_indices(len(self.train), held_out, seed, self.name)
+        return dataclasses.replace(self, train=self.train.take(train), held_out=self.train.take(validation))
 
 
 def load_folder(root: Path | str | None = None) -> FolderSet:
@@ -166,7 +189,10 @@ def _files_of_archive(path: Path) -> dict[str, dict[str, tuple[int, int]]]:
     return found
 
 
-_Sample: TypeAlias = tuple[Tensor, int] | CorruptData
+# What can be wrong with an image, or with the machine that reads it.
+_Problem: TypeAlias = CorruptData | OSError | ImportError
+_PROBLEMS = (CorruptData, OSError, ImportError)
+_Sample: TypeAlias = tuple[Tensor, int] | _Problem
 
 
 class _Images(Dataset[_Sample]):
@@ -185,7 +211,7 @@ class _Images(Dataset[_Sample]):
         epoch, index = key
         try:
             image = decode(self.part.read(index), self.part.describe(index))
-        except CorruptData as error:
+        except _PROBLEMS as error:
             return error
         if self.training:
             random = np.random.default_rng((self.seed, epoch, index))
@@ -195,15 +221,16 @@ class _Images(Dataset[_Sample]):
         return torch.from_numpy(pixels), int(self.part.labels[index])
 
 
-def _collate(samples: list[_Sample]) -> tuple[Tensor, Tensor] | CorruptData:
+def _collate(samples: list[_Sample]) -> tuple[Tensor, Tensor] | _Problem:
     """One batch, or the first error in it."""
     images, labels = [], []
     for sample in samples:
-        if isinstance(sample, CorruptData):
+        if isinstance(sample, _PROBLEMS):
             return sample
         images.append(sample[0])
         labels.append(sample[1])
-    return torch.stack(images), torch.tensor(labels)
+    empty = torch.empty(0, 3, 1, 1, dtype=torch.uint8)  # where other processes have all images of a short batch
+    return torch.stack(images) if images else empty, torch.tensor(labels, dtype=torch.int64)
 
 
 class FolderBatches(BatchSource):
@@ -212,7 +239,7 @@ class FolderBatches(BatchSource):
     Training: a random crop of 8 to 100 % of the area and 3:4 to 4:3 in shape, scaled to `size` and mirrored
     at random; shuffled, a short last batch dropped. Evaluation: the shorter side scaled to `resize`, the
     centre cropped; in order. `state` works like that of `Batches`. Where several processes share every batch,
-    `slice_of` says which part of so many images is this one's, and no other is decoded here.
+    `slice_of` says which part of so many images is this one's, and no other is decoded here; it may be empty.
     """
 
     def __init__(
@@ -268,16 +295,21 @@ class FolderBatches(BatchSource):
             multiprocessing_context=self._start_method(),
             worker_init_fn=_leave_signals_to_the_trainer,
         )
-        for loaded in loader:
-            if isinstance(loaded, CorruptData):
-                raise loaded
-            images, labels = loaded
-            batch = normalise(images.to(self.device, non_blocking=True), self._scale, self._shift, dtype=self.dtype)
-            if self.channels_last:
-                batch = batch.contiguous(memory_format=torch.channels_last)
-            position = position.next(len(self))
-            self._position = position
-            yield batch, labels.to(self.device, non_blocking=True)
+        stream = iter(loader)
+        try:
+            for loaded in stream:
+                if isinstance(loaded, _PROBLEMS):
+                    raise loaded
+                images, labels = loaded
+                batch = normalise(images.to(self.device, non_blocking=True), self._scale, self._shift, dtype=self.dtype)
+                if self.channels_last:
+                    batch = batch.contiguous(memory_format=torch.channels_last)
+                position = position.next(len(self))
+                self._position = position
+                yield batch, labels.to(self.device, non_blocking=True)
+        finally:
+            if self.workers:
+                _end_workers(stream)
 
     def _start_method(self) -> str | None:
         """Beside the threads that talk to other processes a plain fork can come to a standstill, as a lock that one of
@@ -291,3 +323,28 @@ def _leave_signals_to_the_trainer(worker: int) -> None:
     images to finish its step. Workers end when it tells them so, or is gone."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
+
+
+def _end_workers(stream: Any) -> None:
+    """Let the workers of a loader end now. A traceback may keep the loader alive until Python exits, and Python then
+    sends them SIGTERM, which they ignore, and waits for them without end."""
+    try:
+        stream._shutdown_workers()  # they finish the batch they are at, for which torch waits a few seconds
+    finally:
+        for worker in stream._workers:
+            worker.kill()
+
+
+@contextmanager
+def advice_on_lost_workers() -> Iterator[None]:
+    """Say what to do about a worker that was killed. Its end is noticed wherever the program is at that moment."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "DataLoader worker" not in str(error):
+            raise
+        raise RuntimeError(
+            f"a process that decodes images has died, perhaps for want of memory ({str(error).rstrip('. ')}): set "
+            "fewer workers=, allow more memory or more shared memory (/dev/shm), or set workers=0, which needs no such "
+            "process, and go on"
+        ) from error

@@ -71,11 +71,7 @@ class ImageSet:
         """
         if self.validation is not None:
             raise ValueError(f"{self.name} has been split already; split the set that load() returned instead")
-        if not 0 < validation < len(self.train):
-            raise ValueError(f"expected 1 to {len(self.train) - 1} images to hold out of {self.name}, got {validation}")
-        order = torch.randperm(len(self.train), generator=torch.Generator().manual_seed(seed))
-        # Sorted, so that both parts keep the order of the original and a batch reads memory forwards.
-        held_out, kept = order[:validation].sort().values, order[validation:].sort().values
+        kept, held_out = split_indices(len(self.train), validation, seed, self.name)
         return dataclasses.replace(
             self,
             train=Labelled(self.train.images[kept], self.train.labels[kept]),
@@ -86,6 +82,15 @@ class ImageSet:
         """The same set with its pixels and labels on `device`, to be shared by several runs there."""
         validation = None if self.validation is None else self.validation.to(device)
         return dataclasses.replace(self, train=self.train.to(device), test=self.test.to(device), validation=validation)
+
+
+def split_indices(count: int, held_out: int, seed: int, name: str) -> tuple[Tensor, Tensor]:
+    """Which of `count` training images of a set are kept, and which are held out, drawn by `seed`."""
+    if not 0 < held_out < count:
+        raise ValueError(f"expected 1 to {count - 1} images to hold out of {name}, got {held_out}")
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(seed))
+    # Sorted, so that both parts keep the order of the original and a batch reads memory forwards.
+    return order[held_out:].sort().values, order[:held_out].sort().values
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -131,15 +131,15 @@ def _wrong_data(run: "Run") -> list[str]:
     """What means nothing for the data of a run, and would only make another run of it."""
     kind = kind_of(run.data)
     table = (
-        ("validation", "images", "text brings a part of its own, and nothing can be held out of an image folder"),
-        ("augment", "images", "text is read as it is, and an image folder is always cropped at random"),
-        ("image_size", "folder", "only the images of a folder are brought to a size"),
-        ("bptt", "text", "only text is read in portions of so many words"),
+        ("validation", ("images", "folder"), "text brings a part of its own"),
+        ("augment", ("images",), "text is read as it is, and an image folder is always cropped at random"),
+        ("image_size", ("folder",), "only the images of a folder are brought to a size"),
+        ("bptt", ("text",), "only text is read in portions of so many words"),
     )
     return [
         f"{name}: expected {getattr(type(run), name)} with data={run.data}, got {getattr(run, name)}: {why}"
         for name, meant_for, why in table
-        if kind not in (None, meant_for) and getattr(run, name) != getattr(type(run), name)
+        if kind is not None and kind not in meant_for and getattr(run, name) != getattr(type(run), name)
     ]
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from gossamer.data.batches import seed_for
+from gossamer.data.folder import advice_on_lost_workers
 from gossamer.schedule import Phase
 from gossamer.sparsifier import Sparsifier
 from gossamer.training import modes, networks, result, snapshot
@@ -43,13 +44,14 @@ from gossamer.training.run import Run
 from gossamer.training.snapshot import Parts
 from gossamer.training.step import Meter, Step, check_last_step
 from gossamer.training.stopping import Interrupted, StopSignal
-from gossamer.training.task import make_task
+from gossamer.training.task import make_task, perplexity
 from gossamer.training.teacher import make_teacher
 
 _ASK_EVERY = 10  # steps after which several processes ask each other whether to stop or to write a checkpoint
 
 
 @no_farewell_after_an_error()
+@advice_on_lost_workers()
 def train(run: Run, out: Path | str, *, observers: Sequence[Observer] = ()) -> dict[str, Any]:
     """Train `run`, or go on with it, in the folder `out`. Returns what is in result.json."""
     if out == "":
@@ -118,6 +120,7 @@ def _train(run: Run, folder: Path, observers: Sequence[Observer], held: ExitStac
     held.callback(take_step.close)
 
     def status(*, lr: float, validation: float | None = None) -> Status:
+        loss, right = meter.means()
         return Status(
             step=step,
             total_steps=total,
@@ -126,8 +129,9 @@ def _train(run: Run, folder: Path, observers: Sequence[Observer], held: ExitStac
             phase="dense" if sparsifier is None else str(sparsifier.phase),
             lr=lr,
             seconds=clock.seconds(),
-            loss=meter.mean(),
+            loss=loss,
             metric=task.metric,
+            train=perplexity(loss) if task.metric == "perplexity" and loss is not None else right,
             validation=validation,
             sparsity=None if sparsifier is None else sparsifier.sparsity,
             decay=_decay(sparsifier),
@@ -139,6 +143,19 @@ def _train(run: Run, folder: Path, observers: Sequence[Observer], held: ExitStac
         watching_all as watching,
         StopSignal(launched=place.world > 1) as stop,
     ):
+
+        def evaluate(part: str, *, at_the_end: bool = False) -> float:
+            def tell(done: int, batches: int) -> None:
+                asks = at_the_end and task.streamed and (place.world == 1 or done % _ASK_EVERY == 0)
+                if asks and place.agree(stop.asked):
+                    stopped = f"stopped in the evaluation after the last step, {done} of {batches} batches done"
+                    raise Interrupted(f"{stopped}: run the same command again; {checkpoints.next_time()}")
+                doing = f"evaluating {part} {done / batches:.0%}{', then stops' if stop.asked else ''}"
+                watching.move(step, clock.seconds(), doing, at_once=done == 0)
+
+            # Rounding differs between GPUs; one value for all, or their learning rates would part.
+            return float(place.share(task.evaluate(model, part, tell)))
+
         watching.begin(status(lr=run.lr))
         while step < total:
             if task.source.state.step == 0:
@@ -159,19 +176,22 @@ def _train(run: Run, folder: Path, observers: Sequence[Observer], held: ExitStac
                 epoch_over = step % per_epoch == 0
                 validation = None
                 if epoch_over and task.has_validation and (step // per_epoch) % run.evaluate_every == 0:
-                    # Rounding differs between GPUs; one value for all, or their learning rates would part.
-                    validation = place.share(task.evaluate(model, "validation"))
+                    validation = evaluate("validation")
                     shrinking = sparsifier is not None and sparsifier.phase is Phase.SPARSIFY
                     parts.plateau = parts.plateau.see(run, task.metric, validation, shrinking=shrinking)
                 if epoch_over or step % run.log_steps == 0:
                     watching.tell(status(lr=taken_learning_rate(optimizer, lr), validation=validation))
+                else:
+                    watching.move(step, clock.seconds())
 
                 due = run.checkpoint_steps > 0 and step % run.checkpoint_steps == 0
                 stopping = False
                 if place.world == 1 or step % _ASK_EVERY == 0:
                     stopping = place.agree(stop.asked)
                     due = place.agree(due or stopping or clock.checkpoint_is_due())
-                if due and step < total:
+                if step == total:
+                    due = task.streamed  # whose evaluation takes long; all others have their result in a moment
+                if due:
                     meter.check()
                     saved = snapshot.save(checkpoints, run, place, parts, step=step, seconds=clock.seconds())
                     clock.checkpoint_written()
@@ -181,8 +201,9 @@ def _train(run: Run, folder: Path, observers: Sequence[Observer], held: ExitStac
         meter.check()
         if sparsifier is not None:
             sparsifier.finish()
-        validation = place.share(task.evaluate(model, "validation")) if task.has_validation else None
-        test = place.share(task.evaluate(model, "test"))
+        validation = evaluate("validation", at_the_end=True) if task.has_validation else None
+        test = evaluate("test", at_the_end=True)
+        watching.move(step, clock.seconds(), at_once=True)
         counted = result.count(run, model, task.example())
         finished = result.make_result(
             run,

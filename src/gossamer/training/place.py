@@ -60,11 +60,15 @@ class Place:
 
     def mean(self, value: Tensor) -> Tensor:
         """The mean of a tensor over the processes."""
+        return value if self.world == 1 else self.total(value) / self.world
+
+    def total(self, value: Tensor) -> Tensor:
+        """The sum of a tensor over the processes."""
         if self.world == 1:
             return value
         total = value.detach().clone()
         dist.all_reduce(total)
-        return total / self.world
+        return total
 
     def least(self, value: Tensor) -> Tensor:
         """The smallest of the numbers that the processes have."""

@@ -10,7 +10,7 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
@@ -37,6 +37,7 @@ class Status:
     seconds: float  # of training, all sittings together
     loss: float | None = None  # mean since the last status
     metric: str = "accuracy"
+    train: float | None = None  # the metric on the batches since the last status, as the network was at each of them
     validation: float | None = None  # the metric on the validation part
     sparsity: float | None = None
     decay: float | None = None  # λ1, given or solved for
@@ -49,6 +50,11 @@ class Observer(Protocol):
 
     def tell(self, status: Status) -> None: ...
 
+    def move(self, step: int, seconds: float, doing: str | None = None) -> None:
+        """Between two statuses, about every second: what is known without waiting for the device. `doing` says what
+        the run does where that is no training."""
+        ...
+
     def close(self) -> None: ...
 
 
@@ -58,9 +64,11 @@ class Observers:
     A full disk or a terminal that is gone is no reason to stop a run: there is a warning, and training goes on.
     """
 
-    def __init__(self, observers: Sequence[Observer]) -> None:
-        self._observers = observers
+    def __init__(self, observers: Sequence[Observer], *, every: float = 1.0) -> None:
+        """They are moved `every` so many seconds at most."""
+        self._observers, self._every = observers, every
         self._warned: set[int] = set()
+        self._last = -math.inf
 
     def begin(self, status: Status) -> None:
         for observer in self._observers:
@@ -69,6 +77,14 @@ class Observers:
     def tell(self, status: Status) -> None:
         for observer in self._observers:
             self._try(observer, lambda each: each.tell(status))
+        self._last = time.monotonic()
+
+    def move(self, step: int, seconds: float, doing: str | None = None, *, at_once: bool = False) -> None:
+        if not at_once and time.monotonic() - self._last < self._every:
+            return
+        for observer in self._observers:
+            self._try(observer, lambda each: each.move(step, seconds, doing))
+        self._last = time.monotonic()
 
     def _try(self, observer: Observer, action: Callable[[Observer], None]) -> None:
         try:
@@ -108,6 +124,9 @@ class JsonLines:
         with open(self.path, "a") as file:
             file.write(json.dumps(values) + "\n")
 
+    def move(self, step: int, seconds: float, doing: str | None = None) -> None:
+        pass  # the log has the steps that are asked for, however fast they are
+
     def close(self) -> None:
         pass  # the file is opened for each line only, so a kill loses none
 
@@ -138,11 +157,19 @@ class TensorBoard:
         self._writer = SummaryWriter(str(self._folder), purge_step=status.step + 1 if status.step else None)
 
     def tell(self, status: Status) -> None:
-        named = {f"validation {status.metric}": status.validation, "loss": status.loss, "learning rate": status.lr}
-        named |= {"sparsity": status.sparsity, "connectivity decay": status.decay}
+        named = {f"validation {status.metric}": status.validation, f"training {status.metric}": status.train}
+        named |= {
+            "loss": status.loss,
+            "learning rate": status.lr,
+            "sparsity": status.sparsity,
+            "connectivity decay": status.decay,
+        }
         for name, value in named.items():
             if value is not None and self._writer is not None:
                 self._writer.add_scalar(name, value, status.step)
+
+    def move(self, step: int, seconds: float, doing: str | None = None) -> None:
+        pass  # as the log
 
     def close(self) -> None:
         if self._writer is not None:
@@ -163,6 +190,7 @@ class LiveLine:
         )
         self._task = self._progress.add_task(title, total=None, facts="")
         self._validation: float | None = None
+        self._status: Status | None = None
 
     def begin(self, status: Status) -> None:
         self._progress.start()
@@ -171,11 +199,19 @@ class LiveLine:
     def tell(self, status: Status) -> None:
         if status.validation is not None:
             self._validation = status.validation
+        self._status = status
+        self._show(status)
+
+    def move(self, step: int, seconds: float, doing: str | None = None) -> None:
+        if self._status is not None:
+            self._show(moved(self._status, step, seconds), doing)
+
+    def _show(self, status: Status, doing: str | None = None) -> None:
         self._progress.update(
             self._task,
             total=status.total_steps,
             completed=status.step,
-            facts=facts(status, self._validation),
+            facts=facts(status, self._validation, doing),
         )
 
     def close(self) -> None:
@@ -191,6 +227,7 @@ class PlainLines:
         self._console = console or Console(stderr=True)
         self._last = -math.inf
         self._validation: float | None = None
+        self._status: Status | None = None
 
     def begin(self, status: Status) -> None:
         self.tell(status)
@@ -198,13 +235,22 @@ class PlainLines:
     def tell(self, status: Status) -> None:
         if status.validation is not None:
             self._validation = status.validation
-        now = time.monotonic()
-        if now - self._last < self._every and status.step < status.total_steps:
-            return
-        self._last = now
+        self._status = status
+        if self._is_time() or status.step == status.total_steps:
+            self._say(status)
+
+    def move(self, step: int, seconds: float, doing: str | None = None) -> None:
+        if self._status is not None and self._is_time():
+            self._say(moved(self._status, step, seconds), doing)
+
+    def _is_time(self) -> bool:
+        return time.monotonic() - self._last >= self._every
+
+    def _say(self, status: Status, doing: str | None = None) -> None:
+        self._last = time.monotonic()
         left = status.seconds * (status.total_steps - status.step) / status.step if status.step else None
         told = "" if not left else f" · {timedelta(seconds=round(left))} left"
-        line = f"{self._title}: {facts(status, self._validation)}{told}"
+        line = f"{self._title}: {facts(status, self._validation, doing)}{told}"
         self._console.file.write(f"{line}\n")  # not by rich, which ends the program where nobody reads a pipe
         self._console.file.flush()
 
@@ -217,13 +263,24 @@ class _Facts(ProgressColumn):
         return Text(str(task.fields["facts"]), no_wrap=True)
 
 
-def facts(status: Status, validation: float | None) -> str:
+def moved(status: Status, step: int, seconds: float) -> Status:
+    """The status some steps later, with what was known before."""
+    return replace(status, step=step, epoch=status.epochs * step / status.total_steps, seconds=seconds)
+
+
+def facts(status: Status, validation: float | None, doing: str | None = None) -> str:
     """The status in words, as short as possible."""
     parts = [f"{min(int(status.epoch) + 1, status.epochs)}/{status.epochs} {status.phase}"]
+    if doing is not None:
+        return f"{parts[0]} · {doing}"
     if status.loss is not None:
         parts.append(f"loss {status.loss:.3f}")
     if validation is not None:
         parts.append(f"{validation:.2%}" if status.metric == "accuracy" else f"ppl {validation:.2f}")
+    elif status.train is not None:  # better than nothing where no images are held out
+        parts.append(
+            f"train acc {status.train:.1%}" if status.metric == "accuracy" else f"train ppl {status.train:.2f}"
+        )
     if status.sparsity is not None:
         parts.append(f"sparse {status.sparsity:.1%}")
     if status.decay is not None:

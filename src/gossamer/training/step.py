@@ -54,21 +54,26 @@ def check_last_step(tensors: Mapping[str, Tensor], test: float) -> None:
 
 
 class Meter:
-    """The mean loss since it was last read, and the first step whose loss was not finite."""
+    """The mean loss and the share of right answers since they were last read, and the first step whose loss was not
+    finite."""
 
     def __init__(self, place: Place, step: int) -> None:
         """`step` is the number of steps done so far."""
         self._place = place
         self._steps = torch.full((), step, dtype=torch.int64, device=place.device)
         self._bad_step = torch.full((), -1, dtype=torch.int64, device=place.device)
-        self._sum = torch.zeros((), device=place.device)
+        self._sums = torch.zeros(2, device=place.device)  # of the loss, and of the share of right answers
+        self._counts_right = False
         self._count = 0
 
-    def add(self, loss: Tensor) -> None:
-        """The part of a step, in place on the device."""
+    def add(self, loss: Tensor, right: Tensor | None = None) -> None:
+        """The part of a step, in place on the device. `right` is the share of the batch that was classified right."""
         value = loss.detach()
         self._steps.add_(1)
-        self._sum.add_(value)
+        self._sums[0].add_(value)
+        if right is not None:
+            self._sums[1].add_(right)
+            self._counts_right = True
         is_first = (self._bad_step < 0) & ~torch.isfinite(value)
         self._bad_step.copy_(torch.where(is_first, self._steps, self._bad_step))
         if self._place.device.type == "cpu" and self._place.world == 1:
@@ -90,14 +95,15 @@ class Meter:
                 "before that step"
             )
 
-    def mean(self) -> float | None:
+    def means(self) -> tuple[float | None, float | None]:
+        """The mean loss and the share of right answers; None of what was not noted."""
         if self._count == 0:
-            return None
+            return None, None
         self.check()  # the device is waited for anyway
-        mean = float(self._place.mean(self._sum)) / self._count
-        self._sum.zero_()
+        loss, right = (total / self._count for total in self._place.mean(self._sums).tolist())
+        self._sums.zero_()
         self._count = 0
-        return mean
+        return loss, right if self._counts_right else None
 
 
 class Step:
@@ -145,8 +151,8 @@ class Step:
         self._captured = None
 
     def _compute(self, batch: Batch) -> None:
-        loss = self._task.loss(self._forward, batch, self._teacher)
-        self._meter.add(loss)
+        loss, right = self._task.loss(self._forward, batch, self._teacher)
+        self._meter.add(loss, right)
         loss.backward()  # type: ignore[no-untyped-call]
         self._task.carry()
         if self._teacher is not None:

@@ -25,6 +25,9 @@ from gossamer.training.teacher import Lesson, Teacher
 _EVALUATION_BATCH = 500
 _EVALUATION_COLUMNS = 10  # as the PyTorch word-language-model example evaluates
 
+Tell = Callable[[int, int], object]  # is told how many batches are done, and how many there are
+Outcome = tuple[Tensor, Tensor | None]  # of a batch: its loss, and the share of right answers
+
 
 class Source(Protocol):
     """Batches in an order that a position describes."""
@@ -47,6 +50,7 @@ class Task(Protocol):
     num_classes: int
     source: Source
     has_validation: bool
+    streamed: bool  # from files, so that an evaluation takes long
 
     def example(self) -> Tensor:
         """A batch of the right shape, of zeros."""
@@ -56,8 +60,11 @@ class Task(Protocol):
         """What a teacher has to fit."""
         ...
 
-    def loss(self, forward: Callable[..., Any], batch: tuple[Tensor, Tensor], teacher: Teacher | None = None) -> Tensor:
-        """The loss of this process's slice; its mean over processes is the loss of the batch."""
+    def loss(
+        self, forward: Callable[..., Any], batch: tuple[Tensor, Tensor], teacher: Teacher | None = None
+    ) -> Outcome:
+        """The loss of this process's slice, and the share of it that was classified right (None of text); the means
+        over processes are those of the batch."""
         ...
 
     def carry(self) -> None:
@@ -66,8 +73,8 @@ class Task(Protocol):
 
     def begin_epoch(self) -> None: ...
 
-    def evaluate(self, model: nn.Module, part: str) -> float:
-        """The metric on 'validation' or 'test'."""
+    def evaluate(self, model: nn.Module, part: str, tell: Tell) -> float:
+        """The metric on 'validation' or 'test'; `tell` is called before every batch, in all processes alike."""
         ...
 
     def state(self) -> dict[str, Any]: ...
@@ -101,6 +108,7 @@ class ImageTask:
             self._shape = dataset.input_shape
             self._mine = place.slice_of
         self.has_validation = "validation" in self._parts
+        self.streamed = isinstance(dataset, FolderSet)
 
     def example(self) -> Tensor:
         return torch.zeros(2, *self._shape, device=self._place.device)
@@ -108,7 +116,9 @@ class ImageTask:
     def lesson(self) -> Lesson:
         return Lesson(self.example(), self.num_classes, hidden=None)
 
-    def loss(self, forward: Callable[..., Any], batch: tuple[Tensor, Tensor], teacher: Teacher | None = None) -> Tensor:
+    def loss(
+        self, forward: Callable[..., Any], batch: tuple[Tensor, Tensor], teacher: Teacher | None = None
+    ) -> Outcome:
         mine = self._mine(len(batch[1]))
         images, labels = batch[0][mine], batch[1][mine]
         with autocast(self._run, self._place):
@@ -117,7 +127,9 @@ class ImageTask:
         if teacher is not None:
             loss = teacher(loss, logits, images)
         # While training every batch is a full one.
-        return loss * self._place.weight_of(self._run.batch_size) if self._place.world > 1 else loss
+        weight = self._place.weight_of(self._run.batch_size)
+        right = (logits.detach().argmax(dim=1) == labels).sum() * (weight / len(labels))
+        return loss * weight if self._place.world > 1 else loss, right
 
     def carry(self) -> None:
         pass  # images are independent of each other
@@ -125,14 +137,19 @@ class ImageTask:
     def begin_epoch(self) -> None:
         pass
 
-    def evaluate(self, model: nn.Module, part: str) -> float:
-        right = torch.zeros((), dtype=torch.int64, device=self._place.device)
-        seen = 0
+    def evaluate(self, model: nn.Module, part: str, tell: Tell) -> float:
+        counts = torch.zeros(2, dtype=torch.int64, device=self._place.device)  # right answers, and all
         with _evaluating(model), autocast(self._run, self._place):
-            for images, labels in self._parts[part]:
-                right += (model(images).argmax(dim=1) == labels).sum()
-                seen += len(labels)
-        return float(right) / seen
+            for images, labels in _told(self._parts[part], tell):
+                mine = self._mine(len(labels))
+                images, labels = images[mine], labels[mine]
+                if not len(labels):  # the end of a part has fewer images than there are processes
+                    model(self.example())  # all the same, as sharded parameters are gathered by all together
+                    continue
+                counts[0] += (model(images).argmax(dim=1) == labels).sum()
+                counts[1] += len(labels)
+        right, seen = self._place.total(counts).tolist()
+        return float(right / seen)
 
     def state(self) -> dict[str, Any]:
         return {}
@@ -156,6 +173,7 @@ def _of_images(run: Run, place: Place, dataset: ImageSet) -> tuple[Source, dict[
 
 def _of_folder(run: Run, place: Place, dataset: FolderSet) -> tuple[Source, dict[str, Source]]:
     """The part that such a folder calls val is the test set: ImageNet publishes no labels of its own test set."""
+    dataset = dataset.split(run.validation) if run.validation else dataset
     size = run.image_size
     common: dict[str, Any] = {
         "size": size,
@@ -163,11 +181,15 @@ def _of_folder(run: Run, place: Place, dataset: FolderSet) -> tuple[Source, dict
         "workers": run.workers,
         "device": place.device,
         "channels_last": bool(run.channels_last),
+        "slice_of": place.slice_of,
     }
-    training = FolderBatches(
-        dataset, dataset.train, run.batch_size, training=True, seed=run.seed, slice_of=place.slice_of, **common
-    )
-    return training, {"test": FolderBatches(dataset, dataset.validation, run.batch_size, training=False, **common)}
+    training = FolderBatches(dataset, dataset.train, run.batch_size, training=True, seed=run.seed, **common)
+    named = {"test": dataset.validation, "validation": dataset.held_out}
+    return training, {
+        name: FolderBatches(dataset, part, run.batch_size, training=False, **common)
+        for name, part in named.items()
+        if part is not None
+    }
 
 
 class TextTask:
@@ -175,6 +197,7 @@ class TextTask:
 
     metric = "perplexity"
     has_validation = True
+    streamed = False
 
     def __init__(self, run: Run, place: Place, dataset: TextSet) -> None:
         self._run, self._place, self._dataset = run, place, dataset
@@ -188,7 +211,9 @@ class TextTask:
     def lesson(self) -> Lesson:
         return Lesson(self.example(), self.num_classes, Hidden(self._place.device))
 
-    def loss(self, forward: Callable[..., Any], batch: tuple[Tensor, Tensor], teacher: Teacher | None = None) -> Tensor:
+    def loss(
+        self, forward: Callable[..., Any], batch: tuple[Tensor, Tensor], teacher: Teacher | None = None
+    ) -> Outcome:
         count = batch[0].shape[1]
         tokens, following = (part[:, self._place.slice_of(count)] for part in batch)
         with autocast(self._run, self._place):
@@ -199,7 +224,7 @@ class TextTask:
         )
         if teacher is not None:
             loss = teacher(loss, logits, tokens)
-        return loss * self._place.weight_of(count) if self._place.world > 1 else loss
+        return loss * self._place.weight_of(count) if self._place.world > 1 else loss, None
 
     def carry(self) -> None:
         self._hidden.carry()
@@ -207,23 +232,37 @@ class TextTask:
     def begin_epoch(self) -> None:
         self._hidden.clear()
 
-    def evaluate(self, model: nn.Module, part: str) -> float:
+    def evaluate(self, model: nn.Module, part: str, tell: Tell) -> float:
         stream = self._dataset.test if part == "test" else self._dataset.validation
         windows = TextBatches(stream, _EVALUATION_COLUMNS, length=self._run.bptt, device=self._place.device)
         total = torch.zeros((), dtype=torch.float64, device=self._place.device)
         words, hidden = 0, None
         with _evaluating(model), autocast(self._run, self._place):
-            for tokens, following in windows:
+            for tokens, following in _told(windows, tell):
                 logits, hidden = model(tokens, hidden)
                 total += functional.cross_entropy(logits.float().flatten(0, 1), following.flatten(), reduction="sum")
                 words += following.numel()
-        return math.exp(min(float(total) / words, 700.0))  # a hopeless model is huge, not an overflow
+        return perplexity(float(total) / words)
 
     def state(self) -> dict[str, Any]:
         return {"hidden": self._hidden.state()}
 
     def load_state(self, state: dict[str, Any]) -> None:
         self._hidden.load(state["hidden"])
+
+
+def _told(source: Source, tell: Tell) -> Iterator[tuple[Tensor, Tensor]]:
+    """The batches of an evaluation, before each of which it is told how far it is."""
+    tell(0, len(source))  # before the first one, for which workers have to start
+    for done, batch in enumerate(source):
+        if done:
+            tell(done, len(source))
+        yield batch
+
+
+def perplexity(loss: float) -> float:
+    """Of a mean loss; that of a hopeless model is huge, not an overflow."""
+    return math.exp(min(loss, 700.0))
 
 
 @contextmanager
