@@ -2,12 +2,15 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from gossamer import cli
 from gossamer.method import ESTIMATORS
 from gossamer.reproduce import map_fitting
 from gossamer.reproduce.map_fitting import Fit, fit_masks, reproduce
+from gossamer.training.lock import NAME
 
 
 def test_masks_are_recovered_by_identity_and_not_by_clipped_relu() -> None:
@@ -49,3 +52,22 @@ def test_records_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         reproduce(tmp_path, seeds=1, steps=10)
     with pytest.raises(ValueError, match=r"expected a folder for records, got .*relu\.json, which is a file"):
         reproduce(tmp_path / "relu.json", seeds=1, steps=10)
+
+
+def test_one_process_repeats_an_exhibit_in_a_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command, held = cli.Reproduce("map-fitting", tmp_path, seeds=1, steps=10), []
+
+    def fit(*arguments: Any, **options: Any) -> Any:
+        held.append((tmp_path / NAME).exists())
+        return fit_masks(*arguments, **options)
+
+    monkeypatch.setattr(map_fitting, "fit_masks", fit)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert cli.run(command) == 2
+    assert "expected one process" in capsys.readouterr().err
+    monkeypatch.delenv("WORLD_SIZE")
+    assert cli.run(command) == 0
+    assert held == [True] * len(ESTIMATORS)
+    assert not (tmp_path / NAME).exists()

@@ -12,7 +12,8 @@ from gossamer.cli.arguments import OptionalFolder, at_home
 from gossamer.cli.telling import lines_to
 from gossamer.reproduce import map_fitting, mnist
 from gossamer.results import map_fitting_rows, mnist_decay_table, mnist_estimator_table
-from gossamer.training.place import join
+from gossamer.side_by_side.folder import held
+from gossamer.training.place import check_one_process, join
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,12 @@ class Reproduce:
     """Show the traceback of an error."""
 
     def carry_out(self, console: Console) -> None:
+        check_one_process()
         out = at_home(self.out or Path("results") / self.exhibit)
+        with held(out):
+            self._repeat(out, console)
+
+    def _repeat(self, out: Path, console: Console) -> None:
         if self.exhibit == "map-fitting":
             records = map_fitting.reproduce(out, seeds=self.seeds, steps=self.steps, progress=lines_to(console))
             console.print(tables.of_map_fitting(map_fitting_rows(records)))
