@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from torch.optim.swa_utils import update_bn
 
 from gossamer import data
 from gossamer.data.augment import crop_flip, draw_crop_flip, normalise, scale_and_shift
@@ -20,22 +21,6 @@ from gossamer.stored import open_network
 from gossamer.training.result import commit, write_json
 
 BATCH = 500
-
-
-@torch.no_grad()
-def recalibrate_(network: nn.Module, images: Tensor) -> None:
-    """Running statistics of every batch norm: means over batches of these images."""
-    norms = [module for module in network.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
-    momenta = [module.momentum for module in norms]
-    for module in norms:
-        module.reset_running_stats()
-        module.momentum = None  # a plain mean over all batches
-    network.train()
-    for batch in images.split(BATCH):
-        network(batch)
-    network.eval()
-    for module, momentum in zip(norms, momenta, strict=True):
-        module.momentum = momentum
 
 
 @torch.no_grad()
@@ -71,7 +56,7 @@ def main(arguments: list[str] | None = None) -> None:
         network = open_network(path, told.net).model
         row = {"file": path.stem, "accuracy": accuracy(network, images.test, test)}
         for name, pixels in seen.items():
-            recalibrate_(network, pixels)
+            update_bn(pixels.split(BATCH), network)  # means over the batches
             row[name] = accuracy(network, images.test, test)
         rows.append(row)
         print(row, flush=True)

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -107,19 +108,23 @@ def test_a_plain_loop_leaves_a_record_of_the_sparsity_asked_for(
     plain.main(asked)
 
 
-def test_statistics_taken_anew_are_those_of_the_images() -> None:
+def test_statistics_taken_anew_are_those_of_the_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A network that tells dark from bright images, with statistics of others, takes all for dark."""
     recalibrate = load("recalibrate")
-    torch.manual_seed(0)
-    network = nn.Sequential(nn.Conv2d(3, 4, 1, bias=False), nn.BatchNorm2d(4))
-    pixels = torch.randn(2 * recalibrate.BATCH, 3, 2, 2)
-    norm = network[1]
-    norm.running_mean.fill_(9.0)
-    recalibrate.recalibrate_(network, pixels)
-    out = network[0](pixels).detach()
-    torch.testing.assert_close(norm.running_mean, out.mean((0, 2, 3)))
-    torch.testing.assert_close(norm.running_var, out.var((0, 2, 3)), rtol=1e-3, atol=0.0)
-    assert norm.momentum == 0.1
-    assert not network.training
+    labels = torch.arange(20) % 2
+    pixels = (40 + 160 * labels).to(torch.uint8).view(-1, 1, 1, 1).expand(20, 3, 8, 8).contiguous()
+    part = Labelled(pixels, labels)
+    two = ImageSet("cifar10", part, part, ("dark", "bright"), (0.5,) * 3, (0.25,) * 3, padding=1, flip=True)
+    monkeypatch.setattr(recalibrate.data, "load", lambda name: two)
+    norm = nn.BatchNorm2d(3, affine=False)
+    norm.running_mean.fill_(1000.0)
+    network = nn.Sequential(norm, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(3, 2, bias=False))
+    with torch.no_grad():
+        network[3].weight.copy_(torch.tensor([[-1.0] * 3, [1.0] * 3]))
+    monkeypatch.setattr(recalibrate, "open_network", lambda path, net: SimpleNamespace(model=network))
+    recalibrate.main(["a.safetensors", "--images", "20", "--out", str(tmp_path / "out.json")])
+    (row,) = json.loads((tmp_path / "out.json").read_text())["rows"]
+    assert row == {"file": "a", "accuracy": 50.0, "augmented": 100.0, "as they are": 100.0}
 
 
 def test_an_interrupted_race_ends_with_the_records_of_one_left_alone(capsys: pytest.CaptureFixture[str]) -> None:
