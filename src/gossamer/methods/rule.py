@@ -239,11 +239,6 @@ class DenseGradient(Rule[S]):
         torch.where(self.mask, weights, weights.new_zeros(()), out=out)
 
 
-def damp_removed_(gradient: Tensor, mask: Tensor, share: Tensor) -> None:
-    """Leave removed connections this share of their gradient."""
-    gradient.mul_(torch.where(mask, torch.ones_like(share), share))
-
-
 class RemovedIsZero(Rule[S]):
     """Rules whose removed connections are zero and get no gradient."""
 
@@ -252,6 +247,11 @@ class RemovedIsZero(Rule[S]):
 
     def settle_(self, weights: Tensor) -> None:
         weights.masked_fill_(~self.mask, 0.0)
+
+
+def damp_removed_(gradient: Tensor, mask: Tensor, share: Tensor) -> None:
+    """Leave removed connections this share of their gradient, one number a run."""
+    gradient.mul_(torch.where(mask, torch.ones_like(share), share))
 
 
 def column(values: Sequence[float], like: Tensor) -> Tensor:

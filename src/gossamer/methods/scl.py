@@ -34,7 +34,17 @@ from torch import Tensor
 
 from gossamer import method
 from gossamer.methods.budgets import RAMPS, GlobalBudget, MasksOfBudget, layer_magnitude, magnitude
-from gossamer.methods.rule import DenseGradient, Layout, Options, Request, Timeline, column, expect, is_rate
+from gossamer.methods.rule import (
+    DenseGradient,
+    Layout,
+    Options,
+    Request,
+    Timeline,
+    column,
+    damp_removed_,
+    expect,
+    is_rate,
+)
 from gossamer.methods.running import RunningMean, Scale
 from gossamer.settings import ANNEALS
 
@@ -258,9 +268,9 @@ class SCL(MasksOfBudget, DenseGradient[SCLOptions]):
         self._memory.value.sub_(threshold)
 
     def _damp_(self, gradient: Tensor, factor: Tensor, above: Tensor) -> None:
-        removed = ~self.mask
-        here = removed & (removed.sum(1, keepdim=True) >= above * removed.shape[1])
-        gradient.copy_(torch.where(here, gradient * factor, gradient))
+        removed = (~self.mask).sum(1, keepdim=True)
+        share = torch.where(removed >= above * gradient.shape[1], factor, torch.ones_like(factor))
+        damp_removed_(gradient, self.mask, share)
 
     @staticmethod
     def _start(weights: Tensor, layout: Layout, settings: Sequence[SCLOptions]) -> Tensor:
