@@ -1,5 +1,6 @@
 """Comparisons: records, going on after an interruption, the command."""
 
+import errno
 import functools
 import json
 import signal
@@ -250,6 +251,14 @@ def test_a_compiler_that_dies_of_the_same_signal_is_a_stop_and_no_error(
     asked.append(False)
     with pytest.raises(subprocess.CalledProcessError):  # which nobody asked for
         cli.run(command)
+
+    def full(*args: object) -> None:
+        signal.raise_signal(signal.SIGINT)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Running, "epoch", full)
+    assert cli.run(command) == 2
+    assert "No space left on device" in capsys.readouterr().err  # the signal is no reason to hide it
 
 
 @pytest.mark.usefixtures("tiny")

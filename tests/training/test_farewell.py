@@ -51,17 +51,33 @@ def interrupt() -> None:
     os.kill(os.getpid(), signal.SIGINT)
 
 
-def test_a_compiler_that_dies_of_the_same_signal_is_a_stop_and_no_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("error", "code", "words"),
+    [
+        (
+            subprocess.CalledProcessError(-signal.SIGINT, ["gcc"]),  # a compiler that died of the same signal
+            130,
+            "stopped at once; when the same command is given again it begins again",
+        ),
+        (OSError(errno.ENOSPC, "No space left on device"), 2, "No space left on device"),
+        (step.LossNotFinite("the loss is not finite"), 2, "the loss is not finite"),
+    ],
+)
+def test_only_an_error_that_may_come_of_the_signal_is_the_stop_that_was_asked_for(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    error: Exception,
+    code: int,
+    words: str,
 ) -> None:
-    def killed(*arguments: object) -> None:
+    def fails(*arguments: object) -> None:
         interrupt()
-        raise subprocess.CalledProcessError(-signal.SIGINT, ["gcc"])
+        raise error
 
-    monkeypatch.setattr(step.Step, "__call__", killed)
-    command = cli.Train("digits", tmp_path, set=(("device=cpu",),))
-    assert cli.run(command) == 130
-    assert "stopped at once; when the same command is given again it begins again" in capsys.readouterr().err
+    monkeypatch.setattr(step.Step, "__call__", fails)
+    assert cli.run(cli.Train("digits", tmp_path, set=(("device=cpu",),))) == code
+    assert words in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from gossamer.data.sets import ImageSet
 from gossamer.side_by_side.checkpoint import Keeper
 from gossamer.side_by_side.lanes import Common, Lane, Outcome
 from gossamer.side_by_side.race import Running
-from gossamer.training.stopping import Interrupted
+from gossamer.training.stopping import Interrupted, may_be_of
 
 
 class How(TypedDict, total=False):
@@ -65,9 +65,8 @@ def train_side_by_side(
     except KeyboardInterrupt:
         raise Interrupted(keeper.loss(run.done, run.steps)) from None
     except Exception as error:
-        if not run.stop():
+        if not (run.stop() and may_be_of(error)):
             raise
-        # A compiler, say, that got the signal as well (StopSignal).
         raise Interrupted(keeper.loss(run.done, run.steps)) from error
     return outcomes
 

@@ -16,8 +16,7 @@ class StopSignal:
     Except where a launcher has started several processes: it sends each signal of the terminal once more, and by itself
     kills who takes too long.
 
-    The signal of a terminal goes to every process that was started there. A compiler that dies of it lets the step fail
-    that waits for it: such an error is the stop that was asked for.
+    Once it was asked, an error that may come of the same signal (`may_be_of`) is the stop that was asked for.
     """
 
     _SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -44,5 +43,12 @@ class StopSignal:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         self._restore()
-        if self.asked and isinstance(error, Exception):
+        if self.asked and may_be_of(error):
             raise KeyboardInterrupt from error
+
+
+def may_be_of(error: BaseException | None) -> bool:
+    """Whether an error may come of the signal that asked for a stop: that of a terminal goes to every process that was
+    started there, and a compiler that dies of it lets the step fail that waits for it. A disk that is full, or a loss
+    that is not finite, is none."""
+    return isinstance(error, Exception) and not isinstance(error, OSError | ArithmeticError)
