@@ -237,8 +237,8 @@ def _of_network(folder: Path, name: str, records: Sequence[Record]) -> str:
             current, others = one_a_method(current)
             parts += [
                 f"### Screening: {epochs} epochs, {held_out:,} training images held out",
-                "Each method with the settings that suit it best on held-out images at 95 % (`python "
-                "benchmarks/all_methods.py`); any of them alone with `gossamer compare`.",
+                "Of each method the setting that was run at most sparsities (with `python benchmarks/all_methods.py` "
+                "chosen at 95 %, on held-out images, out of those of one race); the others are folded away below.",
                 *_tables(current),
                 _commits(current),
                 *(_drawing(folder, f"screening{name}") if number == 0 else []),
