@@ -30,9 +30,16 @@ FALLING = "weight_decay_power=0.5"
 SINGLE = [name for name in METHODS if name != "dense" and not find(name).structured]
 WHOLE = [name for name in METHODS if find(name).structured]
 VARIANTS = {
-    "autoprune": ("mask_lr=0.003", "mask_lr=0.03", "removed_gradient=1", "estimator=leaky_relu", "two_pass=True"),
+    "autoprune": (
+        "mask_lr=0.001",
+        "mask_lr=0.003",
+        "mask_lr=0.03",
+        "removed_gradient=1",
+        "estimator=leaky_relu",
+        "two_pass=True",
+    ),
     "hyperflux": ("removed_gradient=1",),
-    "l0": ("gate_lr=0.05", "gate_lr=0.02"),
+    "l0": ("gate_lr=0.05", "gate_lr=0.02", "gate_lr=0.01"),
     "lottery": ("rewind=weights",),
     "str": ("rate=30", "rate=300"),
 }

@@ -81,16 +81,23 @@ def warm_up(step: Callable[[], None], device: torch.device) -> float:
 
 def try_mode(case: Case, mode: Mode, seconds: float) -> Record:
     """The sparse step in one mode."""
-    if case.device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()
+    before = memory_now(case.device)
     step = Trained(case, mode, sparse=True)
     start_up = warm_up(step, case.device)
     took = seconds_a_step(step, seconds, case.device)
-    return {"sparse_ms": 1e3 * took, "start_up_s": start_up, "peak_gib": peak_memory(case.device)}
+    return {"sparse_ms": 1e3 * took, "start_up_s": start_up, "peak_gib": peak_memory(case.device, before)}
 
 
-def peak_memory(device: torch.device) -> float | None:
-    return torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else None
+def memory_now(device: torch.device) -> int:
+    """What is taken before a measurement: compiled code of others may hold on to some. The peak is forgotten."""
+    if device.type != "cuda":
+        return 0
+    torch.cuda.reset_peak_memory_stats()
+    return torch.cuda.memory_allocated(device)
+
+
+def peak_memory(device: torch.device, before: int) -> float | None:
+    return (torch.cuda.max_memory_allocated(device) - before) / 2**30 if device.type == "cuda" else None
 
 
 def alone(case: Case, mode: Mode, seconds: float) -> Record:
@@ -119,9 +126,9 @@ def side_by_side(case: Case, runs: int) -> Record:
 
     steps = 60 if case.entry.connections < 5_000_000 else 15
     dense, _ = stacked(case.entry.name, runs, steps, Phase.WARMUP, case.device)
-    torch.cuda.reset_peak_memory_stats()
-    sparse, peak = stacked(case.entry.name, runs, steps, Phase.SPARSIFY, case.device)
-    epoch = sparse * EPOCH[case.entry.data] / 64 / runs
+    before = memory_now(case.device)
+    sparse, _ = stacked(case.entry.name, runs, steps, Phase.SPARSIFY, case.device)
+    peak, epoch = peak_memory(case.device, before), sparse * EPOCH[case.entry.data] / 64 / runs
     return {"runs": runs, "dense_ms": 1e3 * dense, "sparse_ms": 1e3 * sparse, "epoch_s": epoch, "peak_gib": peak}
 
 
@@ -166,8 +173,8 @@ class Book:
         except Exception as error:  # whatever it is, the other networks are measured too
             lines = str(error).splitlines() or [""]
             into[key] = {"error": f"{type(error).__name__}: {lines[0]}"}
+        torch.compiler.reset()  # first, as compiled code holds on to memory
         gc.collect()
-        torch.compiler.reset()
         self.write()
         print(f"{label}: {told(into[key])} ({time.perf_counter() - start:.1f} s)", flush=True)
         if torch.cuda.is_available():

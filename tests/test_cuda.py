@@ -139,8 +139,17 @@ def plain_network() -> nn.Module:
     )  # fmt: skip
 
 
+def biased_network() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(3, 20, 5), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(20, 24, 3, padding=1), nn.ReLU(), nn.Flatten(),
+        nn.Linear(24 * 36, 10),
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize("count", [1, 3])
-@pytest.mark.parametrize("make", [plain_network, lambda: ResNet(8)], ids=["plain", "residual"])
+@pytest.mark.parametrize(
+    "make", [plain_network, biased_network, lambda: ResNet(8)], ids=["plain", "biased", "residual"]
+)
 def test_stacked_networks_compute_what_they_compute_on_a_cpu(make: Callable[[], nn.Module], count: int) -> None:
     """In half precision on the GPU, with the kernels for it: no further from double precision than half precision is
     on a CPU, where gradients of the first layers are off by a tenth."""

@@ -29,6 +29,8 @@ KNOBS: dict[str, dict[str, Any]] = {
     "remembered score": {"score_memory": 0.7},
     "hysteresis": {"hysteresis": 0.5},
     "halfway": {"midpoint": 2.0},
+    "sign rule": {"weight_power": 0.0},
+    "root of the weight": {"weight_power": 0.5},
     "anchored": {"anchor": 0.2, "anchor_cap": 0.0},
     "capped": {"anchor": 0.2, "anchor_cap": 1.0},
     "anchor comes down": {"anchor": 0.3, "anchor_anneal": "cosine"},
@@ -70,6 +72,7 @@ class ByHand:
     def step(self, g: Array, w: Array, number: int) -> None:
         told = self.options
         seen = np.where(self.mask, w - told.midpoint * RATE * g, w)
+        seen = np.sign(seen) * np.abs(seen) ** told.weight_power
         cosine = 0.5 * (1 + math.cos(math.pi * number / 15))
         self.m = self.m - told.mask_lr * self.direction(g * seen) * cosine
         anchor = told.anchor * (cosine if told.anchor_anneal == "cosine" else 1.0)

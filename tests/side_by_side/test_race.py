@@ -1,6 +1,7 @@
 """Runs trained side by side give what each gives alone with a Sparsifier and torch's SGD."""
 
 import math
+from collections.abc import Callable
 from dataclasses import asdict
 
 import pytest
@@ -245,10 +246,18 @@ def classifier() -> nn.Module:
     return nn.Sequential(nn.Conv2d(3, 6, 3, 2, 1, bias=False), nn.BatchNorm2d(6), nn.ReLU(), *hidden)
 
 
+def biased() -> nn.Module:
+    """As LeNet-5: biases of convolutions, no norms, maximum pools; and paddings that grouped convolutions know not."""
+    first = [nn.Conv2d(3, 6, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(6, 4, 3, padding="same"), nn.ReLU()]
+    last = [nn.Conv2d(4, 5, 3, padding=1, padding_mode="reflect"), nn.Flatten(), nn.Linear(5 * 9, 4)]
+    return nn.Sequential(*first, *last)
+
+
+@pytest.mark.parametrize("make", [classifier, biased])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_a_stack_of_networks_with_a_norm_between_linear_layers(dtype: torch.dtype) -> None:
+def test_a_stack_of_networks_computes_what_each_computes(dtype: torch.dtype, make: Callable[[], nn.Module]) -> None:
     torch.manual_seed(4)
-    networks = [classifier().double() for _ in range(3)]
+    networks = [make().double() for _ in range(3)]
     stack = NetworkStack(networks, device=CPU, dtype=dtype)
     images = torch.randn(3, 16, 3, 8, 8, dtype=torch.float64)
     together = stack(images.to(dtype))

@@ -16,7 +16,8 @@ To be tried out; each has a default that changes nothing. With d the mask gradie
                 not tell), + u·`hysteresis` for what is kept already
     mask gradient   of what is kept at w̃ − `midpoint`·η·g. Where noise pulls weights to and fro around their best,
                 E[g·w̃] = η/2·E[g²]/(1 − momentum), so that masks sink by the noise of their weights, in long runs and
-                first layers most of all; `midpoint` = 1/2/(1 − momentum) takes that out
+                first layers most of all; `midpoint` = 1/2/(1 − momentum) takes that out. sgn(w̃)·|w̃|^`weight_power` in
+                the place of w̃: 0 is the sign rule of AutoPrune, with which small weights come back as easily as others
     anchor      draws m̃ to |w̃|, at most to `anchor_cap` times the level below which weights go by their size, or times
                 the root mean square of w̃ at the start where that is more; it stays, or comes down with the learning
                 rate of m̃ (`anchor_anneal`)
@@ -73,6 +74,7 @@ class SCLOptions(Options):
     removed_gradient: float | None = None  # method.removed_share
     removed_gradient_above: float = 0.0
     midpoint: float = 0.0
+    weight_power: float = 1.0
     anchor: float = 0.001
     anchor_anneal: str = "constant"  # with a fixed λ1 always that of mask_lr, as else all masks would return
     anchor_cap: float = 3.0
@@ -103,6 +105,7 @@ class SCLOptions(Options):
             "curvature",
             "hysteresis",
             "midpoint",
+            "weight_power",
         )
         expect(
             self,
@@ -188,6 +191,7 @@ class SCL(MasksOfBudget, DenseGradient[SCLOptions]):
         self._unit = start.mean(1, keepdim=True)
         self._curvature, self._hysteresis = each_row("curvature"), each_row("hysteresis")
         self._midpoint = each_row("midpoint") if any_row("midpoint") else None
+        self._weight_power = each_row("weight_power") if any_row("weight_power") else None
         self._cap, self._level = each_row("anchor_cap"), start.new_zeros(len(settings), 1)
         self._usual = weights.square().mean(1, keepdim=True).sqrt()
         anneals = [each.anchor_anneal if each.decay is None else each.anneal for each in settings]
@@ -199,7 +203,7 @@ class SCL(MasksOfBudget, DenseGradient[SCLOptions]):
     def learn_(self, gradient: Tensor, weights: Tensor) -> None:
         direction = method.mask_gradient(
             gradient,
-            self._halfway(gradient, weights),
+            self._weighed(self._halfway(gradient, weights)),
             self._variable,
             estimator=self._estimator,
             alpha=self._alpha,
@@ -252,6 +256,10 @@ class SCL(MasksOfBudget, DenseGradient[SCLOptions]):
             return weights
         way = gradient * (self._midpoint * self._timeline.rate)
         return torch.where(self.mask, weights - way, weights)
+
+    def _weighed(self, weights: Tensor) -> Tensor:
+        """sgn(w̃)·|w̃|^power"""
+        return weights if self._weight_power is None else weights.sign() * weights.abs() ** self._weight_power
 
     def _score(self, deviation: Tensor | None) -> Tensor:
         assert self._memory is not None

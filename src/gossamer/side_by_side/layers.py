@@ -37,9 +37,16 @@ def _change_classes(module: nn.Module, classes: dict[type[nn.Module], type[nn.Mo
 
 
 class _StackableConv2d(nn.Conv2d):
+    """As of a linear layer, a bias is kept in full precision, and so is what it is added to."""
+
     def forward(self, input: Tensor) -> Tensor:
-        if not _is_plain(self):
-            return super().forward(input)
+        if self.bias is not None and self.bias.dtype is not self.weight.dtype:
+            return self._convolve(input.to(self.weight.dtype)) + self.bias[:, None, None]
+        return self._convolve(input) if self.bias is None else super().forward(input)
+
+    def _convolve(self, input: Tensor) -> Tensor:
+        if not _has_usual_padding(self):
+            return self._conv_forward(input, self.weight, None)
         options = (self.stride, self.padding, self.dilation, self.groups)
         return _Convolution.apply(input, self.weight, *options)  # type: ignore[no-any-return, no-untyped-call]
 
@@ -147,8 +154,8 @@ _STACKABLE: dict[type[nn.Module], type[nn.Module]] = {
 }
 
 
-def _is_plain(conv: nn.Conv2d) -> bool:
-    return conv.bias is None and conv.padding_mode == "zeros" and not isinstance(conv.padding, str)
+def _has_usual_padding(conv: nn.Conv2d) -> bool:
+    return conv.padding_mode == "zeros" and not isinstance(conv.padding, str)
 
 
 def _is_usual(bn: nn.BatchNorm1d | nn.BatchNorm2d) -> bool:
@@ -156,7 +163,7 @@ def _is_usual(bn: nn.BatchNorm1d | nn.BatchNorm2d) -> bool:
 
 
 def _can_join(conv: nn.Conv2d, bn: nn.BatchNorm2d) -> bool:
-    return _is_plain(conv) and _is_usual(bn)
+    return conv.bias is None and _has_usual_padding(conv) and _is_usual(bn)
 
 
 def _tensors(bn: nn.BatchNorm1d | nn.BatchNorm2d) -> tuple[Tensor | None, ...]:
