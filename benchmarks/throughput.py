@@ -14,16 +14,18 @@ batch of ImageNet's size stays on the device, so decoding files is not counted.
 The file is written after every measurement. The same command goes on where it was stopped; what has failed is noted,
 and not tried again. Compiling takes longest and comes last, while `--minutes` last. `--again` takes the fastest mode of
 each network to still be the fastest: that one and the runs side by side are measured anew, slower modes keep their
-figures, with the commit they are of.
+figures, with the commit they are of. How long it takes to compile is told by the longest start: torch keeps what it has
+compiled.
 """
 
 import argparse
 import functools
 import gc
 import json
+import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -33,7 +35,7 @@ from throughput_steps import Case, Trained, case_of, modes_of
 
 from gossamer import models
 from gossamer.schedule import Phase
-from gossamer.training.modes import Mode
+from gossamer.training.modes import Measured, Mode
 from gossamer.training.result import commit
 
 EPOCH = {"mnist": 60_000, "cifar10": 50_000, "imagefolder": 1_281_167, "wikitext2": 2_088_628}  # images or words
@@ -153,7 +155,9 @@ class Book:
         for found in self.record["networks"].values():
             fastest = found.pop("alone", {}).get("tried")
             found.pop("side_by_side", None)
-            found["tried"].pop(fastest, None)
+            forgotten = found["tried"].pop(fastest, {})
+            if "start_up_s" in forgotten:
+                found.setdefault("starts", {})[fastest] = forgotten["start_up_s"]
             for entry in found["tried"].values():
                 entry.setdefault("commit", before)
 
@@ -201,7 +205,7 @@ def told(entry: Record) -> str:
 def best_mode(case: Case, tried: Record) -> Mode | None:
     """The mode with the fastest sparse step."""
     every = {str(mode): mode for flag in (False, True) for mode in modes_of(case.entry, compiled=flag)}
-    good = {name: entry["sparse_ms"] for name, entry in tried.items() if "error" not in entry}
+    good = {name: entry["sparse_ms"] for name, entry in tried.items() if name in every and "error" not in entry}
     return every[min(good, key=lambda name: good[name])] if good else None
 
 
@@ -211,6 +215,9 @@ def measure_alone(book: Book, case: Case, modes: list[Mode], seconds: float) -> 
         if mode.capture and case.device.type != "cuda":
             continue
         book.note(found["tried"], str(mode), f"{name}, {mode}", lambda mode=mode: try_mode(case, mode, 0.3 * seconds))
+        entry, before = found["tried"][str(mode)], found.get("starts", {}).get(str(mode), 0.0)
+        if "start_up_s" in entry:
+            entry["start_up_s"] = max(entry["start_up_s"], before)
     best = best_mode(case, found["tried"])
     if best is None:
         return
@@ -230,22 +237,32 @@ def write_modes(path: Path, record: Record, cases: dict[str, Case]) -> None:
     table = json.loads(path.read_text())
     measured = table.setdefault(record["hardware"], {})
     for name, case in cases.items():
-        mode = simplest_fast_mode(case, record["networks"].get(name, {}).get("tried", {}))
-        if mode is not None:
-            measured[name] = asdict(mode)
+        found = simplest_fast_mode(case, record["networks"].get(name, {}).get("tried", {}))
+        if found is not None:
+            measured[name] = asdict(found)
     path.write_text(json.dumps(table, indent=1, sort_keys=True) + "\n")
 
 
-def simplest_fast_mode(case: Case, tried: Record) -> Mode | None:
-    """Modes are tried from the plain one on; compiling, which takes long to begin, has to gain more than the others."""
-    took = {name: entry["sparse_ms"] for name, entry in tried.items() if "error" not in entry}
-    compiled = [str(mode) for mode in modes_of(case.entry, compiled=True)]
-    eager = {name: value for name, value in took.items() if name not in compiled}
-    named = {str(mode): mode for flag in (False, True) for mode in modes_of(case.entry, compiled=flag)}
-    for name in compiled:
-        if name in took and took[name] < COMPILING_GAINS * min(eager.values(), default=float("inf")):
-            return named[name]
-    return next((named[name] for name in named if name in eager and ENOUGH * eager[name] <= min(eager.values())), None)
+def simplest_fast_mode(case: Case, tried: Record) -> Measured | None:
+    """Modes are tried from the plain one on; compiling, which takes long to begin, has to gain more than the others,
+    and enough steps to do so."""
+    good = {name: entry for name, entry in tried.items() if "error" not in entry}
+    took = {name: entry["sparse_ms"] for name, entry in good.items()}
+    compiled, eager = ({str(mode): mode for mode in modes_of(case.entry, compiled=flag)} for flag in (True, False))
+    plain = next((name for name in eager if name in took and ENOUGH * took[name] <= least(took, eager)), None)
+    for name, mode in compiled.items():
+        if plain is not None and name in took and took[name] < COMPILING_GAINS * least(took, eager):
+            later = good[name]["start_up_s"] - good[plain]["start_up_s"]
+            return entry_of(mode, math.ceil(1e3 * max(0.0, later) / (took[plain] - took[name])))
+    return None if plain is None else entry_of(eager[plain], None)
+
+
+def least(took: dict[str, float], among: Iterable[str]) -> float:
+    return min((took[name] for name in among if name in took), default=math.inf)
+
+
+def entry_of(mode: Mode, compile_from: int | None) -> Measured:
+    return Measured(mode.precision, mode.channels_last, mode.capture, compile_from)
 
 
 def main() -> None:

@@ -23,18 +23,19 @@ TINY_WORDS = 16  # vocabulary and units of the language model in a check
 
 
 def modes_of(entry: models.ModelEntry, *, compiled: bool) -> list[Mode]:
-    """The modes that make sense for a network: layouts for images, compilation for all but cuDNN's LSTM."""
-    bf16 = Mode("bf16")
+    """The modes that make sense for a network: layouts for images, compilation for all but cuDNN's LSTM, graphs for all
+    but networks of image folders, whose steps are never captured."""
+    bf16, captures = Mode("bf16"), (False,) if entry.data == "imagefolder" else (False, True)
     convolutions = not entry.tokens and len(entry.input_shape) == 3 and entry.name not in FLAT
     if compiled:
-        best = replace(bf16, channels_last=convolutions, compile=True, capture=True)
+        best = replace(bf16, channels_last=convolutions, compile=True, capture=captures[-1])
         return [] if entry.tokens else [best]
-    plain = [Mode(), replace(Mode(), capture=True), bf16, replace(bf16, capture=True)]
+    kinds = [Mode(), bf16, replace(bf16, channels_last=True)]
     if entry.tokens:
-        return plain[:2]  # under autocast torch would compute its LSTM in float16, whose small gradients vanish
-    if not convolutions:
-        return plain
-    return [*plain, replace(bf16, channels_last=True), replace(bf16, channels_last=True, capture=True)]
+        kinds = kinds[:1]  # under autocast torch would compute its LSTM in float16, whose small gradients vanish
+    elif not convolutions:
+        kinds = kinds[:2]
+    return [replace(kind, capture=captured) for kind in kinds for captured in captures]
 
 
 class MapTask:

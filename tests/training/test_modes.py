@@ -1,39 +1,71 @@
 """What a run leaves open about how it is computed is decided by measurement, and what it says is kept."""
 
 import json
+import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from gossamer.training import Run, modes, networks
-from gossamer.training.modes import Mode
+from gossamer.training.modes import Measured, Mode
 from gossamer.training.place import Place
 
 CPU, GPU = Place(torch.device("cpu")), Place(torch.device("cuda", 0))
 SPARSE = Run(method="scl", sparsity=0.9)
 FASTEST = Mode("bf16", channels_last=True, compile=True, capture=True)
+STEPS = 1000  # from which on compiling pays
 
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU on which ResNet-20, and nothing else, was measured."""
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "Some GPU")
-    table = {"Some GPU": {"resnet20": vars(FASTEST)}, "Other GPU": {"resnet56": vars(FASTEST)}}
-    monkeypatch.setattr(modes, "_table", lambda: table)
+    entry = {"precision": "bf16", "channels_last": True, "capture": True, "compile_from": STEPS}
+    monkeypatch.setattr(modes, "_table", lambda: {"Some GPU": {"resnet20": entry}, "Other GPU": {"resnet56": entry}})
+    monkeypatch.setattr(modes, "triton_is_there", lambda: True)
+    monkeypatch.setenv("CC", sys.executable)  # any program will do
+
+
+def mode_of(run: Run, place: Place, steps: int) -> Mode:
+    return modes.mode_of(modes.resolve_compile(modes.resolve(run, place), place, steps))
 
 
 def test_on_a_cpu_everything_is_plain_and_a_graph_is_refused() -> None:
-    assert modes.mode_of(modes.resolve(SPARSE, CPU)) == Mode()
+    assert mode_of(SPARSE, CPU, STEPS) == Mode()
     with pytest.raises(ValueError, match="capture=true was asked for, but there are no CUDA graphs on device=cpu"):
         modes.resolve(SPARSE.with_settings(["capture=true"]), CPU)
 
 
 @pytest.mark.usefixtures("gpu")
 def test_what_is_left_open_is_what_was_measured() -> None:
-    assert modes.mode_of(modes.resolve(SPARSE, GPU)) == FASTEST
+    assert mode_of(SPARSE, GPU, STEPS) == FASTEST
+    assert mode_of(SPARSE, GPU, STEPS - 1) == replace(FASTEST, compile=False)
     other = SPARSE.with_settings(["model=resnet56"])
-    assert modes.mode_of(modes.resolve(other, GPU)) == Mode()  # measured on another GPU only
+    assert mode_of(other, GPU, STEPS) == Mode()  # measured on another GPU only
+
+
+@pytest.mark.usefixtures("gpu")
+def test_steps_are_compiled_unasked_only_as_they_were_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    entry = {"precision": "bf16", "channels_last": True, "capture": False, "compile_from": STEPS}
+    monkeypatch.setattr(modes, "_table", lambda: {"Some GPU": {"resnet50": entry}})
+    folder = Run(model="resnet50", data="imagefolder", method="scl", sparsity=0.9)
+    assert mode_of(folder, GPU, STEPS) == replace(FASTEST, capture=False)
+    assert not mode_of(folder, GPU, STEPS - 1).compile
+    assert not mode_of(folder, Place(torch.device("cuda", 1), rank=1, world=2), STEPS).compile
+    assert not mode_of(folder.with_settings(["settings.scale=per_sample"]), GPU, STEPS).compile
+    assert not mode_of(replace(folder, data="cifar10", capture=True), GPU, STEPS).compile
+
+
+@pytest.mark.usefixtures("gpu")
+def test_without_a_compiler_nothing_is_compiled_unasked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CC", "no-such-compiler")
+    assert not mode_of(SPARSE, GPU, STEPS).compile
+    monkeypatch.setenv("CC", sys.executable)
+    monkeypatch.setattr(modes, "triton_is_there", lambda: False)
+    assert not mode_of(SPARSE, GPU, STEPS).compile
+    assert mode_of(SPARSE.with_settings(["compile=yes"]), GPU, 1).compile  # torch will say what is missing
 
 
 @pytest.mark.usefixtures("gpu")
@@ -43,12 +75,12 @@ def test_what_is_left_open_is_what_was_measured() -> None:
         ("precision=float32", Mode("float32", channels_last=True, compile=True, capture=True)),
         ("channels_last=false", Mode("bf16", channels_last=False, compile=True, capture=True)),
         ("compile=no", Mode("bf16", channels_last=True, compile=False, capture=True)),
-        ("capture=false", Mode("bf16", channels_last=True, compile=True, capture=False)),
+        ("capture=false", Mode("bf16", channels_last=True, compile=False, capture=False)),  # no such was measured
         ("capture=auto", FASTEST),
     ],
 )
 def test_what_a_run_says_is_kept(said: str, expected: Mode) -> None:
-    assert modes.mode_of(modes.resolve(SPARSE.with_settings([said]), GPU)) == expected
+    assert mode_of(SPARSE.with_settings([said]), GPU, STEPS) == expected
 
 
 @pytest.mark.usefixtures("gpu")
@@ -63,7 +95,9 @@ def test_what_a_run_says_is_kept(said: str, expected: Mode) -> None:
     ],
 )
 def test_what_cannot_be_captured_is_left_eager_or_refused(run: Run, place: Place, reason: str) -> None:
-    assert not modes.resolve(run, place).capture
+    left = mode_of(run, place, STEPS)
+    assert not left.capture
+    assert not left.compile
     with pytest.raises(ValueError, match=f"capture=true was asked for, but {reason}.*set capture=auto"):
         modes.resolve(run.with_settings(["capture=true"]), place)
 
@@ -87,7 +121,7 @@ def test_the_committed_table_is_of_known_networks_and_modes() -> None:
         assert device
         for network, mode in measured.items():
             assert network in networks.names()
-            assert Mode(**mode).precision in ("float32", "bf16")
+            assert Measured(**mode).precision in ("float32", "bf16")
         assert measured.get("lstm_lm", {}).get("precision", "float32") == "float32"
 
 

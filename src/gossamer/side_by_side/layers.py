@@ -46,7 +46,7 @@ class _StackableConv2d(nn.Conv2d):
 
     def _convolve(self, input: Tensor) -> Tensor:
         if not _has_usual_padding(self):
-            return self._conv_forward(input, self.weight, None)
+            return self._conv_forward(input, self.weight, None)  # type: ignore[no-any-return, no-untyped-call]
         options = (self.stride, self.padding, self.dilation, self.groups)
         return _Convolution.apply(input, self.weight, *options)  # type: ignore[no-any-return, no-untyped-call]
 

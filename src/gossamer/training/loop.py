@@ -78,6 +78,7 @@ def _train(run: Run, folder: Path, observers: Sequence[Observer], held: ExitStac
     if run.schedule == "plateau" and not task.has_validation:
         raise ValueError("schedule=plateau needs a validation part: set validation= to hold some images out")
     total, per_epoch = len(task.source) * run.epochs, len(task.source)
+    chosen = modes.resolve_compile(chosen, place, total)
     for problem in out_of_reach(run, total, per_epoch) if place.leads else ():
         warnings.warn(problem, stacklevel=3)
 

@@ -1,19 +1,23 @@
 """How a step is computed: precision, memory layout, compiled or not, kernel by kernel or replayed as a CUDA graph.
 
 A run may say so itself. What it leaves open is chosen by measurement: `modes.json` holds, for a GPU and a network, the
-simplest mode that was about as fast as the fastest one (`benchmarks/throughput.py --modes`). On other devices, and for
-networks that were not measured, everything stays off: float32, PyTorch's usual layout, eager.
+simplest mode that was about as fast as the fastest one (`benchmarks/throughput.py --modes`), and the number of steps
+from which on compiling saves more time than it takes. On other devices, and for networks that were not measured,
+everything stays off: float32, PyTorch's usual layout, eager.
 """
 
 import json
+import os
+import shutil
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from gossamer.budget import triton_is_there
 from gossamer.models import MODELS
 from gossamer.training.checks import AUTO
 from gossamer.training.place import Place
@@ -38,8 +42,19 @@ class Mode:
         return ", ".join([self.precision, *(name for name, on in named.items() if on)])
 
 
+@dataclass(frozen=True)
+class Measured:
+    """What the table says of a network."""
+
+    precision: str = "float32"
+    channels_last: bool = False
+    capture: bool = False
+    compile_from: int | None = None  # steps of a run; none: never
+
+
 def resolve(run: Run, place: Place) -> Run:
-    """The run with everything decided that it leaves open."""
+    """The run with everything decided that it leaves open, but for `compile`: that is up to its steps, and those up to
+    its data."""
     obstacle = why_not_captured(run, place)
     if run.capture and obstacle is not None:
         raise ValueError(f"capture=true was asked for, but {obstacle}: set capture=auto or capture=false")
@@ -49,13 +64,23 @@ def resolve(run: Run, place: Place) -> Run:
             "whose small gradients vanish: set precision=float32"
         )
     best = measured(run.model, place.device)
-    if obstacle is not None:
-        best = replace(best, capture=False)
-    said = {"channels_last": run.channels_last, "compile": run.compile, "capture": run.capture}
-    decided: dict[str, Any] = {name: value for name, value in said.items() if value is not None}
-    if run.precision != AUTO:
-        decided["precision"] = run.precision
-    return replace(run, **asdict(replace(best, **decided)))
+    return replace(
+        run,
+        precision=best.precision if run.precision == AUTO else run.precision,
+        channels_last=best.channels_last if run.channels_last is None else run.channels_last,
+        capture=best.capture and obstacle is None if run.capture is None else run.capture,
+    )
+
+
+def resolve_compile(resolved: Run, place: Place, steps: int) -> Run:
+    """A run of so many steps that `resolve` has decided on, with the last decision. Steps are compiled unasked where
+    there is a compiler and only as they were measured: captured or not, in one process."""
+    if resolved.compile is not None:
+        return resolved
+    best = measured(resolved.model, place.device)
+    pays = best.compile_from is not None and steps >= best.compile_from
+    as_measured = resolved.capture == best.capture and place.world == 1 and not _watches_forward_pass(resolved)
+    return replace(resolved, compile=pays and as_measured and _can_compile())
 
 
 def mode_of(resolved: Run) -> Mode:
@@ -80,16 +105,26 @@ def why_not_captured(run: Run, place: Place) -> str | None:
         return "the thread that prepares the images of a folder may call the GPU's driver while a step is captured"
     if run.leave_at is not None:
         return "with leave_at the host has to look at the sparsity to end a phase"
-    if run.method == "scl" and run.mask_settings.scale == "per_sample":
+    if _watches_forward_pass(run):
         return "scale=per_sample watches the forward pass from Python"
     return None
 
 
-def measured(network: str, device: torch.device) -> Mode:
-    """The mode to take for a network on a device: the plain one where nothing was measured."""
+def _watches_forward_pass(run: Run) -> bool:
+    return run.method == "scl" and run.mask_settings.scale == "per_sample"
+
+
+def measured(network: str, device: torch.device) -> Measured:
+    """What to take for a network on a device: the plain mode where nothing was measured."""
     if device.type != "cuda":
-        return Mode()
-    return Mode(**_table().get(torch.cuda.get_device_name(device), {}).get(network, {}))
+        return Measured()
+    return Measured(**_table().get(torch.cuda.get_device_name(device), {}).get(network, {}))
+
+
+def _can_compile() -> bool:
+    """torch.compile writes Triton kernels for a GPU, which are started by a piece of C."""
+    named = os.environ.get("CC")
+    return triton_is_there() and any(map(shutil.which, [named] if named else ["cc", "gcc", "clang"]))
 
 
 @cache
