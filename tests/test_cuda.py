@@ -12,7 +12,9 @@ from torch.nn import functional as F
 import gossamer
 from gossamer import budget
 from gossamer.learning import has_kernels
+from gossamer.models.densenet import DenseNet
 from gossamer.models.resnet import ResNet
+from gossamer.models.wide_resnet import WideResNet
 from gossamer.side_by_side.capture import Captured
 from gossamer.side_by_side.stack import NetworkStack
 from gossamer.store import Store
@@ -146,10 +148,17 @@ def biased_network() -> nn.Module:
     )  # fmt: skip
 
 
+STACKED: dict[str, Callable[[], nn.Module]] = {
+    "plain": plain_network,
+    "biased": biased_network,
+    "residual": lambda: ResNet(8),
+    "dense": lambda: DenseNet(2, bottleneck=True, compression=0.5),
+    "wide": lambda: WideResNet(10, 8),  # 128 channels and more, some of which are done network by network
+}
+
+
 @pytest.mark.parametrize("count", [1, 3])
-@pytest.mark.parametrize(
-    "make", [plain_network, biased_network, lambda: ResNet(8)], ids=["plain", "biased", "residual"]
-)
+@pytest.mark.parametrize("make", STACKED.values(), ids=STACKED)
 def test_stacked_networks_compute_what_they_compute_on_a_cpu(make: Callable[[], nn.Module], count: int) -> None:
     """In half precision on the GPU, with the kernels for it: no further from double precision than half precision is
     on a CPU, where gradients of the first layers are off by a tenth."""

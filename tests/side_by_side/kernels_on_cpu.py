@@ -7,13 +7,17 @@ import os
 
 os.environ["TRITON_INTERPRET"] = "1"
 
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from gossamer import budget
 from gossamer.budget_kernels import meet_budgets_on_gpu_
+from gossamer.models.densenet import DenseNet
 from gossamer.models.resnet import ResNet
+from gossamer.models.wide_resnet import WideResNet
 from gossamer.side_by_side import layers
 from gossamer.side_by_side.conv_kernels import Convolution
 from gossamer.side_by_side.norm_kernels import NormAddReLU
@@ -141,5 +145,13 @@ if __name__ == "__main__":
             norm(1, 5, 72, with_shortcut=with_shortcut, sums_known=sums_known)
     pool(2, 8, 16, 16)
     pool(1, 4, 20, 5)
-    for make in (small_network, lambda: ResNet(8)):
+    pre_activation = [
+        lambda: DenseNet(1),
+        lambda: DenseNet(1, bottleneck=True, compression=0.5),
+        lambda: WideResNet(10, 1),
+    ]
+    for make in (small_network, lambda: ResNet(8), *pre_activation):
+        check(stack(make, kernels=True), stack(make, kernels=False))
+    layers._MANY_CHANNELS = 16  # so that most convolutions are done network by network
+    for make in (small_network, partial(WideResNet, 10, 1)):
         check(stack(make, kernels=True), stack(make, kernels=False))

@@ -17,7 +17,9 @@ from gossamer.methods import METHODS
 from gossamer.methods.attach import Attached
 from gossamer.methods.lottery import rewound
 from gossamer.methods.scl import SCLOptions
+from gossamer.models.densenet import DenseNet
 from gossamer.models.resnet import BasicBlock, ResNet
+from gossamer.models.wide_resnet import WideResNet
 from gossamer.schedule import Plan, connections_left
 from gossamer.settings import Settings
 from gossamer.side_by_side import Member, Outcome, Race, run_race
@@ -253,7 +255,13 @@ def biased() -> nn.Module:
     return nn.Sequential(*first, *last)
 
 
-@pytest.mark.parametrize("make", [classifier, biased])
+def dense_net() -> nn.Module:
+    return DenseNet(2, growth=4, bottleneck=True, compression=0.5, num_classes=4)
+
+
+@pytest.mark.parametrize(
+    "make", [classifier, biased, lambda: DenseNet(2, growth=4), dense_net, lambda: WideResNet(10, 1)]
+)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_a_stack_of_networks_computes_what_each_computes(dtype: torch.dtype, make: Callable[[], nn.Module]) -> None:
     torch.manual_seed(4)

@@ -2,9 +2,9 @@
 
 `vmap` can map both by itself, but takes batch norm apart into many passes over memory, in higher precision. Here one
 operation does the work of all networks. On CUDA GPUs that is a kernel of ours, with the images of each network lying
-together (`conv_kernels.py`, `norm_kernels.py`); elsewhere, and for convolutions other than 3 × 3, the networks'
-channels are laid side by side for one grouped convolution or one wide batch norm. The arithmetic is that of the
-ordinary layers.
+together (`conv_kernels.py`, `norm_kernels.py`), or a product of matrices for a 1 × 1 convolution; wide convolutions are
+done network by network. Elsewhere, and for other convolutions, the networks' channels are laid side by side for one
+grouped convolution or one wide batch norm. The arithmetic is that of the ordinary layers.
 """
 
 import importlib.util
@@ -14,44 +14,27 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gossamer.models.fc_densenet import FullyConnectedDenseNet, FullyConnectedLayer
-from gossamer.models.resnet import BasicBlock, ResNet, ZeroPadShortcut
-
 _FEWEST_CHANNELS = 16  # of a group in a convolution; with fewer, GPU libraries take the groups one by one
+_MANY_CHANNELS = 128  # in and out, from which on a convolution of one network is enough work for a GPU
 
 
-def stackable(module: nn.Module) -> nn.Module:
-    """Let the layers of `module` be stacked efficiently, in place. Names and parameters stay."""
-    return _change_classes(module, _STACKABLE)
-
-
-def plain(module: nn.Module) -> nn.Module:
-    """Undo `stackable`."""
-    return _change_classes(module, {new: old for old, new in _STACKABLE.items()})
-
-
-def _change_classes(module: nn.Module, classes: dict[type[nn.Module], type[nn.Module]]) -> nn.Module:
-    for part in module.modules():
-        part.__class__ = classes.get(type(part), type(part))
-    return module
-
-
-class _StackableConv2d(nn.Conv2d):
+class StackableConv2d(nn.Conv2d):
     """As of a linear layer, a bias is kept in full precision, and so is what it is added to."""
 
     def forward(self, input: Tensor) -> Tensor:
+        input = input.to(self.weight.dtype)
         if self.bias is not None and self.bias.dtype is not self.weight.dtype:
-            return self._convolve(input.to(self.weight.dtype)) + self.bias[:, None, None]
+            return self._convolve(input) + self.bias[:, None, None]
         return self._convolve(input) if self.bias is None else super().forward(input)
 
     def _convolve(self, input: Tensor) -> Tensor:
         if not _has_usual_padding(self):
-            return self._conv_forward(input, self.weight, None)  # type: ignore[no-any-return, no-untyped-call]
+            return self._conv_forward(input, self.weight, None)  # type: ignore[no-any-return]
         options = (self.stride, self.padding, self.dilation, self.groups)
         return _Convolution.apply(input, self.weight, *options)  # type: ignore[no-any-return, no-untyped-call]
 
 
-class _StackableBatchNorm2d(nn.BatchNorm2d):
+class StackableBatchNorm2d(nn.BatchNorm2d):
     def forward(self, input: Tensor) -> Tensor:
         if not _is_usual(self):
             return super().forward(input)
@@ -59,7 +42,7 @@ class _StackableBatchNorm2d(nn.BatchNorm2d):
         return _BatchNorm.apply(input, None, *_tensors(self), *options)  # type: ignore[no-any-return, no-untyped-call]
 
 
-class _StackableBatchNorm1d(nn.BatchNorm1d):
+class StackableBatchNorm1d(nn.BatchNorm1d):
     def forward(self, input: Tensor) -> Tensor:
         if not _is_usual(self) or input.dim() != 2:
             return super().forward(input)
@@ -67,14 +50,14 @@ class _StackableBatchNorm1d(nn.BatchNorm1d):
         return _BatchNorm.apply(input, None, *_tensors(self), *options)  # type: ignore[no-any-return, no-untyped-call]
 
 
-class _StackableLinear(nn.Linear):
+class StackableLinear(nn.Linear):
     """Biases are kept in full precision, and so is what they are added to; the next product is not."""
 
     def forward(self, input: Tensor) -> Tensor:
         return super().forward(input.to(self.weight.dtype))
 
 
-class _StackableAdaptiveAvgPool2d(nn.AdaptiveAvgPool2d):
+class StackableAdaptiveAvgPool2d(nn.AdaptiveAvgPool2d):
     """The mean over all pixels is a mean: torch knows no stacked form of its gradient where there is one network."""
 
     def forward(self, input: Tensor) -> Tensor:
@@ -82,76 +65,18 @@ class _StackableAdaptiveAvgPool2d(nn.AdaptiveAvgPool2d):
         return torch.mean(input, dim=(-2, -1), keepdim=True) if whole else super().forward(input)
 
 
-class _StackableSequential(nn.Sequential):
+class StackableSequential(nn.Sequential):
     """Convolution, batch norm and ReLU that follow each other are done together."""
 
     def forward(self, input: Tensor) -> Tensor:
         layers, position = list(self), 0
         while position < len(layers):
             match layers[position : position + 3]:
-                case [_StackableConv2d() as conv, _StackableBatchNorm2d() as bn, nn.ReLU()] if _can_join(conv, bn):
-                    input, position = _convolution_and_norm(conv, bn, input, None), position + 3
+                case [StackableConv2d() as conv, StackableBatchNorm2d() as bn, nn.ReLU()] if _can_join(conv, bn):
+                    input, position = convolution_and_norm(conv, bn, input, None), position + 3
                 case [first, *_]:
                     input, position = first(input), position + 1
         return input
-
-
-class _StackableResNet(ResNet):
-    def forward(self, x: Tensor) -> Tensor:
-        x = _convolution_and_norm(self.conv, self.bn, x, None)
-        x = self.stage3(self.stage2(self.stage1(x)))
-        logits: Tensor = self.classifier(torch.mean(x, dim=(2, 3)))
-        return logits
-
-
-class _StackableBasicBlock(BasicBlock):
-    """The block of a residual network, with convolution, normalisation, addition and rectification done together."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = _convolution_and_norm(self.conv1, self.bn1, x, None)
-        return _convolution_and_norm(self.conv2, self.bn2, y, self.shortcut(x))
-
-
-class _StackableFullyConnectedDenseNet(FullyConnectedDenseNet):
-    """Every layer reads the pixels, so what they contribute to all layers is one product, and they are never copied to
-    be laid beside hidden features."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        pixels = x.flatten(1)
-        layers = [layer for layer in self.features if isinstance(layer, FullyConnectedLayer)]
-        weights = [*(layer.linear.weight for layer in layers), self.classifier.weight]
-        known, rest = zip(*(_columns(weight, pixels.shape[1]) for weight in weights), strict=True)
-        *inputs, logits = torch.split(F.linear(pixels, torch.cat(known)), [len(weight) for weight in weights], dim=1)
-        hidden = pixels[:, :0]
-        for layer, value, weight in zip(layers, inputs, rest[:-1], strict=True):
-            value = value + F.linear(hidden, weight) if hidden.shape[1] else value
-            hidden = torch.cat((hidden, F.relu(layer.bn(value))), 1)
-        return logits + F.linear(hidden, rest[-1], self.classifier.bias)
-
-
-def _columns(weight: Tensor, first: int) -> tuple[Tensor, Tensor]:
-    """The first so many columns, and the others."""
-    one, other = torch.split(weight, [first, weight.shape[1] - first], dim=1)
-    return one, other
-
-
-class _StackableShortcut(ZeroPadShortcut):
-    def forward(self, x: Tensor) -> Tensor:
-        return _PoolAndPad.apply(x, self.new_channels)  # type: ignore[no-any-return, no-untyped-call]
-
-
-_STACKABLE: dict[type[nn.Module], type[nn.Module]] = {
-    nn.AdaptiveAvgPool2d: _StackableAdaptiveAvgPool2d,
-    nn.Conv2d: _StackableConv2d,
-    nn.BatchNorm1d: _StackableBatchNorm1d,
-    nn.BatchNorm2d: _StackableBatchNorm2d,
-    nn.Linear: _StackableLinear,
-    nn.Sequential: _StackableSequential,
-    FullyConnectedDenseNet: _StackableFullyConnectedDenseNet,
-    ResNet: _StackableResNet,
-    BasicBlock: _StackableBasicBlock,
-    ZeroPadShortcut: _StackableShortcut,
-}
 
 
 def _has_usual_padding(conv: nn.Conv2d) -> bool:
@@ -170,9 +95,25 @@ def _tensors(bn: nn.BatchNorm1d | nn.BatchNorm2d) -> tuple[Tensor | None, ...]:
     return bn.weight, bn.bias, bn.running_mean, bn.running_var
 
 
-def _convolution_and_norm(conv: nn.Conv2d, bn: nn.BatchNorm2d, x: Tensor, shortcut: Tensor | None) -> Tensor:
+def norm_and_relu(bn: nn.BatchNorm2d, x: Tensor) -> Tensor:
+    """relu(bn(x))"""
+    if not _is_usual(bn):
+        return F.relu(bn(x))
+    return _BatchNorm.apply(x, None, *_tensors(bn), bn.training, bn.momentum, bn.eps, True)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def pool_and_pad(x: Tensor, new_channels: int) -> Tensor:
+    return _PoolAndPad.apply(x, new_channels)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def beside(x: Tensor, more: Tensor) -> Tensor:
+    """The channels of both."""
+    return _Concatenation.apply(x, more)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def convolution_and_norm(conv: nn.Conv2d, bn: nn.BatchNorm2d, x: Tensor, shortcut: Tensor | None) -> Tensor:
     """relu(bn(conv(x)) + shortcut)"""
-    tensors = (x, conv.weight, shortcut, *_tensors(bn))
+    tensors = (x.to(conv.weight.dtype), conv.weight, shortcut, *_tensors(bn))
     options = (conv.stride, conv.padding, conv.dilation, conv.groups, bn.training, bn.momentum, bn.eps)
     return _ConvolutionAndNorm.apply(*tensors, *options)  # type: ignore[no-any-return, no-untyped-call]
 
@@ -215,6 +156,10 @@ class _Convolution(_Stacked):
         if _has_kernel(images, weight, in_dims[0], *options):
             result, _ = _convolve(images, in_dims[0], weight, in_dims[1], options[0])
             return result.permute(0, 1, 4, 2, 3), 0
+        if _is_product(images, weight, in_dims[0], *options):
+            return _product(images, in_dims[0], weight, in_dims[1], options[0]).permute(0, 1, 4, 2, 3), 0
+        if _is_wide(images, weight, in_dims[0], options[-1]):
+            return _one_by_one(images, in_dims[0], weight, in_dims[1], *options), 0
         return _grouped_convolution(info.batch_size, images, in_dims[0], weight, in_dims[1], *options), 1
 
 
@@ -226,6 +171,27 @@ def _convolve(images: Tensor, axis: int | None, weight: Tensor, weight_axis: int
     if not filters[0].is_contiguous():
         filters = filters.contiguous()
     return Convolution.apply(_by_network(images, axis), filters, stride[0])  # type: ignore[no-untyped-call]
+
+
+def _product(images: Tensor, axis: int | None, weight: Tensor, weight_axis: int | None, stride: Any) -> Tensor:
+    """A 1 × 1 convolution is a product of matrices, one a network: pixels × channels by channels × outputs."""
+    assert axis is not None
+    assert weight_axis is not None
+    pixels = _by_network(images, axis)[:, :, :: stride[0], :: stride[1]]
+    filters = weight.movedim(weight_axis, 0)[..., 0, 0].transpose(1, 2)
+    return torch.bmm(pixels.flatten(1, 3), filters).view(*pixels.shape[:4], -1)
+
+
+def _one_by_one(
+    images: Tensor, axis: int | None, weight: Tensor, weight_axis: int | None, stride: Any, padding: Any, dilation: Any,
+    groups: int,
+) -> Tensor:  # fmt: skip
+    """Each network by itself: libraries are at their best in wide convolutions of one group."""
+    assert axis is not None
+    assert weight_axis is not None
+    rows = zip(_by_network(images, axis).unbind(), weight.movedim(weight_axis, 0).unbind(), strict=True)
+    results = [F.conv2d(x.permute(0, 3, 1, 2), w, None, stride, padding, dilation, groups) for x, w in rows]
+    return torch.stack([each.permute(0, 2, 3, 1) for each in results]).permute(0, 1, 4, 2, 3)
 
 
 def _grouped_convolution(
@@ -316,6 +282,18 @@ class _ConvolutionAndNorm(_Stacked):
         return _BatchNorm.vmap(info, axes, images, shortcut, *vectors, training, momentum, eps, True)
 
 
+class _Concatenation(_Stacked):
+    """Of channels; torch.cat would lay the pixels of each channel together, which no layer here wants."""
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Tensor, int]:
+        if not _on_gpu(args[0]):
+            parts = [part.movedim(axis, 0) for part, axis in zip(args, in_dims, strict=True)]
+            return torch.cat(parts, dim=2), 0
+        parts = [_by_network(part, axis) for part, axis in zip(args, in_dims, strict=True)]
+        return torch.cat(parts, dim=-1).permute(0, 1, 4, 2, 3), 0
+
+
 class _PoolAndPad(_Stacked):
     """Average 2 × 2 pixels and append channels of zeros, network by network."""
 
@@ -339,7 +317,21 @@ def _has_kernel(
 ) -> bool:
     plain_3x3 = weight.shape[-2:] == (3, 3) and padding == (1, 1) and dilation == (1, 1) and groups == 1
     needs_gradient = axis is None and images.requires_grad
-    return _on_gpu(images) and plain_3x3 and stride in ((1, 1), (2, 2)) and not needs_gradient
+    small = plain_3x3 and not _is_wide(images, weight, axis, groups)
+    return _on_gpu(images) and small and stride in ((1, 1), (2, 2)) and not needs_gradient
+
+
+def _is_product(
+    images: Tensor, weight: Tensor, axis: int | None, stride: Any, padding: Any, dilation: Any, groups: int
+) -> bool:
+    single = weight.shape[-2:] == (1, 1) and padding == (0, 0) and groups == 1
+    return _on_gpu(images) and single and axis is not None
+
+
+def _is_wide(images: Tensor, weight: Tensor, axis: int | None, groups: int) -> bool:
+    outputs, channels = weight.shape[-4:-2]
+    wide = min(outputs, channels) >= _MANY_CHANNELS and groups == 1
+    return _on_gpu(images) and wide and axis is not None
 
 
 def _on_gpu(images: Tensor) -> bool:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, vmap
 
 from gossamer.select import select
-from gossamer.side_by_side.layers import plain, stackable
+from gossamer.side_by_side.blocks import plain, stackable
 
 
 class NetworkStack:
