@@ -22,29 +22,25 @@ import argparse
 import functools
 import gc
 import json
-import math
 import statistics
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import asdict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from throughput_steps import Case, Trained, case_of, modes_of
+from throughput_modes import write_modes
+from throughput_steps import Case, Trained, case_of, is_reached, modes_of
 
 from gossamer import models
 from gossamer.schedule import Phase
-from gossamer.training.modes import Measured, Mode
+from gossamer.training.modes import Mode
 from gossamer.training.result import commit
 
 EPOCH = {"mnist": 60_000, "cifar10": 50_000, "imagefolder": 1_281_167, "wikitext2": 2_088_628}  # images or words
 COMPILED_FIRST = ("resnet20", "resnet50", "vgg16_cifar", "wrn28_10", "efficientnet_b0", "vgg16", "densenet40")
 COMPILE_SECONDS = 45  # left of the time, or nothing is compiled any more
 ROUNDS = 5  # of dense and sparse steps in turns
-
-ENOUGH = 0.97  # of the fastest mode's speed, for a simpler one to be taken
-COMPILING_GAINS = 0.9  # of the time of the fastest eager mode is what a compiled one may take
 
 Record = dict[str, Any]
 
@@ -203,8 +199,9 @@ def told(entry: Record) -> str:
 
 
 def best_mode(case: Case, tried: Record) -> Mode | None:
-    """The mode with the fastest sparse step."""
-    every = {str(mode): mode for flag in (False, True) for mode in modes_of(case.entry, compiled=flag)}
+    """The mode with the fastest sparse step, of those that `gossamer train` can take."""
+    modes = (mode for flag in (False, True) for mode in modes_of(case.entry, compiled=flag))
+    every = {str(mode): mode for mode in modes if is_reached(case.entry, mode)}
     good = {name: entry["sparse_ms"] for name, entry in tried.items() if name in every and "error" not in entry}
     return every[min(good, key=lambda name: good[name])] if good else None
 
@@ -230,39 +227,6 @@ def measure_alone(book: Book, case: Case, modes: list[Mode], seconds: float) -> 
     kept = {} if "error" not in fresh["alone"] else found.get("alone", {})  # a slower mode that works is better
     found["alone"] = {**fresh["alone"], **kept, "tried": str(best)}
     book.write()
-
-
-def write_modes(path: Path, record: Record, cases: dict[str, Case]) -> None:
-    """Put the simplest mode that is about as fast as the fastest into the table that `gossamer train` reads."""
-    table = json.loads(path.read_text())
-    measured = table.setdefault(record["hardware"], {})
-    for name, case in cases.items():
-        found = simplest_fast_mode(case, record["networks"].get(name, {}).get("tried", {}))
-        if found is not None:
-            measured[name] = asdict(found)
-    path.write_text(json.dumps(table, indent=1, sort_keys=True) + "\n")
-
-
-def simplest_fast_mode(case: Case, tried: Record) -> Measured | None:
-    """Modes are tried from the plain one on; compiling, which takes long to begin, has to gain more than the others,
-    and enough steps to do so."""
-    good = {name: entry for name, entry in tried.items() if "error" not in entry}
-    took = {name: entry["sparse_ms"] for name, entry in good.items()}
-    compiled, eager = ({str(mode): mode for mode in modes_of(case.entry, compiled=flag)} for flag in (True, False))
-    plain = next((name for name in eager if name in took and ENOUGH * took[name] <= least(took, eager)), None)
-    for name, mode in compiled.items():
-        if plain is not None and name in took and took[name] < COMPILING_GAINS * least(took, eager):
-            later = good[name]["start_up_s"] - good[plain]["start_up_s"]
-            return entry_of(mode, math.ceil(1e3 * max(0.0, later) / (took[plain] - took[name])))
-    return None if plain is None else entry_of(eager[plain], None)
-
-
-def least(took: dict[str, float], among: Iterable[str]) -> float:
-    return min((took[name] for name in among if name in took), default=math.inf)
-
-
-def entry_of(mode: Mode, compile_from: int | None) -> Measured:
-    return Measured(mode.precision, mode.channels_last, mode.capture, compile_from)
 
 
 def main() -> None:

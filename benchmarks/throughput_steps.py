@@ -23,19 +23,28 @@ TINY_WORDS = 16  # vocabulary and units of the language model in a check
 
 
 def modes_of(entry: models.ModelEntry, *, compiled: bool) -> list[Mode]:
-    """The modes that make sense for a network: layouts for images, compilation for all but cuDNN's LSTM, graphs for all
-    but networks of image folders, whose steps are never captured."""
-    bf16, captures = Mode("bf16"), (False,) if entry.data == "imagefolder" else (False, True)
+    """The modes that make sense for a network: layouts for images, compilation for all but cuDNN's LSTM, and without a
+    graph only for networks of image folders, whose steps are not captured."""
+    bf16 = Mode("bf16")
     convolutions = not entry.tokens and len(entry.input_shape) == 3 and entry.name not in FLAT
-    if compiled:
-        best = replace(bf16, channels_last=convolutions, compile=True, capture=captures[-1])
-        return [] if entry.tokens else [best]
-    kinds = [Mode(), bf16, replace(bf16, channels_last=True)]
     if entry.tokens:
-        kinds = kinds[:1]  # under autocast torch would compute its LSTM in float16, whose small gradients vanish
-    elif not convolutions:
-        kinds = kinds[:2]
-    return [replace(kind, capture=captured) for kind in kinds for captured in captures]
+        kinds = [Mode()]  # under autocast torch would compute its LSTM in float16, whose small gradients vanish
+    elif convolutions:
+        kinds = [Mode(), bf16, replace(bf16, channels_last=True)]
+    else:
+        kinds = [Mode(), bf16]
+    if not compiled:
+        return [replace(kind, capture=captured) for kind in kinds for captured in (False, True)]
+    if entry.tokens:
+        return []
+    kinds = kinds[-1:] if convolutions else kinds
+    captures = (False, True) if entry.data == "imagefolder" else (True,)
+    return [replace(kind, compile=True, capture=captured) for kind in kinds for captured in captures]
+
+
+def is_reached(entry: models.ModelEntry, mode: Mode) -> bool:
+    """Whether `gossamer train` can take a mode with the network's own data."""
+    return not (mode.capture and entry.data == "imagefolder")
 
 
 class MapTask:

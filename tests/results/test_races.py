@@ -11,7 +11,7 @@ import pytest
 from gossamer.methods import METHODS
 from gossamer.results import Record, plot, race_blocks, race_page, race_table
 from gossamer.results.pages import drawings, summary
-from gossamer.results.races import race_groups, races
+from gossamer.results.races import one_a_method, race_groups, races
 
 
 def rows_of(records: Sequence[Record], key: str = "accuracy") -> list[list[str]]:
@@ -162,7 +162,17 @@ def rows_of_the_readme(checkout: Path, runs: Sequence[Record]) -> list[list[str]
     return [line.strip("| ").split(" | ") for line in lines[2:]]
 
 
-def test_the_readme_has_of_ours_what_is_nearest_to_the_defaults_and_of_peers_what_suits_them(checkout: Path) -> None:
+def test_of_ours_what_is_nearest_to_the_defaults_is_shown_and_of_peers_what_suits_them() -> None:
+    told = [record("str", 0.9, 89.0), record("str", 0.9, 89.5, settings={"rate": 30.0})]
+    told += [record("scl", 0.9, 91.0), record("scl", 0.9, 92.0, settings={"mask_lr": 0.1})]
+    shown, others = one_a_method(told)
+    assert labels(shown) == [METHODS["scl"].title, f"{METHODS['str'].title}, rate=30"]
+    assert labels(others) == [f"{METHODS['scl'].title}, mask_lr=0.1", METHODS["str"].title]
+    nowhere = [{**each, "validation_accuracy": None} for each in told]  # held out
+    assert labels(one_a_method(nowhere)[0]) == [METHODS["scl"].title, METHODS["str"].title]
+
+
+def test_the_readme_has_of_each_method_what_is_nearest_to_the_defaults_or_suits_it(checkout: Path) -> None:
     runs = [
         record("dense", 0.0, 93.0),
         record("scl", 0.9, 92.0, settings={"mask_lr": 0.1, "distil": 0.5}),

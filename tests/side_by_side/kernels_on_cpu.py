@@ -96,14 +96,21 @@ def small_network() -> nn.Module:
     )  # fmt: skip
 
 
-def stack(make: type[nn.Module] | object, kernels: bool) -> list[Tensor]:
+def biased_network() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 20, 3, padding=1, bias=False), nn.BatchNorm2d(20),
+        nn.ReLU(), nn.Conv2d(20, 4, 1), nn.Flatten(), nn.Linear(256, 3),
+    )  # fmt: skip
+
+
+def stack(make: type[nn.Module] | object, kernels: bool, dtype: torch.dtype = torch.float32) -> list[Tensor]:
     layers._on_gpu = lambda images: kernels  # type: ignore[assignment]
     torch.manual_seed(0)
     networks = [make() for _ in range(2)]  # type: ignore[operator]
-    stacked = NetworkStack(networks, device=torch.device("cpu"), dtype=torch.float32)
+    stacked = NetworkStack(networks, device=torch.device("cpu"), dtype=dtype)
     stacked.template.train()
-    images = torch.randn(2, 2, 3, 8, 8)
-    output = stacked(images)
+    images = torch.randn(2, 2, 3, 8, 8).to(dtype)
+    output = stacked(images).float()
     gradients = stacked.gradients(output.square().sum())
     stacked.template.eval()
     with torch.no_grad():
@@ -152,6 +159,9 @@ if __name__ == "__main__":
     ]
     for make in (small_network, lambda: ResNet(8), *pre_activation):
         check(stack(make, kernels=True), stack(make, kernels=False))
+    # In half precision, which biases do not have; the interpreter knows no bfloat16.
+    for ours, exact in zip(stack(biased_network, True, torch.float16), stack(biased_network, False), strict=True):
+        assert (ours.float() - exact).norm() < 0.01 * exact.norm()
     layers._MANY_CHANNELS = 16  # so that most convolutions are done network by network
-    for make in (small_network, partial(WideResNet, 10, 1)):
+    for make in (partial(ResNet, 8), partial(WideResNet, 10, 1)):
         check(stack(make, kernels=True), stack(make, kernels=False))

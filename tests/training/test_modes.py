@@ -2,6 +2,7 @@
 
 import json
 import sys
+import sysconfig
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,13 +20,15 @@ STEPS = 1000  # from which on compiling pays
 
 
 @pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A GPU on which ResNet-20, and nothing else, was measured."""
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "Some GPU")
     entry = {"precision": "bf16", "channels_last": True, "capture": True, "compile_from": STEPS}
     monkeypatch.setattr(modes, "_table", lambda: {"Some GPU": {"resnet20": entry}, "Other GPU": {"resnet56": entry}})
     monkeypatch.setattr(modes, "triton_is_there", lambda: True)
     monkeypatch.setenv("CC", sys.executable)  # any program will do
+    (tmp_path / "Python.h").touch()
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
 
 
 def mode_of(run: Run, place: Place, steps: int) -> Mode:
@@ -48,14 +51,15 @@ def test_what_is_left_open_is_what_was_measured() -> None:
 
 @pytest.mark.usefixtures("gpu")
 def test_steps_are_compiled_unasked_only_as_they_were_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    entry = {"precision": "bf16", "channels_last": True, "capture": False, "compile_from": STEPS}
+    entry = {"precision": "bf16", "channels_last": True, "capture": True, "compile_from_uncaptured": STEPS}
     monkeypatch.setattr(modes, "_table", lambda: {"Some GPU": {"resnet50": entry}})
     folder = Run(model="resnet50", data="imagefolder", method="scl", sparsity=0.9)
     assert mode_of(folder, GPU, STEPS) == replace(FASTEST, capture=False)
     assert not mode_of(folder, GPU, STEPS - 1).compile
     assert not mode_of(folder, Place(torch.device("cuda", 1), rank=1, world=2), STEPS).compile
-    assert not mode_of(folder.with_settings(["settings.scale=per_sample"]), GPU, STEPS).compile
-    assert not mode_of(replace(folder, data="cifar10", capture=True), GPU, STEPS).compile
+    for other in ("settings.scale=per_sample", "precision=float32", "channels_last=no", "distil=0.5", "method=rigl"):
+        assert not mode_of(folder.with_settings([other]), GPU, STEPS).compile
+    assert mode_of(replace(folder, data="cifar10"), GPU, STEPS) == replace(FASTEST, compile=False)
 
 
 @pytest.mark.usefixtures("gpu")
@@ -63,6 +67,12 @@ def test_without_a_compiler_nothing_is_compiled_unasked(monkeypatch: pytest.Monk
     monkeypatch.setenv("CC", "no-such-compiler")
     assert not mode_of(SPARSE, GPU, STEPS).compile
     monkeypatch.setenv("CC", sys.executable)
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: "no-such-folder")
+    assert not mode_of(SPARSE, GPU, STEPS).compile
+
+
+@pytest.mark.usefixtures("gpu")
+def test_without_triton_nothing_is_compiled_unasked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(modes, "triton_is_there", lambda: False)
     assert not mode_of(SPARSE, GPU, STEPS).compile
     assert mode_of(SPARSE.with_settings(["compile=yes"]), GPU, 1).compile  # torch will say what is missing
@@ -72,8 +82,8 @@ def test_without_a_compiler_nothing_is_compiled_unasked(monkeypatch: pytest.Monk
 @pytest.mark.parametrize(
     ("said", "expected"),
     [
-        ("precision=float32", Mode("float32", channels_last=True, compile=True, capture=True)),
-        ("channels_last=false", Mode("bf16", channels_last=False, compile=True, capture=True)),
+        ("precision=float32", Mode("float32", channels_last=True, capture=True)),  # compiled, it was not measured
+        ("channels_last=false", Mode("bf16", capture=True)),
         ("compile=no", Mode("bf16", channels_last=True, compile=False, capture=True)),
         ("capture=false", Mode("bf16", channels_last=True, compile=False, capture=False)),  # no such was measured
         ("capture=auto", FASTEST),

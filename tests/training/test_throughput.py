@@ -93,7 +93,11 @@ def test_again_measures_the_fastest_mode_anew_and_says_of_when_the_others_are(
         ({"float32": 10.0, "bf16, channels-last, compiled, graph": 9.5}, Measured()),  # too little for what it takes
         (
             {"float32, graph": 10.0, "bf16, channels-last, compiled, graph": 6.0},
-            Measured("bf16", channels_last=True, capture=True, compile_from=7375),  # 29.5 s later, at 4 ms a step
+            Measured("float32", capture=True),  # compiled, another precision and layout
+        ),
+        (
+            {"bf16, channels-last, graph": 10.0, "bf16, channels-last, compiled, graph": 6.0},
+            Measured("bf16", channels_last=True, capture=True, compile_from=7500),  # 30 s, at 4 ms a step
         ),
     ],
 )
@@ -114,6 +118,18 @@ def test_the_table_of_modes_gets_the_simplest_that_is_fast(
     written = json.loads(table.read_text())["Some GPU"]
     assert Measured(**written["resnet20"]) == expected
     assert written["resnet56"] == {"precision": "bf16"}
+
+
+def test_modes_of_different_commits_are_not_compared(benchmark: ModuleType, tmp_path: Path) -> None:
+    case = benchmark.case_of("resnet20", benchmark.torch.device("cpu"), tiny=True)
+    tried: dict[str, Any] = {"float32": {"sparse_ms": 5.0, "start_up_s": 0.1, "commit": "old"}}
+    tried["bf16, graph"] = {"sparse_ms": 8.0, "start_up_s": 0.1}
+    table = tmp_path / "modes.json"
+    before = {"resnet20": {"precision": "bf16", "capture": True}}
+    table.write_text(json.dumps({"Some GPU": before}))
+    record = {"hardware": "Some GPU", "networks": {"resnet20": {"tried": tried}}}
+    benchmark.write_modes(table, record, {"resnet20": case})
+    assert Measured(**json.loads(table.read_text())["Some GPU"]["resnet20"]) == Measured("bf16", capture=True)
 
 
 def test_a_faster_mode_that_fails_leaves_the_slower_one(

@@ -105,7 +105,6 @@ class SCLOptions(Options):
             "curvature",
             "hysteresis",
             "midpoint",
-            "weight_power",
         )
         expect(
             self,
@@ -119,6 +118,10 @@ class SCLOptions(Options):
             removed_gradient_above=(0 <= self.removed_gradient_above <= 1, "a number from 0 to 1"),
             floor=(self.floor is None or 0 <= self.floor < 1, "a share from 0 to below 1, or none"),
             ramp_share=(0 < self.ramp_share < math.inf, "a number above 0"),
+            weight_power=(
+                is_rate(self.weight_power) and (self.weight_power == 1 or not self.l2),
+                "a number of at least 0, and 1 where l2 is not 0",
+            ),
         )
 
     def settled(self, *, mask_steps: int, left: float) -> "SCLOptions":

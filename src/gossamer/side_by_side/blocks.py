@@ -15,7 +15,7 @@ from gossamer.side_by_side.layers import (
     StackableConv2d,
     StackableLinear,
     StackableSequential,
-    beside,
+    concatenate,
     convolution_and_norm,
     norm_and_relu,
     pool_and_pad,
@@ -84,13 +84,13 @@ class _StackableShortcut(ZeroPadShortcut):
 
 class _StackableDenseLayer(DenseLayer):
     def forward(self, x: Tensor) -> Tensor:
-        return beside(x, self.conv(norm_and_relu(self.bn, x)))
+        return concatenate(x, self.conv(norm_and_relu(self.bn, x)))
 
 
 class _StackableBottleneckLayer(BottleneckLayer):
     def forward(self, x: Tensor) -> Tensor:
         y = self.conv1(norm_and_relu(self.bn1, x))
-        return beside(x, self.conv2(norm_and_relu(self.bn2, y)))
+        return concatenate(x, self.conv2(norm_and_relu(self.bn2, y)))
 
 
 class _StackableTransition(Transition):
@@ -101,9 +101,13 @@ class _StackableTransition(Transition):
 
 class _StackableDenseNet(DenseNet):
     def forward(self, x: Tensor) -> Tensor:
-        x = norm_and_relu(self.bn, self.features(x))
-        logits: Tensor = self.classifier(torch.mean(x, dim=(2, 3)))
-        return logits
+        return _classified(self, x)
+
+
+def _classified(network: DenseNet | WideResNet, x: Tensor) -> Tensor:
+    x = norm_and_relu(network.bn, network.features(x))
+    logits: Tensor = network.classifier(torch.mean(x, dim=(2, 3)))
+    return logits
 
 
 class _StackableWideBlock(WideBlock):
@@ -121,9 +125,7 @@ class _StackableWideTransition(WideTransition):
 
 class _StackableWideResNet(WideResNet):
     def forward(self, x: Tensor) -> Tensor:
-        x = norm_and_relu(self.bn, self.features(x))
-        logits: Tensor = self.classifier(torch.mean(x, dim=(2, 3)))
-        return logits
+        return _classified(self, x)
 
 
 _STACKABLE: dict[type[nn.Module], type[nn.Module]] = {

@@ -36,18 +36,12 @@ class StackableConv2d(nn.Conv2d):
 
 class StackableBatchNorm2d(nn.BatchNorm2d):
     def forward(self, input: Tensor) -> Tensor:
-        if not _is_usual(self):
-            return super().forward(input)
-        options = (self.training, self.momentum, self.eps, False)
-        return _BatchNorm.apply(input, None, *_tensors(self), *options)  # type: ignore[no-any-return, no-untyped-call]
+        return _norm(self, input) if _is_usual(self) else super().forward(input)
 
 
 class StackableBatchNorm1d(nn.BatchNorm1d):
     def forward(self, input: Tensor) -> Tensor:
-        if not _is_usual(self) or input.dim() != 2:
-            return super().forward(input)
-        options = (self.training, self.momentum, self.eps, False)
-        return _BatchNorm.apply(input, None, *_tensors(self), *options)  # type: ignore[no-any-return, no-untyped-call]
+        return _norm(self, input) if _is_usual(self) and input.dim() == 2 else super().forward(input)
 
 
 class StackableLinear(nn.Linear):
@@ -97,16 +91,19 @@ def _tensors(bn: nn.BatchNorm1d | nn.BatchNorm2d) -> tuple[Tensor | None, ...]:
 
 def norm_and_relu(bn: nn.BatchNorm2d, x: Tensor) -> Tensor:
     """relu(bn(x))"""
-    if not _is_usual(bn):
-        return F.relu(bn(x))
-    return _BatchNorm.apply(x, None, *_tensors(bn), bn.training, bn.momentum, bn.eps, True)  # type: ignore[no-any-return, no-untyped-call]
+    return _norm(bn, x, rectify=True) if _is_usual(bn) else F.relu(bn(x))
+
+
+def _norm(bn: nn.BatchNorm1d | nn.BatchNorm2d, x: Tensor, *, rectify: bool = False) -> Tensor:
+    options = (bn.training, bn.momentum, bn.eps, rectify)
+    return _BatchNorm.apply(x, None, *_tensors(bn), *options)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def pool_and_pad(x: Tensor, new_channels: int) -> Tensor:
     return _PoolAndPad.apply(x, new_channels)  # type: ignore[no-any-return, no-untyped-call]
 
 
-def beside(x: Tensor, more: Tensor) -> Tensor:
+def concatenate(x: Tensor, more: Tensor) -> Tensor:
     """The channels of both."""
     return _Concatenation.apply(x, more)  # type: ignore[no-any-return, no-untyped-call]
 

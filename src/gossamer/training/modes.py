@@ -9,6 +9,7 @@ everything stays off: float32, PyTorch's usual layout, eager.
 import json
 import os
 import shutil
+import sysconfig
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
@@ -49,7 +50,8 @@ class Measured:
     precision: str = "float32"
     channels_last: bool = False
     capture: bool = False
-    compile_from: int | None = None  # steps of a run; none: never
+    compile_from: int | None = None  # steps of a run that are captured; none: never
+    compile_from_uncaptured: int | None = None  # the same of steps that are not
 
 
 def resolve(run: Run, place: Place) -> Run:
@@ -74,13 +76,20 @@ def resolve(run: Run, place: Place) -> Run:
 
 def resolve_compile(resolved: Run, place: Place, steps: int) -> Run:
     """A run of so many steps that `resolve` has decided on, with the last decision. Steps are compiled unasked where
-    there is a compiler and only as they were measured: captured or not, in one process."""
+    there is a compiler, and only as they were measured."""
     if resolved.compile is not None:
         return resolved
     best = measured(resolved.model, place.device)
-    pays = best.compile_from is not None and steps >= best.compile_from
-    as_measured = resolved.capture == best.capture and place.world == 1 and not _watches_forward_pass(resolved)
-    return replace(resolved, compile=pays and as_measured and _can_compile())
+    pays_from = best.compile_from if resolved.capture else best.compile_from_uncaptured
+    pays = pays_from is not None and steps >= pays_from
+    return replace(resolved, compile=pays and _is_as_measured(resolved, place, best) and _can_compile())
+
+
+def _is_as_measured(resolved: Run, place: Place, best: Measured) -> bool:
+    """The table is of one process that trains one network, dense or with masks that do not watch it."""
+    layout = (resolved.precision, bool(resolved.channels_last)) == (best.precision, best.channels_last)
+    usual = resolved.method in _CAPTURED_METHODS and not _watches_forward_pass(resolved) and not resolved.distil
+    return layout and usual and place.world == 1
 
 
 def mode_of(resolved: Run) -> Mode:
@@ -122,9 +131,10 @@ def measured(network: str, device: torch.device) -> Measured:
 
 
 def _can_compile() -> bool:
-    """torch.compile writes Triton kernels for a GPU, which are started by a piece of C."""
+    """torch.compile writes Triton kernels for a GPU, which are started by a piece of C that knows Python."""
     named = os.environ.get("CC")
-    return triton_is_there() and any(map(shutil.which, [named] if named else ["cc", "gcc", "clang"]))
+    compiler = any(map(shutil.which, [named] if named else ["gcc", "clang"]))  # where Triton looks
+    return triton_is_there() and compiler and Path(sysconfig.get_path("include"), "Python.h").exists()
 
 
 @cache
