@@ -163,13 +163,13 @@ def rows_of_the_readme(checkout: Path, runs: Sequence[Record]) -> list[list[str]
 
 
 def test_of_ours_what_is_nearest_to_the_defaults_is_shown_and_of_peers_what_suits_them() -> None:
-    told = [record("str", 0.9, 89.0), record("str", 0.9, 89.5, settings={"rate": 30.0})]
+    told = [record("dpf", 0.9, 89.0), record("dpf", 0.9, 89.5, settings={"weight_decay_power": 0.5})]
     told += [record("scl", 0.9, 91.0), record("scl", 0.9, 92.0, settings={"mask_lr": 0.1})]
     shown, others = one_a_method(told)
-    assert labels(shown) == [METHODS["scl"].title, f"{METHODS['str'].title}, rate=30"]
-    assert labels(others) == [f"{METHODS['scl'].title}, mask_lr=0.1", METHODS["str"].title]
+    assert labels(shown) == [METHODS["scl"].title, f"{METHODS['dpf'].title}, weight_decay_power=0.5"]
+    assert labels(others) == [f"{METHODS['scl'].title}, mask_lr=0.1", METHODS["dpf"].title]
     nowhere = [{**each, "validation_accuracy": None} for each in told]  # held out
-    assert labels(one_a_method(nowhere)[0]) == [METHODS["scl"].title, METHODS["str"].title]
+    assert labels(one_a_method(nowhere)[0]) == [METHODS["scl"].title, METHODS["dpf"].title]
 
 
 def test_the_readme_has_of_each_method_what_is_nearest_to_the_defaults_or_suits_it(checkout: Path) -> None:
@@ -179,14 +179,14 @@ def test_the_readme_has_of_each_method_what_is_nearest_to_the_defaults_or_suits_
         record("scl", 0.9, 91.0, settings={"mask_lr": 0.1}),
         record("dpf", 0.9, 90.0),
         record("dpf", 0.5, 92.5, settings={"weight_decay": 1e-3}),  # which says nothing about 90 %
-        record("str", 0.9, 89.0),
-        record("str", 0.9, 89.5, settings={"rate": 30.0}),
+        record("gradual", 0.9, 89.0),
+        record("gradual", 0.9, 89.5, settings={"weight_decay": 1e-3}),
     ]
     assert rows_of_the_readme(checkout, runs) == [
         ["dense", "93.00", "–"],
         [f"{METHODS['scl'].title}, mask_lr=0.1", "–", "91.00"],
         [METHODS["dpf"].title, "–", "90.00"],
-        [f"{METHODS['str'].title}, rate=30", "–", "89.50"],
+        [f"{METHODS['gradual'].title}, weight_decay=0.001", "–", "89.50"],
     ]  # and no column for what is not there
 
 

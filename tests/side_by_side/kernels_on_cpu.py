@@ -160,8 +160,9 @@ if __name__ == "__main__":
     for make in (small_network, lambda: ResNet(8), *pre_activation):
         check(stack(make, kernels=True), stack(make, kernels=False))
     # In half precision, which biases do not have; the interpreter knows no bfloat16.
-    for ours, exact in zip(stack(biased_network, True, torch.float16), stack(biased_network, False), strict=True):
-        assert (ours.float() - exact).norm() < 0.01 * exact.norm()
+    rounded = (stack(biased_network, kernels, torch.float16) for kernels in (True, False))
+    for ours, theirs, exact in zip(*rounded, stack(biased_network, kernels=False), strict=True):
+        assert (ours - exact).norm() <= 1.2 * (theirs - exact).norm() + 0.001 * exact.norm()
     layers._MANY_CHANNELS = 16  # so that most convolutions are done network by network
     for make in (partial(ResNet, 8), partial(WideResNet, 10, 1)):
         check(stack(make, kernels=True), stack(make, kernels=False))
