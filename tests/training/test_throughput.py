@@ -81,8 +81,20 @@ def test_again_measures_the_fastest_mode_anew_and_says_of_when_the_others_are(
     assert second["tried"][fastest]["start_up_s"] >= first["tried"][fastest]["start_up_s"]  # the longest is kept
     assert second["alone"]["sparse_ms"] != first["alone"]["sparse_ms"]
     assert run(benchmark, monkeypatch, *asked, "new", "--again")["lenet300"] == second  # that was done
-    with pytest.raises(SystemExit):
-        run(benchmark, monkeypatch, *asked, "new", "--again", "--modes", str(tmp_path / "modes.json"))
+
+
+def test_what_is_compiled_is_measured_again_with_what_it_is_compared_with(
+    benchmark: ModuleType, tmp_path: Path
+) -> None:
+    entry = {"sparse_ms": 1.0, "start_up_s": 2.0}
+    names = ("float32", "float32, graph", "bf16, graph", "bf16, compiled, graph")
+    network = {"tried": {name: dict(entry) for name in names}, "alone": {"tried": "bf16, compiled, graph"}}
+    (tmp_path / "out.json").write_text(json.dumps({"networks": {"lenet300": network}, "commit": "old"}))
+    book = benchmark.Book(tmp_path / "out.json", {"hardware": "CPU", "commit": "new"})
+    book.forget_the_fastest("old")
+    left = book.record["networks"]["lenet300"]
+    assert left["tried"] == {name: {**entry, "commit": "old"} for name in names[:2]}
+    assert left["starts"] == {"bf16, graph": 2.0, "bf16, compiled, graph": 2.0}
 
 
 @pytest.mark.parametrize(
