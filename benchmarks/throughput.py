@@ -14,8 +14,8 @@ batch of ImageNet's size stays on the device, so decoding files is not counted.
 The file is written after every measurement. The same command goes on where it was stopped; what has failed is noted,
 and not tried again. Compiling takes longest and comes last, while `--minutes` last. `--again` takes the fastest mode of
 each network to still be the fastest: that one (if it is compiled, with the same that is not) and the runs side by side
-are measured anew, slower modes keep their figures, with the commit they are of. How long it takes to compile is told by the longest start: torch keeps what it has
-compiled.
+are measured anew, slower modes keep their figures, with the commit they are of. How long it takes to compile is told by
+the longest start: torch keeps what it has compiled.
 """
 
 import argparse
