@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from gossamer.training import Run, modes, networks
+from gossamer.training import Run, modes, networks, train
 from gossamer.training.modes import Measured, Mode
 from gossamer.training.place import Place
 
@@ -138,3 +138,23 @@ def test_the_committed_table_is_of_known_networks_and_modes() -> None:
 def test_a_mode_in_words() -> None:
     assert str(Mode()) == "float32"
     assert str(FASTEST) == "bf16, channels-last, compiled, graph"
+
+
+@pytest.mark.parametrize("asked", [None, True])
+def test_a_compiler_that_fails_stops_only_a_run_that_asked_for_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, asked: bool | None
+) -> None:
+    def broken(graph: object, inputs: object) -> None:
+        raise RuntimeError("no such luck")
+
+    torch.compiler.reset()  # which remembers what could not be compiled
+    whole, called = torch.compile, []
+    monkeypatch.setattr(torch, "compile", lambda forward: called.append(forward) or whole(forward, backend=broken))
+    monkeypatch.setattr(modes, "resolve_compile", lambda run, place, steps: replace(run, compile=True))
+    run = Run(model="digits_cnn", data="digits", epochs=1, device="cpu", compile=asked)
+    if asked:
+        with pytest.raises(Exception, match="no such luck"):
+            train(run, tmp_path / "run")
+    else:
+        assert train(run, tmp_path / "run")["complete"]
+    assert called

@@ -79,6 +79,8 @@ def _train(run: Run, folder: Path, observers: Sequence[Observer], held: ExitStac
         raise ValueError("schedule=plateau needs a validation part: set validation= to hold some images out")
     total, per_epoch = len(task.source) * run.epochs, len(task.source)
     chosen = modes.resolve_compile(chosen, place, total)
+    if chosen.compile and run.compile is None:
+        held.enter_context(modes.tolerate_compiler())
     for problem in out_of_reach(run, total, per_epoch) if place.leads else ():
         warnings.warn(problem, stacklevel=3)
 

@@ -11,6 +11,7 @@ import os
 import shutil
 import sysconfig
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -90,6 +91,13 @@ def _is_as_measured(resolved: Run, place: Place, best: Measured) -> bool:
     layout = (resolved.precision, bool(resolved.channels_last)) == (best.precision, best.channels_last)
     usual = resolved.method in _CAPTURED_METHODS and not _watches_forward_pass(resolved) and not resolved.distil
     return layout and usual and place.world == 1
+
+
+def tolerate_compiler() -> AbstractContextManager[object]:
+    """Let steps be computed as they are where a compiler that nobody asked for fails; torch tells why in a warning."""
+    import torch._dynamo.config  # takes its time
+
+    return torch._dynamo.config.patch(suppress_errors=True)  # type: ignore[no-any-return]
 
 
 def mode_of(resolved: Run) -> Mode:
