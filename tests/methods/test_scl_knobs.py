@@ -245,6 +245,11 @@ def test_a_step_can_be_captured(name: str, monkeypatch: pytest.MonkeyPatch) -> N
         ({"removed_gradient": -0.5}, "removed_gradient: expected a number from 0 to 1, or none, got -0.5"),
         ({"anchor": 1.0}, "anchor: expected a decay from 0 to below 1, got 1.0"),
         ({"anchor_cap": 0.5}, "anchor_cap: expected a number of at least 1, or 0, got 0.5"),
+        ({"weight_power": -1.0}, "weight_power: expected a number of at least 0, and 1 where l2 is not 0, got -1.0"),
+        (
+            {"weight_power": 0.5, "l2": 0.1},
+            "weight_power: expected a number of at least 0, and 1 where l2 is not 0, got 0.5",
+        ),
         ({"ramp_share": 0.0}, "ramp_share: expected a number above 0, got 0.0"),
     ],
 )

@@ -11,7 +11,7 @@ import pytest
 from gossamer.methods import METHODS
 from gossamer.results import Record, plot, race_blocks, race_page, race_table
 from gossamer.results.pages import drawings, summary
-from gossamer.results.races import one_a_method, race_groups, races
+from gossamer.results.races import one_a_method, race_groups, races, shown
 
 
 def rows_of(records: Sequence[Record], key: str = "accuracy") -> list[list[str]]:
@@ -170,6 +170,13 @@ def test_of_ours_what_is_nearest_to_the_defaults_is_shown_and_of_peers_what_suit
     assert labels(others) == [f"{METHODS['scl'].title}, mask_lr=0.1", METHODS["dpf"].title]
     nowhere = [{**each, "validation_accuracy": None} for each in told]  # held out
     assert labels(one_a_method(nowhere)[0]) == [METHODS["scl"].title, METHODS["dpf"].title]
+
+
+def test_where_one_method_runs_alone_its_settings_are_what_is_compared() -> None:
+    told = [record("dense", 0.0, 93.0), record("scl", 0.9, 91.0), record("scl", 0.9, 92.0, settings={"mask_lr": 0.1})]
+    assert shown(told) == (told, [])
+    rival = [*told, record("dpf", 0.9, 90.0)]
+    assert labels(shown(rival)[1]) == [f"{METHODS['scl'].title}, mask_lr=0.1"]
 
 
 def test_the_readme_has_of_each_method_what_is_nearest_to_the_defaults_or_suits_it(checkout: Path) -> None:

@@ -82,7 +82,9 @@ def accuracy_against_sparsity(records: Sequence[Record], path: Path) -> None:
     from matplotlib.figure import Figure  # optional
 
     drawn = panels(records)
-    figure = Figure(figsize=(8 * len(drawn), 7), layout="constrained")
+    rows = max(len(panel.sparse) for panel in drawn)
+    lines = any(len(panel.sparsity) != 1 for panel in drawn)
+    figure = Figure(figsize=(8 * len(drawn), 7 if lines else min(7, 2 + 0.5 * rows)), layout="constrained")
     for axes, panel in zip(figure.subplots(1, len(drawn), squeeze=False)[0], drawn, strict=True):
         draw = _draw_rows if len(panel.sparsity) == 1 else _draw
         draw(axes, panel)
@@ -143,7 +145,8 @@ def _draw_rows(axes: Any, panel: Panel) -> None:
         ours = line.method == "scl"
         style = {"color": "C0" if ours else "C7", "linewidth": 2.5 if ours else 1}
         axes.errorbar(line.accuracy, [place], xerr=line.spread, marker="o", markersize=5, capsize=3, **style)
-    axes.set_yticks(range(len(ranked)), [_wrapped(line.label) for line in ranked])
+    axes.set_yticks(range(len(ranked)), [_wrapped(line.label, 45) for line in ranked])
+    axes.set_ylim(-0.5, len(ranked) - 0.5)
     axes.set_title(_wrapped(panel.title, 40))  # half of the width is for the names of the rows
     axes.set_xlabel("test accuracy, %")
     axes.grid(alpha=0.3)

@@ -27,6 +27,11 @@ _WEIGHT_DECAY = 5e-4  # of a comparison that is asked for nothing else
 _ASKED = {"seed", "method", "sparsity"}
 _OUTCOMES = {"validation_accuracy": "validation", "accuracy": "test accuracy", "train_loss": "training loss"}
 _OTHERS = "The same methods with other settings"
+_CHOICE = (
+    "Of each method the setting that was run at most sparsities (with `python benchmarks/all_methods.py` chosen at "
+    "95 %, on held-out images, out of those of one race), of several the best on held-out images, of ours the default; "
+    "the others are folded away below."
+)
 _PHASES = {"warmup", "sparsify", "stabilise", "finetune"}
 
 
@@ -106,6 +111,13 @@ def one_a_method(records: Sequence[Record]) -> tuple[list[Record], list[Record]]
         return [run for group in found for own in group.runs.values() for run in own]
 
     return runs(True), runs(False)
+
+
+def shown(records: Sequence[Record]) -> tuple[list[Record], list[Record]]:
+    """What a page shows, and what it folds away: of each method one setting, but where one method has run alone its
+    settings are what was compared."""
+    methods = {find(record["method"]).name for record in records} - {"dense"}
+    return one_a_method(records) if len(methods) > 1 else (list(records), [])
 
 
 def _from_95(sparsity: float) -> float:
@@ -247,7 +259,7 @@ def _of_network(folder: Path, name: str, records: Sequence[Record]) -> str:
         f"{first['hardware']}; settings were chosen on held-out images. A row names what differs from the defaults.",
     ]
     for number, (epochs, every) in enumerate(by_epochs(records, "final")):
-        final, others = one_a_method(every)
+        final, others = shown(every)
         parts += [f"### Final: {epochs} epochs on all training images", *_tables(final), _commits(final)]
         parts += _drawing(folder, f"final{name}") if number == 0 else []
         parts += _more("Training loss in the last epoch", final, "train_loss")
@@ -256,12 +268,10 @@ def _of_network(folder: Path, name: str, records: Sequence[Record]) -> str:
         current = [record for record in screening if "validation_images" in record]
         if current:
             held_out = current[0]["validation_images"]
-            current, others = one_a_method(current)
+            current, others = shown(current)
             parts += [
                 f"### Screening: {epochs} epochs, {held_out:,} training images held out",
-                "Of each method the setting that was run at most sparsities (with `python benchmarks/all_methods.py` "
-                "chosen at 95 %, on held-out images, out of those of one race), of several the best on held-out "
-                "images, of ours the default; the others are folded away below.",
+                *([_CHOICE] if others else []),
                 *_tables(current),
                 _commits(current),
                 *(_drawing(folder, f"screening{name}") if number == 0 else []),

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 _FEWEST_CHANNELS = 16  # of a group in a convolution; with fewer, GPU libraries take the groups one by one
-_MANY_CHANNELS = 128  # in and out, from which on a convolution of one network is enough work for a GPU
+_MANY_CHANNELS = 128  # in and out, from which on networks are convolved one by one: an estimate, not measured yet
 
 
 class StackableConv2d(nn.Conv2d):
