@@ -145,7 +145,7 @@ def _draw_rows(axes: Any, panel: Panel) -> None:
         ours = line.method == "scl"
         style = {"color": "C0" if ours else "C7", "linewidth": 2.5 if ours else 1}
         axes.errorbar(line.accuracy, [place], xerr=line.spread, marker="o", markersize=5, capsize=3, **style)
-    axes.set_yticks(range(len(ranked)), [_wrapped(line.label, 45) for line in ranked])
+    axes.set_yticks(range(len(ranked)), [_wrapped(line.label, 50) for line in ranked])
     axes.set_ylim(-0.5, len(ranked) - 0.5)
     axes.set_title(_wrapped(panel.title, 40))  # half of the width is for the names of the rows
     axes.set_xlabel("test accuracy, %")
