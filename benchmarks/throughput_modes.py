@@ -44,14 +44,8 @@ def mode_in(entry: Record) -> Mode:
 
 
 def entry_of(eager: Mode, good: Record) -> Measured:
-    steps = {capture: pays_from(replace(eager, capture=capture), good) for capture in (True, False)}
-    return Measured(
-        eager.precision,
-        eager.channels_last,
-        eager.capture,
-        compile_from=steps[True],
-        compile_from_uncaptured=steps[False],
-    )
+    steps = pays_from(replace(eager, capture=True), good)  # what is compiled is captured too
+    return Measured(eager.precision, eager.channels_last, eager.capture or steps is not None, compile_from=steps)
 
 
 def pays_from(eager: Mode, good: Record) -> int | None:

@@ -23,8 +23,7 @@ TINY_WORDS = 16  # vocabulary and units of the language model in a check
 
 
 def modes_of(entry: models.ModelEntry, *, compiled: bool) -> list[Mode]:
-    """The modes that make sense for a network: layouts for images, compilation for all but cuDNN's LSTM, and without a
-    graph only for networks of image folders, whose steps are not captured."""
+    """The modes that make sense for a network: layouts for images; compiled, what is captured, but for cuDNN's LSTM."""
     bf16 = Mode("bf16")
     convolutions = not entry.tokens and len(entry.input_shape) == 3 and entry.name not in FLAT
     if entry.tokens:
@@ -38,13 +37,7 @@ def modes_of(entry: models.ModelEntry, *, compiled: bool) -> list[Mode]:
     if entry.tokens:
         return []
     kinds = kinds[-1:] if convolutions else kinds
-    captures = (False, True) if entry.data == "imagefolder" else (True,)
-    return [replace(kind, compile=True, capture=captured) for kind in kinds for captured in captures]
-
-
-def is_reached(entry: models.ModelEntry, mode: Mode) -> bool:
-    """Whether `gossamer train` can take a mode with the network's own data."""
-    return not (mode.capture and entry.data == "imagefolder")
+    return [replace(kind, compile=True, capture=True) for kind in kinds]
 
 
 class MapTask:

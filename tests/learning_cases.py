@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 import gossamer
 from gossamer import learning, method
+from gossamer.health import HealthLog
 from gossamer.learning import Moves, Outcome, learn_masks_
 from gossamer.settings import Settings
 from gossamer.store import Store
@@ -161,7 +162,7 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
 
 
 def check_step(seed: int, device: torch.device) -> None:
-    """Weights, gradients and masks to the last bit; mask variables too, given the sums of squares."""
+    """Weights, gradients and masks to the last bit; mask variables too, where nothing is scaled."""
     step = draw(seed, device)
     store, parameters, gradients, outcome = take(step, fused=True)
     other, parameters_2, gradients_2, outcome_2 = take(step, fused=False)
@@ -177,7 +178,7 @@ def check_step(seed: int, device: torch.device) -> None:
     if not outcome.healthy:
         assert torch.equal(store.mask_variable, step.mask_variable)
         return
-    # By the equations, with the scale that the kernels found: the same bits.
+    # By the equations, with the sums of squares that the kernels found.
     work = store.vector()
     present = [(view, each) for view, each in zip(store.views(work), step.gradients, strict=True) if each is not None]
     for view, gradient in present:
@@ -195,9 +196,38 @@ def check_step(seed: int, device: torch.device) -> None:
     if step.settings.anchor:
         size = step.dense.abs() if step.cap is None else step.dense.abs().minimum(step.cap)
         method.anchor_mask_variable_(expected, size, share=step.settings.anchor)
-    assert torch.equal(store.mask_variable, expected)
+    torch.testing.assert_close(store.mask_variable, expected, rtol=1e-6, atol=1e-7)
     if step.settings.scale == "none":
+        assert torch.equal(store.mask_variable, expected)
         assert torch.equal(store.mask_variable, other.mask_variable)
+
+
+def check_log(seed: int, device: torch.device) -> None:
+    """What some steps write to the log with the kernel and without."""
+    generator = torch.Generator().manual_seed(seed)
+    tensors = (1, 3, 128, 200)[seed % 4]
+    logs = [HealthLog(tensors, 5, 40, device) for _ in range(2)]
+    for step in range(5, 15):
+        squares = torch.rand(tensors, generator=generator)
+        squares[0] = torch.nan if step == 8 else squares[0]
+        told = {
+            "decay": torch.randn((), generator=generator).to(device),
+            "connections": torch.randint(1 << 40, (), generator=generator).to(device),
+            "flips": torch.randint(1 << 20, (), generator=generator).to(device),
+            "squares": squares.to(device),
+            "healthy": torch.tensor(step != 8, device=device),
+        }
+        for log, fused in zip(logs, (True, False), strict=True):
+            log.set_step(step)
+            with mock.patch.object(HealthLog, "_has_kernel", return_value=fused):
+                log.write(**told)
+    one, other = (log.state() for log in logs)
+    assert one["skipped"] == 1
+    assert one["flips"] > 0
+    for name in ("trace", "flips", "skipped"):
+        assert torch.equal(one[name], other[name]), name
+    for name in ("gradient_squares", "gradient_weight"):
+        torch.testing.assert_close(one[name], other[name], rtol=1e-6, atol=0)
 
 
 def network(dtype: torch.dtype) -> nn.Module:

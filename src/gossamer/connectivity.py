@@ -167,7 +167,7 @@ class Connectivity:
             group=self._group,
         )
         # Masks are sums of gradients and sizes, less this level.
-        self._level.mul_(1.0 - outcome.healthy.to(store.dtype) * moves.anchor)
+        torch.where(outcome.healthy, self._level * (1.0 - moves.anchor), self._level, out=self._level)
         decay, flips = self.set_masks(outcome.healthy)
         by_count = self._target.decay is None and self._costs is None
         left = self._met if by_count else self._over_shards(torch.count_nonzero(store.mask))
@@ -216,7 +216,10 @@ class Connectivity:
         """
         store = self.store
         if self._target.decay is None:
-            self._met.copy_(self.budget if healthy is None else torch.where(healthy, self.budget, self._met))
+            if healthy is None:
+                self._met.copy_(self.budget)
+            else:
+                torch.where(healthy, self.budget, self._met, out=self._met)
             threshold, flips = meet_budget_(
                 store.mask_variable,
                 store.mask,
@@ -229,9 +232,9 @@ class Connectivity:
             self._level.add_(threshold)
             if store.device.type == "cpu":
                 self._threshold_size = max(abs(float(threshold)), 0.8 * self._threshold_size)
-            # Anchored masks are pushed down however small their learning rate is by now.
-            rate = self.learning_rate if not self._settings.anchor else self._mask_lr
-            return torch.where(self.learning_rate > 0, threshold / rate, 0.0), flips
+            if self._settings.anchor:  # such masks are pushed down however small their learning rate is by now
+                return threshold / self._mask_lr, flips
+            return torch.where(self.learning_rate > 0, threshold / self.learning_rate, 0.0), flips
         self._level.add_(self.learning_rate * self._target.decay)
         if self._protected is not None:
             kept = store.mask_variable.index_select(0, self._protected).clamp_min_(torch.finfo(store.dtype).tiny)

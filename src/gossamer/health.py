@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gossamer.budget import triton_is_there
 from gossamer.method import by_feature
 from gossamer.select import Weight
 
@@ -74,6 +75,20 @@ class HealthLog:
         self.slot.fill_(min(self.slots - 1, max(0, (step - self.first_step) * self.slots // self.mask_steps)))
 
     def write(self, *, decay: Tensor, connections: Tensor, flips: Tensor, squares: Tensor, healthy: Tensor) -> None:
+        """Single numbers and, for each tensor, the sum of squares of its mask gradient."""
+        if self._has_kernel(squares):
+            from gossamer.health_kernels import write_on_gpu_  # needs Triton
+
+            write_on_gpu_(
+                self,
+                decay=decay,
+                connections=connections,
+                flips=flips,
+                squares=squares,
+                healthy=healthy,
+                fresh=1.0 - _MEMORY,
+            )
+            return
         self.flips.add_(flips)
         row = torch.stack([decay.to(self.trace.dtype), connections.to(self.trace.dtype), self.flips])
         self.trace.index_copy_(0, self.slot, row[None])
@@ -81,6 +96,9 @@ class HealthLog:
         self.gradient_squares.lerp_(torch.where(healthy, squares, 0.0).to(torch.float32), fresh)
         self.gradient_weight.lerp_(torch.ones_like(self.gradient_weight), fresh)
         self.skipped.add_(healthy.logical_not())
+
+    def _has_kernel(self, squares: Tensor) -> bool:
+        return squares.is_cuda and squares.dtype == torch.float32 and triton_is_there()
 
     def skipped_so_far(self) -> int:
         """Steps without mask learning, read without waiting for the device: on an accelerator some steps old."""

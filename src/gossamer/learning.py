@@ -168,16 +168,21 @@ def _learn_in_two_passes_(
     found_inf: Tensor | None,
 ) -> Outcome:
     """The same with fused kernels: a pass for the scale of the mask gradient and one for everything else."""
-    from gossamer.learning_kernels import descend_on_gpu_, sums_of_squares_on_gpu  # needs Triton
+    from gossamer.learning_kernels import descend_on_gpu_, judge_on_gpu, sums_of_squares_on_gpu  # needs Triton
 
     squares = sums_of_squares_on_gpu(store, gradients, unscale)
-    healthy = _healthy(squares, found_inf, None, None)
+    divisor: Tensor | None
+    if settings.scale == "global" and settings.power == 1.0:
+        healthy, divisor = judge_on_gpu(squares, found_inf, connections)
+    else:
+        healthy = _healthy(squares, found_inf, None, None)
+        divisor = _global_divisor(squares, connections, settings)
     descend_on_gpu_(
         store,
         gradients,
         scratch,
         unscale=unscale,
-        divisor=_global_divisor(squares, connections, settings),
+        divisor=divisor,
         healthy=healthy,
         learning_rate=moves.learning_rate,
         decay=moves.decay,

@@ -1,10 +1,11 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, override"
-"""One step of mask learning on CUDA GPUs in four kernels: what learning.py and connectivity.py do, fused.
+"""One step of mask learning on CUDA GPUs in five kernels: what learning.py and connectivity.py do, fused.
 
 For float32 stores, the identity estimator, one scale for the whole network or none. Passes over memory of the size of
 the weights (a quarter for the masks):
 
-    `_square`    reads gradient and w̃, leaves sums of squares of the mask gradient, one a block; `_total` adds them up
+    `_square`    reads gradient and w̃, leaves sums of squares of the mask gradient, one a block; `_total` adds them up,
+                 `_judge` says whether they are finite and makes the scale of them
     `_descend`   reads gradient, w̃ and m̃; writes m̃ and, into the parameter, w̃ (and the gradient, where it is damped)
     `_show`      after the optimizer: reads parameter and mask; writes w̃ and, into the parameter, w = w̃ ⊙ m
 
@@ -24,6 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from gossamer.method import EPSILON
 from gossamer.store import BLOCK, TOGETHER, Store
 
 _SUMS = 1024  # sums of squares added up together
@@ -79,6 +81,22 @@ def _total(sums, firsts, totals, most: tl.constexpr, block: tl.constexpr):
     tl.store(totals + tensor, tl.sum(total, 0).to(tl.float32))
 
 
+@triton.jit
+def _judge(totals, tensors, found_inf, healthy, divisor, connections, epsilon, block: tl.constexpr):
+    """Whether the step can be learned from, and the global scale of the mask gradient, by which it is divided."""
+    total = tl.zeros((block,), tl.float64)
+    for start in range(0, tensors, block):
+        place = start + tl.arange(0, block)
+        total += tl.load(totals + place, mask=place < tensors, other=0.0).to(tl.float64)
+    squares = tl.sum(total, 0).to(tl.float32)
+    good = squares < float("inf")  # which what is not a number is not either
+    if found_inf is not None:
+        good = good & (tl.load(found_inf) == 0)
+    tl.store(healthy, good.to(tl.uint8))
+    scale = tl.sqrt_rn(tl.div_rn(squares, connections))
+    tl.store(divisor, tl.where(scale > 0, scale + epsilon, 1.0))
+
+
 @triton.jit(do_not_specialize=["first", "present"])
 def _descend(
     gradients,
@@ -95,6 +113,7 @@ def _descend(
     learning_rate,
     decay,
     anchor,
+    fixed_anchor,
     cap,
     removed,
     multiple: tl.constexpr,
@@ -112,11 +131,12 @@ def _descend(
     if decay is not None:
         direction = direction + decay
     new = old - direction * tl.load(learning_rate)
-    if anchor is not None:
+    if anchor is not None or fixed_anchor is not None:
         size = tl.abs(weight)
         if cap is not None:
             size = tl.minimum(size, tl.load(cap))
-        new = new + (size - new) * tl.load(anchor)
+        share = fixed_anchor if anchor is None else tl.load(anchor)
+        new = new + (size - new) * share
     # Where gradients were not finite, everything stays as it is.
     tl.store(mask_variable + in_store, tl.where(tl.load(healthy) != 0, new, old), mask=inside)
     if removed is not None:
@@ -154,6 +174,18 @@ def sums_of_squares_on_gpu(store: Store, gradients: Sequence[Tensor | None], uns
     return totals
 
 
+def judge_on_gpu(squares: Tensor, found_inf: Tensor | None, connections: int) -> tuple[Tensor, Tensor]:
+    """Whether a step with these sums of squares can be learned from, and what the mask gradient is divided by:
+    `_healthy` of learning.py, `global_scale` and `divisor` of method.py."""
+    healthy, divisor = torch.empty((), dtype=torch.bool, device=squares.device), squares.new_empty(())
+    with torch.cuda.device_of(squares):
+        _judge[(1,)](
+            squares, len(squares), found_inf, healthy.view(torch.uint8), divisor, float(connections), EPSILON, _SUMS,
+            num_warps=4, enable_fp_fusion=False,
+        )  # fmt: skip
+    return healthy, divisor
+
+
 def descend_on_gpu_(
     store: Store,
     gradients: Sequence[Tensor | None],
@@ -170,8 +202,7 @@ def descend_on_gpu_(
 ) -> None:
     """Update the mask variables, which go back to |w̃| by the share `anchor`, damp gradients of removed weights, leave w̃
     in the parameters."""
-    if isinstance(anchor, float):
-        anchor = learning_rate.new_full((), anchor)
+    varying = isinstance(anchor, Tensor)
     with torch.cuda.device_of(store.mask):
         for grid, first, these in _launches(store):
             some, present = _gradients(gradients, these)
@@ -189,7 +220,8 @@ def descend_on_gpu_(
                 healthy.view(torch.uint8),
                 learning_rate,
                 decay if decay else None,
-                anchor,
+                anchor if varying else None,
+                None if varying else anchor,
                 cap,
                 removed_gradient if removed_gradient != 1.0 else None,
                 store.blocks.multiple,

@@ -28,7 +28,7 @@ class LateGpu:
             self.offset += 1
 
     @contextmanager
-    def capture(self, graph: Any) -> Iterator[None]:
+    def capture(self, graph: Any, capture_error_mode: str) -> Iterator[None]:
         self.capturing = True
         self._waiting.append(0)
         yield

@@ -89,6 +89,27 @@ def test_a_captured_language_model_learns_what_an_eager_one_does(text: TextSet, 
         torch.testing.assert_close(captured[name], tensor, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+def test_steps_on_an_image_folder_are_captured_while_others_prepare_its_images(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, workers: int
+) -> None:
+    image = pytest.importorskip("PIL.Image")
+    generator = torch.Generator().manual_seed(0)
+    for number in range(200):  # the last batch of an epoch is smaller
+        path = tmp_path / "images" / ("train" if number < 190 else "val") / f"{number % 3}" / f"{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        pixels = torch.randint(256, (12, 10, 3), generator=generator, dtype=torch.uint8)
+        image.fromarray(pixels.numpy()).save(path)
+    monkeypatch.setattr(
+        networks, "create", lambda run, classes: nn.Sequential(nn.Flatten(), nn.Linear(192, 40), nn.Linear(40, classes))
+    )
+    run = SPARSE.with_settings(
+        ["data=imagefolder", f"data_root={tmp_path / 'images'}", "image_size=8", f"workers={workers}", "epochs=4"]
+    )
+    eager = trained(run, tmp_path / "eager", ["capture=false"])
+    assert_same(trained(run, tmp_path / "captured", ["capture=true"]), eager)
+
+
 @pytest.mark.parametrize("step", [7, 28, 42])
 @pytest.mark.parametrize("capture", ["capture=false", "capture=true"])
 def test_a_run_that_died_goes_on_to_the_same_bits(

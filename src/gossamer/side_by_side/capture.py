@@ -36,7 +36,8 @@ class Captured:
             torch.cuda.current_stream().wait_stream(self._stream)
         else:
             self._graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self._graph):
+            # Other threads, such as the one that brings images of a folder into pinned memory, go on meanwhile.
+            with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
                 self._step()
             # Where the graph finds its random numbers torch 2.11 resets on the stream of the capture, and nothing else
             # lets a replay on this stream wait for that: on a busy GPU it may come late, and dropout draws others.

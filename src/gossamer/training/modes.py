@@ -51,8 +51,7 @@ class Measured:
     precision: str = "float32"
     channels_last: bool = False
     capture: bool = False
-    compile_from: int | None = None  # steps of a run that are captured; none: never
-    compile_from_uncaptured: int | None = None  # the same of steps that are not
+    compile_from: int | None = None  # steps of a run; none: never
 
 
 def resolve(run: Run, place: Place) -> Run:
@@ -81,16 +80,16 @@ def resolve_compile(resolved: Run, place: Place, steps: int) -> Run:
     if resolved.compile is not None:
         return resolved
     best = measured(resolved.model, place.device)
-    pays_from = best.compile_from if resolved.capture else best.compile_from_uncaptured
-    pays = pays_from is not None and steps >= pays_from
+    pays = best.compile_from is not None and steps >= best.compile_from
     return replace(resolved, compile=pays and _is_as_measured(resolved, place, best) and _can_compile())
 
 
 def _is_as_measured(resolved: Run, place: Place, best: Measured) -> bool:
     """The table is of one process that trains one network, dense or with masks that do not watch it."""
-    layout = (resolved.precision, bool(resolved.channels_last)) == (best.precision, best.channels_last)
+    mode = mode_of(resolved)
+    as_measured = Mode(best.precision, best.channels_last, capture=best.capture)
     usual = resolved.method in _CAPTURED_METHODS and not _watches_forward_pass(resolved) and not resolved.distil
-    return layout and usual and place.world == 1
+    return replace(mode, compile=False) == as_measured and usual and place.world == 1
 
 
 def tolerate_compiler() -> AbstractContextManager[object]:
@@ -118,8 +117,6 @@ def why_not_captured(run: Run, place: Place) -> str | None:
         return f"{place.world} processes have to meet in every step"
     if run.method not in _CAPTURED_METHODS:
         return f"only steps of {' and '.join(_CAPTURED_METHODS)} can be replayed, not of method={run.method}"
-    if run.data == "imagefolder":
-        return "the thread that prepares the images of a folder may call the GPU's driver while a step is captured"
     if run.leave_at is not None:
         return "with leave_at the host has to look at the sparsity to end a phase"
     if _watches_forward_pass(run):
