@@ -43,6 +43,7 @@ VARIANTS = {
     "lottery": ("rewind=weights",),
     "str": ("rate=30", "rate=300"),
 }
+WHOLE_DECAY = {"autoprune": ("mask_lr=0.003",)}
 SECONDS = 0.17  # an epoch and run of ResNet-20 on an H200, until the first race has told
 
 Record = dict[str, Any]
@@ -50,7 +51,8 @@ Record = dict[str, Any]
 
 def entrants(method: str) -> list[str]:
     """What a method is tried with."""
-    variants = (f"{method}:{FALLING},{variant}" for variant in VARIANTS.get(method, ()))
+    variants = [f"{method}:{FALLING},{variant}" for variant in VARIANTS.get(method, ())]
+    variants += [f"{method}:{variant}" for variant in WHOLE_DECAY.get(method, ())]
     return [method, f"{method}:{FALLING}", *variants]
 
 

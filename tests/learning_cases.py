@@ -18,6 +18,8 @@ import gossamer
 from gossamer import learning, method
 from gossamer.health import HealthLog
 from gossamer.learning import Moves, Outcome, learn_masks_
+from gossamer.methods import Layout, Request, Timeline, make_options, scl
+from gossamer.schedule import Plan
 from gossamer.settings import Settings
 from gossamer.store import Store
 
@@ -228,6 +230,38 @@ def check_log(seed: int, device: torch.device) -> None:
         assert torch.equal(one[name], other[name]), name
     for name in ("gradient_squares", "gradient_weight"):
         torch.testing.assert_close(one[name], other[name], rtol=1e-6, atol=0)
+
+
+def race(device: torch.device, *, fused: bool, **settings: object) -> list[list[Tensor]]:
+    """What rows of a race with different sparsities have learned after each of some steps, and their gradients."""
+    layout, plan = Layout(("a", "b"), ((40, 60), (77, 40))), Plan(0, 8, 4, 4)
+    generator = torch.Generator().manual_seed(3)
+    matrix = torch.randn(3, layout.count + 11, generator=generator).to(device)  # other parameters lie beside them
+    weights = matrix[:, : layout.count]
+    timeline = Timeline(plan, rows=3, device=device, dtype=torch.float32, epoch=2)
+    with mock.patch.object(scl, "_on_gpu", return_value=fused):
+        options = make_options(scl.SCL, settings)
+        requests = [Request(sparsity, row, options) for row, sparsity in enumerate((0.5, 0.9, 0.98))]
+        rule = scl.SCL(layout, requests, timeline, weights, floor=0.01)
+    assert rule._has_kernels == fused
+    seen = []
+    for _ in range(timeline.length):
+        gradient = (torch.randn(matrix.shape, generator=generator) * 0.1).to(device)[:, : layout.count]
+        rule.learn_(gradient, weights)
+        weights.sub_(gradient)
+        timeline.clock += 1
+        seen.append([rule.mask.clone(), gradient, rule._variable.clone(), rule._level.clone()])
+    return seen
+
+
+def check_race(device: torch.device, **settings: object) -> None:
+    runs = (race(device, fused=fused, **settings) for fused in (True, False))
+    for (mask, gradient, *learned), (mask_2, gradient_2, *learned_2) in zip(*runs, strict=True):
+        assert 0 < mask.sum() < mask.numel()
+        assert torch.equal(mask, mask_2)
+        assert torch.equal(gradient, gradient_2)
+        for one, other in zip(learned, learned_2, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-7)
 
 
 def network(dtype: torch.dtype) -> nn.Module:

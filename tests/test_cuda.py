@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from learning_cases import check_log, check_run, check_step
+from learning_cases import check_log, check_race, check_run, check_step
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -64,6 +64,13 @@ def test_float32_weights_on_a_gpu_get_fused_mask_learning_and_others_do_not() ->
 def test_fused_mask_learning_equals_the_one_in_torch_operations(seed: int) -> None:
     check_step(seed, torch.device("cuda"))
     check_log(seed, torch.device("cuda"))
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"anchor": 0.0}, {"removed_gradient": 1.0, "global_power": 0.5, "anchor_cap": 0.0}], ids=str
+)
+def test_fused_masks_of_a_race_equal_those_in_torch_operations(settings: dict[str, Any]) -> None:
+    check_race(torch.device("cuda"), **settings)
 
 
 @pytest.mark.parametrize(

@@ -56,13 +56,16 @@ class Scale:
         }
         return cls(parts[kind], powers, decay, timeline)
 
+    def sizes(self, squares: Tensor) -> Tensor:
+        """What is divided by, from the mean squares."""
+        return (squares.sqrt() + method.EPSILON) ** self._powers
+
     def __call__(self, direction: Tensor) -> Tensor:
         pieces = torch.split(direction, [size for _, size in self._parts], dim=1)
         rows = [piece.reshape(len(piece), number, -1) for piece, (number, _) in zip(pieces, self._parts, strict=True)]
         squares = torch.cat([piece.square().mean(2) for piece in rows], dim=1)
         if self.squares is not None:
             squares = self.squares.update_(squares)
-        sizes = (squares.sqrt() + method.EPSILON) ** self._powers
-        by_piece = torch.split(sizes, [number for number, _ in self._parts], dim=1)
+        by_piece = torch.split(self.sizes(squares), [number for number, _ in self._parts], dim=1)
         divided = [(piece / size[:, :, None]).flatten(1) for piece, size in zip(rows, by_piece, strict=True)]
         return divided[0] if len(divided) == 1 else torch.cat(divided, dim=1)

@@ -34,6 +34,7 @@ import torch
 from torch import Tensor
 
 from gossamer import method
+from gossamer.budget import triton_is_there
 from gossamer.methods.budgets import RAMPS, GlobalBudget, MasksOfBudget, layer_magnitude, magnitude
 from gossamer.methods.rule import (
     DenseGradient,
@@ -201,9 +202,39 @@ class SCL(MasksOfBudget, DenseGradient[SCLOptions]):
         anchored = any(each.anchor for each in settings)
         self._anchor = timeline.annealed([each.anchor for each in settings], anneals) if anchored else None
         damped = any(each.removed_gradient != 1.0 for each in settings)
-        self._damping = (each_row("removed_gradient"), each_row("removed_gradient_above")) if damped else None
+        self._removed = each_row("removed_gradient") if damped else None
+        self._removed_above = each_row("removed_gradient_above") if any_row("removed_gradient_above") else None
+        usual = not any_row("feature_power", "layer_power", "scale_memory", "estimator", "l2", "decay", "weight_power")
+        usual = usual and not any_row("midpoint", "mask_momentum", "removed_gradient_above")
+        self._has_kernels = usual and not noisy and not apart and _on_gpu(weights)
 
     def learn_(self, gradient: Tensor, weights: Tensor) -> None:
+        rate = self._timeline.now(self._rate)
+        share = None if self._anchor is None else self._timeline.now(self._anchor)
+        cap = None if share is None else self._largest_anchor()
+        if self._has_kernels:
+            self._move_in_two_passes_(gradient, weights, rate, share, cap)
+            deviation = None
+        else:
+            deviation = self._move_(gradient, weights, rate, share, cap)
+        if share is not None:
+            self._level.mul_(1.0 - share)
+        if self._apart:
+            self._budget.score.copy_(self._score(deviation))
+        if self._decay is None:
+            lowered = self._budget.meet_()
+            self._level.add_(lowered[:, None])
+            if self._apart:
+                self._lower_(lowered[:, None])
+            return
+        self._level.add_(rate * self._decay)
+        self._budget.keep_floor_()
+        torch.gt(self._budget.score, 0, out=self._budget.mask)  # Eq. (step)
+
+    def _move_(
+        self, gradient: Tensor, weights: Tensor, rate: Tensor, share: Tensor | None, cap: Tensor | None
+    ) -> Tensor | None:
+        """Move the mask variables and damp the gradient. Returns √v̄, where that is kept."""
         direction = method.mask_gradient(
             gradient,
             self._weighed(self._halfway(gradient, weights)),
@@ -219,27 +250,36 @@ class SCL(MasksOfBudget, DenseGradient[SCLOptions]):
             direction = direction / (deviation + method.EPSILON) ** self._noise_power
         for scale in self._scales.values():
             direction = scale(direction)
-        if self._damping is not None:
-            self._damp_(gradient, *self._damping)
-        rate = self._timeline.now(self._rate)
+        if self._removed is not None:
+            self._damp_(gradient, self._removed)
         push = direction if self._decay is None else direction + self._decay  # Eq. (connectivity)
         self._variable.copy_(self._variable - push * rate)
-        if self._anchor is not None:
-            share = self._timeline.now(self._anchor)
-            cap = torch.where(self._cap > 0, self._cap * torch.maximum(self._level, self._usual), torch.inf)
+        if share is not None and cap is not None:
             self._variable.lerp_(torch.minimum(magnitude(weights), cap), share)
-            self._level.mul_(1.0 - share)
-        if self._apart:
-            self._budget.score.copy_(self._score(deviation))
-        if self._decay is None:
-            lowered = self._budget.meet_()
-            self._level.add_(lowered[:, None])
-            if self._apart:
-                self._lower_(lowered[:, None])
-            return
-        self._level.add_(rate * self._decay)
-        self._budget.keep_floor_()
-        torch.gt(self._budget.score, 0, out=self._budget.mask)  # Eq. (step)
+        return deviation
+
+    def _move_in_two_passes_(
+        self, gradient: Tensor, weights: Tensor, rate: Tensor, share: Tensor | None, cap: Tensor | None
+    ) -> None:
+        """The same with fused kernels, where nothing is to be tried out."""
+        from gossamer.methods.scl_kernels import mean_squares_on_gpu, move_on_gpu_  # needs Triton
+
+        divisor = self._scales["network"].sizes(mean_squares_on_gpu(gradient, weights))
+        move_on_gpu_(
+            gradient,
+            weights,
+            self._variable,
+            self.mask,
+            divisor=divisor,
+            rate=rate,
+            anchor=share,
+            cap=cap,
+            removed=self._removed,
+        )
+
+    def _largest_anchor(self) -> Tensor:
+        """Up to which |w̃| draws m̃."""
+        return torch.where(self._cap > 0, self._cap * torch.maximum(self._level, self._usual), torch.inf)
 
     def freeze_(self, weights: Tensor) -> Tensor:
         if self._decay is None:
@@ -278,9 +318,10 @@ class SCL(MasksOfBudget, DenseGradient[SCLOptions]):
         self._variable.sub_(threshold)
         self._memory.value.sub_(threshold)
 
-    def _damp_(self, gradient: Tensor, factor: Tensor, above: Tensor) -> None:
-        removed = (~self.mask).sum(1, keepdim=True)
-        share = torch.where(removed >= above * gradient.shape[1], factor, torch.ones_like(factor))
+    def _damp_(self, gradient: Tensor, share: Tensor) -> None:
+        if self._removed_above is not None:
+            removed = (~self.mask).sum(1, keepdim=True)
+            share = torch.where(removed >= self._removed_above * gradient.shape[1], share, torch.ones_like(share))
         damp_removed_(gradient, self.mask, share)
 
     @staticmethod
@@ -292,3 +333,7 @@ class SCL(MasksOfBudget, DenseGradient[SCLOptions]):
             elif each.start == "layer_magnitude":
                 start[row] = layer_magnitude(weights[row : row + 1], layout)[0]
         return start
+
+
+def _on_gpu(weights: Tensor) -> bool:
+    return weights.is_cuda and weights.dtype == torch.float32 and weights.stride(1) == 1 and triton_is_there()

@@ -134,7 +134,7 @@ class StackedLearner:
     def _descend(self, gradient: Tensor, rate: Tensor, tables: Tables) -> None:
         """SGD with momentum and L2, as torch has it, perhaps with another weight decay behind the masks."""
         variables, count, decay = self.stack.variables, self.stack.connections, tables.weight_decay
-        self.velocity.mul_(tables.momentum).add_(gradient)
+        torch.addcmul(gradient, self.velocity, tables.momentum, out=self.velocity)
         if tables.removed_decay is None:
             self.velocity.addcmul_(variables, decay)
         else:
@@ -142,4 +142,4 @@ class StackedLearner:
             factor = decay * kept.lerp(torch.ones_like(kept), tables.removed_decay)
             self.velocity[:, :count].addcmul_(variables[:, :count], factor)
             self.velocity[:, count:].addcmul_(variables[:, count:], decay)
-        variables.sub_(self.velocity * rate)
+        variables.addcmul_(self.velocity, rate, value=-1.0)
