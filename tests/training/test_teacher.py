@@ -251,7 +251,7 @@ def test_a_teacher_is_compiled_where_its_pupil_is(
     images: ImageSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compiled: list[nn.Module] = []
-    monkeypatch.setattr(torch, "compile", lambda module: compiled.append(module) or module)
+    monkeypatch.setattr(torch, "compile", lambda module, **_: compiled.append(module) or module)
     train(IMAGES.with_settings(["compile=true"]), tmp_path)
     pupil, teacher = compiled
     assert (pupil.training, teacher.training) == (True, False)

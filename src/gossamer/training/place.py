@@ -265,10 +265,12 @@ def forward_of(model: nn.Module, run: Run, place: Place) -> Callable[..., Any]:
         forward = nn.parallel.DistributedDataParallel(
             model, device_ids=[place.device] if place.device.type == "cuda" else None
         )
-    if run.compile:
-        # Small kernels side by side in one: ResNet-20 alone trains 7 % faster on an H200 (docs/lab-book.md, 39.).
-        forward = torch.compile(forward, options={"combo_kernels": True} if place.device.type == "cuda" else None)
-    return forward
+    return compiled(forward, place) if run.compile else forward
+
+
+def compiled(forward: Callable[..., Any], place: Place) -> Callable[..., Any]:
+    """On a GPU with small kernels side by side in one: ResNet-20 trains 7 % faster (docs/lab-book.md, 39.)."""
+    return torch.compile(forward, options={"combo_kernels": True} if place.device.type == "cuda" else None)
 
 
 def whole_state(model: nn.Module) -> dict[str, Tensor]:

@@ -24,7 +24,7 @@ from gossamer.schedule import Plan
 from gossamer.training import networks
 from gossamer.training.checks import TRUNK
 from gossamer.training.hidden import Hidden
-from gossamer.training.place import Place, autocast, whole_state
+from gossamer.training.place import Place, autocast, compiled, whole_state
 from gossamer.training.run import Run
 
 
@@ -130,7 +130,7 @@ class Teacher:
 
     def _take(self, network: nn.Module) -> None:
         self._network = networks.to_layout(network, self._run, self._place.device).eval().requires_grad_(False)
-        self._forward = torch.compile(self._network) if self._run.compile else self._network
+        self._forward = compiled(self._network, self._place) if self._run.compile else self._network
 
 
 def make_teacher(run: Run, place: Place, lesson: Lesson, plan: Plan | None) -> Teacher | None:
