@@ -8,13 +8,14 @@ import os
 os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
-from learning_cases import check_log, check_race, check_run, check_step
+from learning_cases import check_judgements, check_log, check_race, check_run, check_step
 
 if __name__ == "__main__":
     cpu = torch.device("cpu")
     for seed in range(32):
         check_step(seed, cpu)
         check_log(seed, cpu)
+    check_judgements(cpu)
     check_race(cpu)
     check_race(cpu, anchor=0.0)
     check_race(cpu, removed_gradient=1.0, global_power=0.5, anchor_cap=0.0)

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from learning_cases import check_log, check_race, check_run, check_step
+from learning_cases import check_judgements, check_log, check_race, check_run, check_step
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -64,6 +64,10 @@ def test_float32_weights_on_a_gpu_get_fused_mask_learning_and_others_do_not() ->
 def test_fused_mask_learning_equals_the_one_in_torch_operations(seed: int) -> None:
     check_step(seed, torch.device("cuda"))
     check_log(seed, torch.device("cuda"))
+
+
+def test_steps_are_judged_as_in_torch_operations() -> None:
+    check_judgements(torch.device("cuda"))
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """The training loop on a GPU: captured and eager steps, no waiting in a step, going on, all the ways to compute."""
 
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -95,7 +96,7 @@ def test_steps_on_an_image_folder_are_captured_while_others_prepare_its_images(
 ) -> None:
     image = pytest.importorskip("PIL.Image")
     generator = torch.Generator().manual_seed(0)
-    for number in range(200):  # the last batch of an epoch is smaller
+    for number in range(200):
         path = tmp_path / "images" / ("train" if number < 190 else "val") / f"{number % 3}" / f"{number}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
         pixels = torch.randint(256, (12, 10, 3), generator=generator, dtype=torch.uint8)
@@ -107,7 +108,21 @@ def test_steps_on_an_image_folder_are_captured_while_others_prepare_its_images(
         ["data=imagefolder", f"data_root={tmp_path / 'images'}", "image_size=8", f"workers={workers}", "epochs=4"]
     )
     eager = trained(run, tmp_path / "eager", ["capture=false"])
-    assert_same(trained(run, tmp_path / "captured", ["capture=true"]), eager)
+    ended = threading.Event()
+
+    def pin() -> None:
+        """What the thread of a loader does now and then, all the time: have new memory from the driver."""
+        while not ended.is_set():
+            torch.empty(4096, dtype=torch.uint8).pin_memory()
+            torch._C._host_emptyCache()
+
+    beside = threading.Thread(target=pin)
+    beside.start()
+    try:
+        assert_same(trained(run, tmp_path / "captured", ["capture=true"]), eager)
+    finally:
+        ended.set()
+        beside.join()
 
 
 @pytest.mark.parametrize("step", [7, 28, 42])

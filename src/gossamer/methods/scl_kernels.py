@@ -65,11 +65,12 @@ def mean_squares_on_gpu(gradient: Tensor, weights: Tensor) -> Tensor:
     """The mean square of the mask gradient of each row, as a column."""
     rows, size = weights.shape
     blocks = triton.cdiv(size, _BLOCK)
-    sums = torch.empty(rows, blocks, device=weights.device)
+    sums = weights.new_empty(rows, blocks)
     with torch.cuda.device_of(weights):
         _square[(blocks, rows)](
-            gradient, gradient.stride(0), weights, weights.stride(0), sums, size, _BLOCK, num_warps=8
-        )
+            gradient, gradient.stride(0), weights, weights.stride(0), sums, size, _BLOCK,
+            num_warps=8, enable_fp_fusion=False,
+        )  # fmt: skip
     return sums.sum(1, keepdim=True).div_(size)
 
 

@@ -2,7 +2,7 @@
 
 `vmap` can map both by itself, but takes batch norm apart into many passes over memory, in higher precision. Here one
 operation does the work of all networks. On CUDA GPUs that is a kernel of ours, with the images of each network lying
-together (`conv_kernels.py`, `norm_kernels.py`), or a product of matrices for a 1 × 1 convolution; convolutions that
+together (`conv_kernels.py`, `norm_kernels.py`), or a product of matrices for a 1 × 1 convolution; wide ones that
 fill a GPU by themselves are done network by network. Elsewhere, and for other convolutions, the networks' channels are
 laid side by side for one grouped convolution or one wide batch norm. The arithmetic is that of the ordinary layers.
 """
@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 _FEWEST_CHANNELS = 16  # of a group in a convolution; with fewer, GPU libraries take the groups one by one
-# Multiply-adds of one network, from which on networks are convolved one by one. On an H200 WRN-28-10 (15e9 in most of
-# its convolutions) is 13 % faster so, VGG-16 (2.4e9) 8 % slower (docs/lab-book.md, 39.).
+_MANY_CHANNELS = 128  # in and out, from which on networks are convolved one by one where no kernel of ours is better
+# Multiply-adds of one network, from which on none is. On an H200 WRN-28-10 (15e9 in most of its convolutions) is 13 %
+# faster without, VGG-16 (2.4e9) 8 % slower (docs/lab-book.md, 39.).
 _FILLS_A_GPU = 5e9
 
 
@@ -157,7 +158,7 @@ class _Convolution(_Stacked):
             return result.permute(0, 1, 4, 2, 3), 0
         if _is_product(images, weight, in_dims[0], *options):
             return _product(images, in_dims[0], weight, in_dims[1], options[0]).permute(0, 1, 4, 2, 3), 0
-        if _fills_a_gpu(images, weight, in_dims[0], options[0], options[-1]):
+        if _is_wide(images, weight, in_dims[0], options[-1]):
             return _one_by_one(images, in_dims[0], weight, in_dims[1], *options), 0
         return _grouped_convolution(info.batch_size, images, in_dims[0], weight, in_dims[1], *options), 1
 
@@ -316,8 +317,8 @@ def _has_kernel(
 ) -> bool:
     plain_3x3 = weight.shape[-2:] == (3, 3) and padding == (1, 1) and dilation == (1, 1) and groups == 1
     needs_gradient = axis is None and images.requires_grad
-    small = plain_3x3 and not _fills_a_gpu(images, weight, axis, stride, groups)
-    return _on_gpu(images) and small and stride in ((1, 1), (2, 2)) and not needs_gradient
+    large = _is_wide(images, weight, axis, groups) and _work(images, weight, axis, stride) >= _FILLS_A_GPU
+    return _on_gpu(images) and plain_3x3 and not large and stride in ((1, 1), (2, 2)) and not needs_gradient
 
 
 def _is_product(
@@ -327,13 +328,16 @@ def _is_product(
     return _on_gpu(images) and single and axis is not None
 
 
-def _fills_a_gpu(images: Tensor, weight: Tensor, axis: int | None, stride: Any, groups: int) -> bool:
-    """Whether the convolution of one network is work enough."""
-    if axis is None or groups != 1 or not _on_gpu(images):
-        return False
-    outputs, size = weight.shape[-4], weight.shape[-2] * weight.shape[-1]
-    work: float = images.numel() / images.shape[axis] * outputs * size / (stride[0] * stride[1])
-    return work >= _FILLS_A_GPU
+def _is_wide(images: Tensor, weight: Tensor, axis: int | None, groups: int) -> bool:
+    wide = min(weight.shape[-4:-2]) >= _MANY_CHANNELS and groups == 1
+    return _on_gpu(images) and wide and axis is not None
+
+
+def _work(images: Tensor, weight: Tensor, axis: int | None, stride: Any) -> float:
+    """Multiply-adds of one network."""
+    networks = 1 if axis is None else images.shape[axis]
+    outputs, height, width = weight.shape[-4], weight.shape[-2], weight.shape[-1]
+    return images.numel() / networks * outputs * height * width / int(stride[0] * stride[1])
 
 
 def _on_gpu(images: Tensor) -> bool:

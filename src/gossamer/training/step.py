@@ -54,8 +54,8 @@ def check_last_step(tensors: Mapping[str, Tensor], test: float) -> None:
 
 
 class Meter:
-    """The mean loss and the share of right answers since they were last read, and the first step whose loss was not
-    finite."""
+    """The mean loss and the share of right answers since they were last read, and the first step after which the sum
+    of the losses was not finite."""
 
     def __init__(self, place: Place, step: int) -> None:
         """`step` is the number of steps done so far."""
