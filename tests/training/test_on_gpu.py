@@ -112,9 +112,9 @@ def test_steps_on_an_image_folder_are_captured_while_others_prepare_its_images(
 
     def pin() -> None:
         """What the thread of a loader does now and then, all the time: have new memory from the driver."""
+        held = []  # or torch would give the same memory again
         while not ended.is_set():
-            torch.empty(4096, dtype=torch.uint8).pin_memory()
-            torch._C._host_emptyCache()
+            held.append(torch.empty(4096, dtype=torch.uint8).pin_memory())
 
     beside = threading.Thread(target=pin)
     beside.start()
