@@ -86,10 +86,9 @@ def resolve_compile(resolved: Run, place: Place, steps: int) -> Run:
 
 def _is_as_measured(resolved: Run, place: Place, best: Measured) -> bool:
     """The table is of one process that trains one network, dense or with masks that do not watch it."""
-    mode = mode_of(resolved)
-    as_measured = Mode(best.precision, best.channels_last, capture=best.capture)
+    as_measured = mode_of(resolved) == Mode(best.precision, best.channels_last, capture=best.capture)
     usual = resolved.method in _CAPTURED_METHODS and not _watches_forward_pass(resolved) and not resolved.distil
-    return replace(mode, compile=False) == as_measured and usual and place.world == 1
+    return as_measured and usual and place.world == 1
 
 
 def tolerate_compiler() -> AbstractContextManager[object]:
