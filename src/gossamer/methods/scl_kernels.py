@@ -57,8 +57,8 @@ def _move(
         new = new + tl.load(anchor + row) * (target - new)
     tl.store(variables, new, mask=inside)
     if removed is not None:
-        kept = tl.load(mask + row * size + place, mask=inside, other=1) != 0
-        tl.store(slopes, tl.where(kept, slope, slope * tl.load(removed + row)), mask=inside & (kept == 0))
+        gone = tl.load(mask + row * size + place, mask=inside, other=1) == 0
+        tl.store(slopes, slope * tl.load(removed + row), mask=gone)
 
 
 def mean_squares_on_gpu(gradient: Tensor, weights: Tensor) -> Tensor:
