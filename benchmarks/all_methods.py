@@ -43,7 +43,7 @@ VARIANTS = {
     "lottery": ("rewind=weights",),
     "str": ("rate=30", "rate=300"),
 }
-WHOLE_DECAY = {"autoprune": ("mask_lr=0.003",)}
+WHOLE_DECAY = {"autoprune": ("mask_lr=0.003",)}  # without FALLING
 SECONDS = 0.17  # an epoch and run of ResNet-20 on an H200, until the first race has told
 
 Record = dict[str, Any]
