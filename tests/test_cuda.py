@@ -39,14 +39,21 @@ def test_fused_budget_equals_the_one_in_torch_operations(seed: int, monkeypatch:
         values = 1.0 + 1e-6 * values  # many of the same first digits
     fused, plain = values.clone(), values.clone()
     masks = [values > 0.5, values > 0.5]
-    thresholds, _, flips = budget._lower_rows_by_digits_(fused, masks[0], keep, None, None)
-    monkeypatch.setattr(budget, "_has_kernels", lambda values: False)
+    thresholds, flips = budget._meet_with_kernels_(fused, masks[0], keep, None)
     thresholds_2, _, flips_2 = budget._lower_rows_by_digits_(plain, masks[1], keep, None, None)
     assert torch.equal(thresholds, thresholds_2)
-    assert torch.equal(flips, flips_2)
+    assert flips.tolist() == flips_2.tolist()
     assert torch.equal(masks[0], masks[1])
     assert torch.equal(fused, plain)
     assert torch.equal(masks[0].sum(1), keep)
+    # With connections that are kept whatever happens.
+    protected = torch.randint(size, (rows, 1 + size // 100), generator=generator).cuda()
+    fused, plain, keep = values.clone(), values.clone(), keep.clamp_min(protected.shape[1])
+    thresholds = budget.meet_budgets_(fused, masks[0], keep, protected)
+    monkeypatch.setattr(budget, "_has_kernels", lambda values: False)
+    assert torch.equal(thresholds, budget.meet_budgets_(plain, masks[1], keep, protected))
+    assert torch.equal(masks[0], masks[1])
+    assert torch.equal(fused, plain)
 
 
 def test_float32_weights_on_a_gpu_get_fused_mask_learning_and_others_do_not() -> None:

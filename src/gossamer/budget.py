@@ -87,20 +87,33 @@ def meet_budget_(
     whatever their value. If thresholds are seldom larger than `reach`, knowing it makes a CPU faster; the outcome does
     not depend on it.
     """
-    kept_values = None
-    if protected is not None:
-        kept_values = mask_variable.index_select(0, protected)
-        mask_variable.index_fill_(0, protected, torch.inf)
+    if costs is None and group is None and _has_kernels(mask_variable):
+        places = None if protected is None else protected[None]
+        thresholds, changed = _meet_with_kernels_(mask_variable[None], mask[None], budget.reshape(1), places)
+        return Met(thresholds[0], changed[0])
+    kept = _raise_(mask_variable, protected)
     if mask_variable.device.type == "cpu" and costs is None and group is None:
         threshold, flips = _lower_by_bracket_(mask_variable, mask, int(budget), reach)
         decay = threshold
     else:
         threshold, decay, flips = _lower_by_digits_(mask_variable, mask, budget, costs, group)
-    if protected is not None and kept_values is not None:
-        smallest = torch.finfo(mask_variable.dtype).tiny
-        lowered = kept_values - (decay if decay.dim() == 0 else decay.index_select(0, protected))
-        mask_variable.index_copy_(0, protected, lowered.clamp_min_(smallest))
+    if protected is not None:
+        _lower_(mask_variable, protected, kept, decay if decay.dim() == 0 else decay.index_select(0, protected))
     return Met(threshold, flips)
+
+
+def _raise_(values: Tensor, protected: Tensor | None) -> Tensor:
+    """Make sure that the values at these places of each row are kept. Returns what they were."""
+    if protected is None:
+        return values.new_empty(0)
+    kept = values.gather(-1, protected)
+    values.scatter_(-1, protected, torch.inf)
+    return kept
+
+
+def _lower_(values: Tensor, protected: Tensor, kept: Tensor, decay: Tensor) -> None:
+    """What `_raise_` has made infinite becomes what it was, lowered like all others, and above zero."""
+    values.scatter_(-1, protected, (kept - decay).clamp_min_(torch.finfo(values.dtype).tiny))
 
 
 # --- one process, CPU ---
@@ -210,12 +223,29 @@ def _bracket(array: Array, keep: int) -> tuple[float, float]:
 # --- accelerators, several processes, several networks ---
 
 
-def meet_budgets_(mask_variables: Tensor, masks: Tensor, budgets: Tensor) -> Tensor:
-    """`meet_budget_` for the rows of a matrix at once: each row a network of its own with a budget of its own."""
+def meet_budgets_(mask_variables: Tensor, masks: Tensor, budgets: Tensor, protected: Tensor | None = None) -> Tensor:
+    """`meet_budget_` for the rows of a matrix at once: each row a network of its own with a budget of its own, and
+    with as many protected connections as the others, some of which may be the same."""
+    if _has_kernels(mask_variables):
+        return _meet_with_kernels_(mask_variables, masks, budgets, protected)[0]
+    kept = _raise_(mask_variables, protected)
     if _one_by_one(mask_variables):
         rows = zip(mask_variables, masks, budgets.numpy(), strict=True)
-        return torch.stack([_lower_by_bracket_(values, mask, int(budget))[0] for values, mask, budget in rows])
-    return _lower_rows_by_digits_(mask_variables, masks, budgets, None, None)[0]
+        thresholds = torch.stack([_lower_by_bracket_(values, mask, int(budget))[0] for values, mask, budget in rows])
+    else:
+        thresholds = _lower_rows_by_digits_(mask_variables, masks, budgets, None, None)[0]
+    if protected is not None:
+        _lower_(mask_variables, protected, kept, thresholds[:, None])
+    return thresholds
+
+
+def _meet_with_kernels_(
+    values: Tensor, masks: Tensor, budgets: Tensor, protected: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Returns the threshold of each row, and how many of its masks have changed."""
+    from gossamer.budget_kernels import meet_budgets_on_gpu_  # needs Triton, which only GPU builds of torch bring
+
+    return meet_budgets_on_gpu_(values, masks, budgets, protected)
 
 
 def _one_by_one(matrix: Tensor) -> bool:
@@ -235,11 +265,6 @@ def _lower_rows_by_digits_(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the threshold of each row, what its values were lowered by (one number, or one for each value), and how
     many of its masks have changed."""
-    if costs is None and group is None and _has_kernels(values):
-        from gossamer.budget_kernels import meet_budgets_on_gpu_  # needs Triton, which only GPU builds of torch bring
-
-        thresholds, flips = meet_budgets_on_gpu_(values, mask, budgets)
-        return thresholds, thresholds[:, None], flips
     before = mask.clone()
     smallest = torch.finfo(values.dtype).tiny
     if costs is None:

@@ -1,16 +1,18 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, override"
-"""The exact budget on CUDA GPUs in a dozen kernels: what budget.py does digit by digit, fused.
+"""The exact budget on CUDA GPUs in six kernels: what budget.py does digit by digit, fused.
 
-The same answer to the last bit: float32 values, a row for each network, no costs, one process. Four rounds look at some
-bits of the ordered keys each: `_count` makes a histogram of the digit among the values that share the digits found so
-far, `_choose` picks the bin in which the budget runs out. Then ties at the cut are counted block by block, if some of
-them are kept (the earliest), and `_apply` writes masks and lowered mask variables in one pass.
+The same answer to the last bit: float32 values, a row for each network, no costs, one process. Four rounds of `_count`
+look at some bits of the ordered keys each: every program first picks, from the histogram of the round before, the bin
+in which the budget runs out, and then adds its values that share the digits found so far to the histogram of the next
+digit. Then ties at the cut are counted block by block, if some of them are kept (the earliest), and `_apply` writes
+masks and lowered mask variables in one pass.
 
+Each program picks by itself, as a kernel of its own for that would take a small network longer than the counting.
 Triton's histogram of a block takes several instructions a value for every 32 bins, so the first two digits, which most
 values have a part in, are short. Later on, blocks have only a few of the values, and these are counted one by one.
 """
 
-# ruff: noqa: SIM108 - the branches on `first` are taken when a kernel is compiled
+# ruff: noqa: SIM108 - the branches on `digit` are taken when a kernel is compiled
 import torch
 import triton
 import triton.language as tl
@@ -20,6 +22,7 @@ _BLOCK = 4096
 _DIGITS = ((25, 7), (18, 7), (9, 9), (0, 9))  # lowest bit and width of each
 _BINS = tl.constexpr(512)  # of the widest
 _FEW = tl.constexpr(128)  # values of a block that are counted one by one
+_TOGETHER = 256  # blocks whose ties are added up together, and protected values of a program
 _SMALLEST = tl.constexpr(torch.finfo(torch.float32).tiny)
 
 
@@ -31,68 +34,83 @@ def _keys(values):
 
 
 @triton.jit
+def _found(histograms, budgets, states, digit: tl.constexpr, width: tl.constexpr):
+    """The digits up to this one of the key at which the budget runs out, as a number, and what is left of it there.
+
+    They are kept in `states` for the next round, which has to know them and does not have this histogram.
+    """
+    row, rows = tl.program_id(1), tl.num_programs(1)
+    bins = tl.arange(0, 1 << width)
+    counts = tl.load(histograms + (digit * rows + row) * _BINS + bins)
+    if digit == 0:
+        left = tl.load(budgets + row)
+    else:
+        before = states + ((digit - 1) * rows + row) * 2
+        left = tl.load(before + 1)
+    above = tl.sum(counts, 0) - tl.cumsum(counts, 0)
+    chosen = tl.maximum(tl.sum(((above + counts).to(tl.int64) > left).to(tl.int32), 0) - 1, 0)
+    left -= tl.sum(tl.where(bins == chosen, above, 0), 0)
+    if digit == 0:
+        prefix = (chosen - (1 << (width - 1))).to(tl.int64)  # the highest digit carries the sign
+    else:
+        prefix = (tl.load(before) << width) + chosen
+    here = states + (digit * rows + row) * 2
+    tl.store(here, prefix, mask=tl.program_id(0) == 0)
+    tl.store(here + 1, left, mask=tl.program_id(0) == 0)
+    return prefix.to(tl.int32), left
+
+
+@triton.jit
 def _count(
-    values, histogram, state, size, shift: tl.constexpr, width: tl.constexpr, first: tl.constexpr, block: tl.constexpr
+    values,
+    histograms,
+    budgets,
+    states,
+    size,
+    digit: tl.constexpr,
+    shift: tl.constexpr,
+    width: tl.constexpr,
+    width_before: tl.constexpr,
+    block: tl.constexpr,
 ):
-    row = tl.program_id(1)
+    row, rows = tl.program_id(1), tl.num_programs(1)
     place = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
     inside = place < size
     keys = _keys(tl.load(values + row.to(tl.int64) * size + place, mask=inside, other=0.0))
-    digit = (keys >> shift) & ((1 << width) - 1)
-    if first:
-        digit = digit ^ (1 << (width - 1))  # the highest digit carries the sign
+    bin_ = (keys >> shift) & ((1 << width) - 1)
+    if digit == 0:
+        bin_ = bin_ ^ (1 << (width - 1))
     else:
-        prefix = tl.load(state + row * 2).to(tl.int32)
+        prefix, _ = _found(histograms, budgets, states, digit - 1, width_before)
         inside = inside & ((keys >> (shift + width)) == prefix)
+    histogram = histograms + (digit * rows + row) * _BINS
     found = tl.sum(inside.to(tl.int32), 0)
-    if first or found > _FEW:
+    if digit == 0 or found > _FEW:
         bins = tl.arange(0, 1 << width)
-        counts = tl.histogram(digit, 1 << width, mask=inside)
-        tl.atomic_add(histogram + row * _BINS + bins, counts, mask=counts > 0, sem="relaxed")
+        counts = tl.histogram(bin_, 1 << width, mask=inside)
+        tl.atomic_add(histogram + bins, counts, mask=counts > 0, sem="relaxed")
     elif found > 0:
-        tl.atomic_add(histogram + row * _BINS + digit, 1, mask=inside, sem="relaxed")
+        tl.atomic_add(histogram + bin_, 1, mask=inside, sem="relaxed")
 
 
 @triton.jit
-def _choose(histogram, budgets, state, width: tl.constexpr, first: tl.constexpr):
-    """state: the digits found so far as a number, and what is left of the budget; prefix and left of each row."""
-    row = tl.program_id(0)
-    bins = tl.arange(0, 1 << width)
-    counts = tl.load(histogram + row * _BINS + bins).to(tl.int64)
-    if first:
-        left = tl.load(budgets + row)
-    else:
-        left = tl.load(state + row * 2 + 1)
-    above = tl.sum(counts, 0) - tl.cumsum(counts, 0)
-    chosen = tl.maximum(tl.sum((above + counts > left).to(tl.int32), 0) - 1, 0)
-    left -= tl.sum(tl.where(bins == chosen, above, 0), 0)
-    if first:
-        prefix = (chosen - (1 << (width - 1))).to(tl.int64)
-    else:
-        prefix = (tl.load(state + row * 2) << width) + chosen
-    tl.store(state + row * 2, prefix)
-    tl.store(state + row * 2 + 1, left)
-
-
-@triton.jit
-def _count_ties(values, state, ties, size, block: tl.constexpr):
+def _count_ties(
+    values, histograms, budgets, states, ties, size, digit: tl.constexpr, width: tl.constexpr, block: tl.constexpr
+):
     row = tl.program_id(1)
-    here = ties + row * tl.num_programs(0) + tl.program_id(0)
-    if tl.load(state + row * 2 + 1) == 0:
-        tl.store(here, 0)  # none of them is kept
-    else:
+    cut, left = _found(histograms, budgets, states, digit, width)
+    if left > 0:  # else none of them is kept
         place = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
         inside = place < size
         keys = _keys(tl.load(values + row.to(tl.int64) * size + place, mask=inside, other=0.0))
-        tied = inside & (keys == tl.load(state + row * 2).to(tl.int32))
-        tl.store(here, tl.sum(tied.to(tl.int32), 0))
+        tied = inside & (keys == cut)
+        tl.store(ties + row * tl.num_programs(0) + tl.program_id(0), tl.sum(tied.to(tl.int32), 0))
 
 
 @triton.jit
-def _apply(values, mask, budgets, state, ties, ties_so_far, thresholds, flips, size, block: tl.constexpr):
+def _apply(values, mask, budgets, state, ties, thresholds, flips, size, block: tl.constexpr, together: tl.constexpr):
     row = tl.program_id(1)
     start = row.to(tl.int64) * size
-    here = row * tl.num_programs(0) + tl.program_id(0)
     place = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
     inside = place < size
     old = tl.load(values + start + place, mask=inside, other=0.0)
@@ -101,9 +119,16 @@ def _apply(values, mask, budgets, state, ties, ties_so_far, thresholds, flips, s
     cut = tl.load(state + row * 2).to(tl.int32)
     left = tl.load(state + row * 2 + 1)
     fits = tl.load(budgets + row) >= size
-    tied = inside & (keys == cut)
-    rank = tl.load(ties_so_far + here) - tl.load(ties + here) + tl.cumsum(tied.to(tl.int32), 0)
-    kept = (keys > cut) | (tied & (rank <= left)) | fits
+    kept = (keys > cut) | fits
+    if left > 0:
+        earlier = tl.zeros((together,), tl.int32)
+        for first in range(0, tl.program_id(0), together):
+            blocks = first + tl.arange(0, together)
+            here = ties + row * tl.num_programs(0) + blocks
+            earlier += tl.load(here, mask=blocks < tl.program_id(0), other=0)
+        tied = inside & (keys == cut)
+        rank = tl.sum(earlier, 0) + tl.cumsum(tied.to(tl.int32), 0)
+        kept = kept | (tied & (rank <= left))
     bits = tl.where(cut < 0, cut ^ 0x7FFFFFFF, cut)
     threshold = tl.where(fits, 0.0, bits.to(tl.float32, bitcast=True))
     threshold = tl.where(threshold == float("-inf"), 0.0, threshold)  # only what was dropped before lies there
@@ -111,38 +136,63 @@ def _apply(values, mask, budgets, state, ties, ties_so_far, thresholds, flips, s
     new = tl.where(kept, tl.maximum(lowered, _SMALLEST), tl.minimum(lowered, 0.0))
     tl.store(values + start + place, new, mask=inside)
     tl.store(mask + start + place, kept.to(tl.uint8), mask=inside)
-    tl.store(flips + here, tl.sum((inside & (kept != before)).to(tl.int32), 0))
+    tl.atomic_add(flips + row, tl.sum((inside & (kept != before)).to(tl.int32), 0), sem="relaxed")
     tl.store(thresholds + row, threshold, mask=tl.program_id(0) == 0)
 
 
-def meet_budgets_on_gpu_(values: Tensor, mask: Tensor, budgets: Tensor) -> tuple[Tensor, Tensor]:
+@triton.jit
+def _lower(values, places, old, thresholds, size, count, block: tl.constexpr):
+    """The values at some places of each row: what they were, less the threshold, and above zero."""
+    row = tl.program_id(1)
+    each = tl.program_id(0) * block + tl.arange(0, block)
+    inside = each < count
+    place = tl.load(places + row * count + each, mask=inside, other=0)
+    lowered = tl.load(old + row * count + each, mask=inside, other=0.0) - tl.load(thresholds + row)
+    tl.store(values + row.to(tl.int64) * size + place, tl.maximum(lowered, _SMALLEST), mask=inside)
+
+
+def meet_budgets_on_gpu_(
+    values: Tensor, mask: Tensor, budgets: Tensor, protected: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """`meet_budgets_` for contiguous float32 matrices on a CUDA device. Returns the threshold of each row, and how many
     of its masks have changed."""
     rows, size = values.shape
-    blocks = triton.cdiv(size, _BLOCK)
+    blocks, bins = triton.cdiv(size, _BLOCK), _BINS.value
+    kept = None
+    if protected is not None:
+        kept = values.gather(1, protected)
+        values.scatter_(1, protected, torch.inf)
     with torch.cuda.device_of(values):
-        histograms = torch.zeros(len(_DIGITS), rows, _BINS.value, dtype=torch.int32, device=values.device)
-        state = torch.empty(rows, 2, dtype=torch.int64, device=values.device)
-        for histogram, (shift, width) in zip(histograms, _DIGITS, strict=True):
-            first = shift + width == 32
-            _count[(blocks, rows)](values, histogram, state, size, shift, width, first, _BLOCK, num_warps=8)
-            _choose[(rows,)](histogram, budgets, state, width, first, num_warps=4)
+        counters = torch.zeros(len(_DIGITS) * rows * bins + rows, dtype=torch.int32, device=values.device)
+        flips = counters[-rows:]
+        states = torch.empty(len(_DIGITS), rows, 2, dtype=torch.int64, device=values.device)
+        width_before = 0
+        for digit, (shift, width) in enumerate(_DIGITS):
+            _count[(blocks, rows)](
+                values, counters, budgets, states, size, digit, shift, width, width_before, _BLOCK, num_warps=8
+            )
+            width_before = width
         ties = torch.empty(rows, blocks, dtype=torch.int32, device=values.device)
-        _count_ties[(blocks, rows)](values, state, ties, size, _BLOCK, num_warps=8)
-        so_far = ties.cumsum(1, dtype=torch.int32)
+        last = len(_DIGITS) - 1
+        _count_ties[(blocks, rows)](
+            values, counters, budgets, states, ties, size, last, width_before, _BLOCK, num_warps=8
+        )
         thresholds = torch.empty(rows, device=values.device)
-        flips = torch.empty_like(ties)
         _apply[(blocks, rows)](
             values,
             mask.view(torch.uint8),
             budgets,
-            state,
+            states[last],
             ties,
-            so_far,
             thresholds,
             flips,
             size,
             _BLOCK,
+            _TOGETHER,
             num_warps=8,
         )
-    return thresholds, flips.sum(1)
+        if protected is not None:
+            count = protected.shape[1]
+            grid = (triton.cdiv(count, _TOGETHER), rows)
+            _lower[grid](values, protected, kept, thresholds, size, count, _TOGETHER, num_warps=4)
+    return thresholds, flips

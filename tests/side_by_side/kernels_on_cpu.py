@@ -137,7 +137,16 @@ def budgets() -> None:
     assert torch.equal(thresholds, budget.meet_budgets_(plain, masks[1], keep))
     assert torch.equal(*masks)
     assert torch.equal(fused, plain)
-    assert torch.equal(flips, (before != masks[0]).sum(1))
+    assert flips.tolist() == (before != masks[0]).sum(1).tolist()
+    # With connections that are kept whatever happens, some of them named twice.
+    protected = torch.randint(9000, (8, 300))
+    protected[:, 1] = protected[:, 0]
+    fused, plain, keep = values.clone(), values.clone(), keep.clamp_min(300)
+    thresholds, _ = meet_budgets_on_gpu_(fused, masks[0], keep, protected)
+    assert torch.equal(thresholds, budget.meet_budgets_(plain, masks[1], keep, protected))
+    assert torch.equal(*masks)
+    assert torch.equal(fused, plain)
+    assert masks[0].gather(1, protected).all()
 
 
 if __name__ == "__main__":

@@ -57,14 +57,7 @@ class GlobalBudget:
 
     def allow_(self, budget: Tensor) -> Tensor:
         """Keep exactly so many connections of each row, whatever the sign of their scores. Returns the thresholds."""
-        if self._protected is None:
-            return meet_budgets_(self.score, self.mask, budget)
-        kept = self.score.gather(1, self._protected)
-        self.score.scatter_(1, self._protected, torch.inf)
-        thresholds = meet_budgets_(self.score, self.mask, budget)
-        lowered = (kept - thresholds[:, None]).clamp_min(torch.finfo(kept.dtype).tiny)
-        self.score.scatter_(1, self._protected, lowered)
-        return thresholds
+        return meet_budgets_(self.score, self.mask, budget, self._protected)
 
     def floor_is_due(self, step: int) -> bool:
         return self._protected is not None and step % _FLOOR_EVERY == 0
