@@ -14,8 +14,8 @@ batch of ImageNet's size stays on the device, so decoding files is not counted.
 The file is written after every measurement. The same command goes on where it was stopped; what has failed is noted,
 and not tried again. Compiling takes longest and comes last, while `--minutes` last. `--again` takes the fastest mode of
 each network to still be the fastest: that one (if it is compiled, with the same that is not) and the runs side by side
-are measured anew, slower modes keep their figures, with the commit they are of. How long it takes to compile is told by
-the longest start: torch keeps what it has compiled.
+are measured anew, network by network while there is time; what is not keeps its figures, with the commit they are of.
+How long it takes to compile is told by the longest start: torch keeps what it has compiled.
 """
 
 import argparse
@@ -143,20 +143,29 @@ class Book:
             raise SystemExit(
                 f"{path} is of {self.record['hardware']}, not of {about['hardware']}: choose another --out"
             )
-        self.before = self.record.get("commit")
+        before = self.record.get("commit", about.get("commit"))
+        if before != about.get("commit"):
+            for entry in (each for found in self.record["networks"].values() for each in entries(found)):
+                entry.setdefault("commit", before)
         self.record = {**self.record, **about}
 
-    def forget_the_fastest(self, before: str | None) -> None:
-        """Have what the table shows measured anew; what is left was measured at the commit `before`."""
-        for found in self.record["networks"].values():
-            fastest = found.pop("alone", {}).get("tried")
-            found.pop("side_by_side", None)
-            for mode in {fastest, not_compiled(fastest)} & found["tried"].keys():
-                forgotten = found["tried"].pop(mode)
-                if "start_up_s" in forgotten:
-                    found.setdefault("starts", {})[mode] = forgotten["start_up_s"]
-            for entry in found["tried"].values():
-                entry.setdefault("commit", before)
+    def forget_the_fastest(self, name: str) -> None:
+        """Have what the table shows of a network measured anew, if it is of an earlier commit."""
+        found = self.record["networks"].get(name, {})
+        if "commit" not in found.get("alone", {}):
+            return  # never measured, or at this commit
+        fastest = found.pop("alone").get("tried")
+        found.pop("side_by_side", None)
+        for mode in {fastest, not_compiled(fastest)} & found["tried"].keys():
+            forgotten = found["tried"].pop(mode)
+            if "start_up_s" in forgotten:
+                found.setdefault("starts", {})[mode] = forgotten["start_up_s"]
+
+    def start_up(self, name: str) -> float:
+        """How long it took to compile a network, in seconds, where that is known."""
+        found = self.record["networks"].get(name, {})
+        starts = [each.get("start_up_s", 0.0) for each in found.get("tried", {}).values()]
+        return max([COMPILE_SECONDS, *starts, *found.get("starts", {}).values()])
 
     def of(self, case: Case) -> Record:
         unit = "words" if case.entry.tokens else "images" if len(case.entry.input_shape) == 3 else "vectors"
@@ -190,6 +199,12 @@ class Book:
         temporary = self._path.with_name(f".{self._path.name}.part")
         temporary.write_text(json.dumps(self.record, indent=1) + "\n")
         temporary.replace(self._path)
+
+
+def entries(found: Record) -> list[Record]:
+    """All that was measured of a network."""
+    shown = [found[key] for key in ("alone", "side_by_side") if key in found]
+    return [*shown, *found["tried"].values()]
 
 
 def not_compiled(mode: str | None) -> str | None:
@@ -246,7 +261,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--modes", type=Path, help="the table of modes to bring up to date, training/modes.json")
-    parser.add_argument("--again", action="store_true", help="the fastest mode of each network in OUT and side by side")
+    parser.add_argument("--again", action="store_true", help="the fastest mode and runs side by side, in OUT")
     parser.add_argument("--commit", help="where it is not that of a checkout")
     parser.add_argument("--tiny", action="store_true", help="small batches on a CPU, to see that it works")
     arguments = parser.parse_args()
@@ -262,29 +277,39 @@ def main() -> None:
         "commit": arguments.commit or commit(),
     }
     book = Book(arguments.out, about)
-    if arguments.again and book.before != about["commit"]:  # or this has begun already, and goes on
-        book.forget_the_fastest(book.before)
     cases = {name: case_of(name, device, tiny=arguments.tiny) for name in arguments.networks}
-    compiled = [name for name in COMPILED_FIRST if name in cases]
-    compiled += [name for name in cases if name not in compiled]
 
     def in_time(needed: float = 0.0) -> bool:
         return time.monotonic() + needed < until
 
-    def compile_some(names: list[str]) -> None:
-        for name in names if on_gpu else ():
-            if in_time(COMPILE_SECONDS):
-                measure_alone(book, cases[name], modes_of(cases[name].entry, compiled=True), seconds)
+    def measure(name: str, *, compiled: bool) -> None:
+        measure_alone(book, cases[name], modes_of(cases[name].entry, compiled=compiled), seconds)
 
-    for case in cases.values():
-        if in_time():
-            measure_alone(book, case, modes_of(case.entry, compiled=False), seconds)
-    for name, case in cases.items():
+    def measure_together(name: str) -> None:
+        case = cases[name]
         stackable = case.entry.data in ("cifar10", "mnist") and name != "indrnn"  # which a sweep refuses
-        if on_gpu and arguments.runs and stackable and in_time():
+        if on_gpu and arguments.runs and stackable:
             stacked = functools.partial(side_by_side, case, arguments.runs)
             book.note(book.of(case), "side_by_side", f"{name}, side by side", stacked)
-    compile_some(compiled)
+
+    if arguments.again:
+        for name in cases:
+            if in_time(book.start_up(name) if on_gpu else 0.0):
+                book.forget_the_fastest(name)
+                measure(name, compiled=False)
+                measure_together(name)
+                if on_gpu:
+                    measure(name, compiled=True)
+    else:
+        for name in cases:
+            if in_time():
+                measure(name, compiled=False)
+        for name in cases:
+            if in_time():
+                measure_together(name)
+        for name in sorted(cases, key=lambda name: name not in COMPILED_FIRST):
+            if on_gpu and in_time(book.start_up(name)):
+                measure(name, compiled=True)
     if arguments.modes is not None:
         write_modes(arguments.modes, book.record, cases)
     left = [name for name, case in cases.items() if "alone" not in book.of(case)]

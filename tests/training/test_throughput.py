@@ -83,6 +83,21 @@ def test_again_measures_the_fastest_mode_anew_and_says_of_when_the_others_are(
     assert run(benchmark, monkeypatch, *asked, "new", "--again")["lenet300"] == second  # that was done
 
 
+def test_again_leaves_networks_that_are_not_named_or_have_no_time_as_they_are(
+    benchmark: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    out, names = tmp_path / "out.json", ("--networks", "lenet300", "map_fit")
+    first = run(benchmark, monkeypatch, out, *names, "--commit", "old")
+    again = run(benchmark, monkeypatch, out, "--networks", "lenet300", "--commit", "new", "--again")
+    assert "commit" not in again["lenet300"]["alone"]
+    assert again["map_fit"]["alone"] == {**first["map_fit"]["alone"], "commit": "old"}
+    late = run(benchmark, monkeypatch, out, *names, "--commit", "newest", "--again", "--minutes", "0")
+    assert late["lenet300"]["alone"] == {**again["lenet300"]["alone"], "commit": "new"}
+    assert late["map_fit"] == again["map_fit"]
+    page = results.costs._earlier(json.loads(out.read_text()))
+    assert page == ", lenet300 at new; map_fit at old"
+
+
 def test_what_is_compiled_is_measured_again_with_what_it_is_compared_with(
     benchmark: ModuleType, tmp_path: Path
 ) -> None:
@@ -91,7 +106,7 @@ def test_what_is_compiled_is_measured_again_with_what_it_is_compared_with(
     network = {"tried": {name: dict(entry) for name in names}, "alone": {"tried": "bf16, compiled, graph"}}
     (tmp_path / "out.json").write_text(json.dumps({"networks": {"lenet300": network}, "commit": "old"}))
     book = benchmark.Book(tmp_path / "out.json", {"hardware": "CPU", "commit": "new"})
-    book.forget_the_fastest("old")
+    book.forget_the_fastest("lenet300")
     left = book.record["networks"]["lenet300"]
     assert left["tried"] == {name: {**entry, "commit": "old"} for name in names[:2]}
     assert left["starts"] == {"bf16, graph": 2.0, "bf16, compiled, graph": 2.0}

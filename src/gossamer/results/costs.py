@@ -69,6 +69,18 @@ def throughput_rows(record: Record) -> list[list[str]]:
     ]
 
 
+def _earlier(record: Record) -> str:
+    """Which networks were measured at another commit than the rest."""
+    of: dict[str, list[str]] = {}
+    for name, found in record["networks"].items():
+        for key in ("alone", "side_by_side"):
+            commit = found.get(key, {}).get("commit")
+            if commit is not None and name not in of.setdefault(commit, []):
+                of[commit].append(name)
+    told = [f"{', '.join(names)} at {commit}" for commit, names in sorted(of.items())]
+    return f", {'; '.join(told)}" if told else ""
+
+
 def throughput(root: Path) -> str:
     """Seconds an epoch of every network, where they have been measured."""
     path = root / "throughput" / "h200.json"
@@ -87,7 +99,7 @@ def throughput(root: Path) -> str:
         [
             "## Speed of every network",
             f"Sparse training in the phase where masks learn, one {record['hardware']}, commit {record['commit']}, in "
-            "the fastest of the modes tried (all of them are in the run file, some of an earlier commit); the share of "
+            f"the fastest of the modes tried (all of them are in the run file){_earlier(record)}; the share of "
             "the sparsifier is the part of a sparse step by which it is longer than a dense one in the same mode; the "
             "column of runs side by side is seconds an epoch and run, bf16: where it is not below that of one run "
             "alone, as with wide networks, a sweep saves nothing but the warm-up that its runs share. Random data of "
