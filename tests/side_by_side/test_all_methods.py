@@ -7,7 +7,8 @@ from types import ModuleType
 
 import pytest
 
-from gossamer.side_by_side.compare import entrant
+from gossamer.side_by_side.compare import Comparison, entrant, paths_of
+from gossamer.side_by_side.tuned import tuned
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 SMALL = ["--net", "digits_cnn", "--data", "digits", "--epochs", "3", "--seeds", "1", "--methods", "gradual", "lottery"]
@@ -23,6 +24,18 @@ def test_every_variant_is_a_setting_of_its_method(all_methods: ModuleType) -> No
     tried = [entered for name in all_methods.SINGLE for entered in all_methods.entrants(name)]
     assert len({str(entrant(each)) for each in tried}) == len(tried)
     assert entrant("l0:weight_decay_power=0.5,gate_lr=0.02") in [entrant(each) for each in tried]
+
+
+def test_tuned_methods_have_the_settings_that_were_best_on_held_out_images(all_methods: ModuleType) -> None:
+    """As far as the committed records go, which have all that the benchmark tries."""
+    records = BENCHMARKS.parent / "results" / "race-resnet20"
+    for name in all_methods.SINGLE:
+        found = {}
+        for entered in all_methods.entrants(name):
+            asked = Comparison("resnet20", "cifar10", methods=(entered,), sparsity=(all_methods.FIRST,))
+            runs = [json.loads(path.read_text()) for path in paths_of(asked, records).values()]
+            found[entered] = sum(run["validation_accuracy"] for run in runs)
+        assert entrant(tuned(name)) == entrant(max(found, key=found.__getitem__))
 
 
 def test_what_is_best_on_held_out_images_runs_at_the_other_sparsities(

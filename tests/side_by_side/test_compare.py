@@ -188,6 +188,9 @@ def test_all_methods_and_variants_of_some(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(many, "compare", lambda comparison, *args, **how: asked.append(comparison))
     cli.Compare(tmp_path, methods=("all", "autoprune:two_pass=True", "dpf"), device="cpu").carry_out(Console())
     assert asked[0].methods == (*METHODS, "autoprune:two_pass=True")
+    cli.Compare(tmp_path, methods=("tuned",), device="cpu").carry_out(Console())
+    assert [entrant(each)[0] for each in asked[1].methods] == [*METHODS]
+    assert "autoprune:weight_decay_power=0.5,mask_lr=0.003" in asked[1].methods
 
 
 def test_a_setting_that_is_nearly_one_is_asked_about() -> None:
@@ -368,6 +371,7 @@ def test_checkpoints_of_other_races_are_refused_and_other_files_passed_over(tmp_
     [
         ({"sparsity": (0.9, 95.0)}, r"shares from 0 to below 1 as sparsity, such as 0\.95, got \[95\.0\]"),
         ({"sparsity": ()}, "expected a sparsity"),
+        ({"methods": ()}, "expected methods to compare, got none"),
         ({"seeds": 0}, "got 2 values, 0 seeds"),
         ({"validation": -1}, "no negative validation"),
     ],
@@ -406,15 +410,51 @@ def test_the_records_that_are_there_are_recognised() -> None:
 
 
 @pytest.mark.usefixtures("tiny")
-def test_what_whole_filters_cannot_do_is_left_out(tmp_path: Path) -> None:
+def test_what_whole_filters_cannot_do_is_left_out_and_told_once(tmp_path: Path) -> None:
     told: list[str] = []
-    comparison = replace(SMALL, methods=("dense", "l1_filter"))
+    comparison = replace(SMALL, methods=("dense", "l1_filter", "dpf"), seeds=2)
     records = compare(comparison, tmp_path, device=CPU, progress=told.append)
-    assert [record["method"] for record in records] == ["dense"]
-    assert "left out: l1_filter with seed 0: sparsity=0.9 cannot be met by whole filters" in told[0]
-    no_norms = replace(SMALL, net="lenet5", methods=("dense", "slimming"), sparsity=(0.01,))
-    assert [record["method"] for record in compare(no_norms, tmp_path, device=CPU, progress=told.append)] == ["dense"]
-    assert any("left out: slimming with seed 0: slimming needs a batch norm behind every conv" in line for line in told)
+    assert [record["method"] for record in records] == ["dense", "dense", "dpf", "dpf"]
+    (left_out,) = (line for line in told if line.startswith("left out"))
+    assert "left out: l1_filter: sparsity=0.9 cannot be met by whole filters" in left_out
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"methods": ("dense", "l1_filter")}, "nothing is left of what was asked for: l1_filter: sparsity=0.9 cannot"),
+        (
+            {"net": "lenet5", "methods": ("dense", "slimming"), "sparsity": (0.01,)},
+            "nothing is left of what was asked for: slimming: slimming needs a batch norm behind every conv",
+        ),
+        ({"methods": ("scl:decay=0.01",)}, r"what comes out: .*gossamer sweep \(--grid sparsity=none decay="),
+        ({"methods": ("scl:preset=papre",)}, "expected a preset out of default, paper, got 'papre'"),
+        ({"methods": ("dpf:preset=paper",)}, "expected dpf:SETTING=VALUE"),
+        ({"validation": 208}, "expected fewer than the 208 training images of mnist as validation, got 208"),
+    ],
+)
+@pytest.mark.usefixtures("tiny")
+def test_what_cannot_be_compared_is_refused_before_anything_is_trained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], message: str
+) -> None:
+    monkeypatch.setattr(Running, "epoch", lambda self, number: pytest.fail("trained"))
+    with pytest.raises(ValueError, match=message):
+        compare(replace(SMALL, **changes), tmp_path, device=CPU)
+
+
+@pytest.mark.usefixtures("tiny")
+def test_presets_race_by_name_and_records_and_tables_say_which(tmp_path: Path) -> None:
+    asked = ("scl", "scl:preset=default", "scl:preset=paper", "scl:preset=paper,feature_power=0", "dpf", "l0:open=0.8")
+    records = compare(replace(SMALL, methods=asked, epochs=20), tmp_path, device=CPU)
+    assert [record["preset"] for record in records] == ["default", "paper", "custom", "default", "custom"]
+    settings = records[1]["settings"]
+    paper = {"feature_power": 1.0, "global_power": 0.0, "start_value": 1.0, "mask_lr": 0.1, "anchor": 0.0, "floor": 0.0}
+    assert {name: settings[name] for name in paper} == paper
+    assert settings["phases"] == [0.43, 0.06, 0.06, 0.45]
+    assert all(record["sparsity"] == pytest.approx(0.9, abs=1e-5) for record in records)
+    table = (tmp_path / "screening.md").read_text()
+    assert "| gossamer (learned masks), preset=paper |" in table
+    assert "feature_power=0" not in table.split("preset=paper")[1].splitlines()[0]
 
 
 def test_too_few_epochs_and_no_gpu_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

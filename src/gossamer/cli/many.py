@@ -24,6 +24,7 @@ from gossamer.results import about, race_blocks, race_table, sweep_table
 from gossamer.side_by_side import runs_of, sweep
 from gossamer.side_by_side.compare import TIERS, Comparison, compare
 from gossamer.side_by_side.sweeps import record_path
+from gossamer.side_by_side.tuned import tuned
 from gossamer.training.result import commit
 
 
@@ -82,7 +83,8 @@ class Compare:
     data: str = "cifar10"
     """Set of images out of `gossamer list`."""
     methods: tuple[str, ...] = ("scl", "dpf")
-    """Names out of `gossamer list`, all, or with settings: autoprune:two_pass=True. dense always runs with them."""
+    """Names out of `gossamer list`, or with settings: autoprune:two_pass=True; all: every one with its defaults; tuned:
+    with the settings of the published table. dense always runs with them."""
     sparsity: tuple[float, ...] = (0.9, 0.95, 0.98)
     """Shares of zeros: 0.95 is 95 %."""
     seeds: int = 3
@@ -111,7 +113,9 @@ class Compare:
         comparison = Comparison(
             self.net,
             self.data,
-            tuple(dict.fromkeys(("dense", *(name for each in self.methods for name in _named(each))))),
+            tuple(dict.fromkeys(name for each in ("dense", *self.methods) for name in _named(each)))
+            if self.methods
+            else (),
             self.sparsity,
             self.seeds,
             tier.epochs if self.epochs is None else self.epochs,
@@ -140,4 +144,4 @@ class Compare:
 
 
 def _named(text: str) -> tuple[str, ...]:
-    return tuple(METHODS) if text == "all" else (text,)
+    return {"all": tuple(METHODS), "tuned": tuple(map(tuned, METHODS))}.get(text, (text,))

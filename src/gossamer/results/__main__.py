@@ -1,4 +1,6 @@
-import sys
+"""Write README.md, docs/results.md and the plots of a checkout anew, from its run files."""
+
+import argparse
 from pathlib import Path
 
 from gossamer.results.pages import documents, drawings
@@ -6,7 +8,11 @@ from gossamer.results.plot import accuracy_against_sparsity, can_draw, map_fitti
 from gossamer.results.records import read
 
 if __name__ == "__main__":
-    checkout = Path(sys.argv[1] if len(sys.argv) > 1 else ".")
+    parser = argparse.ArgumentParser(prog="python -m gossamer.results", description=__doc__)
+    parser.add_argument("checkout", type=Path, nargs="?", default=Path(), help="of gossamer; else where you are")
+    checkout = parser.parse_args().checkout
+    if not (checkout / "results").is_dir() or not (checkout / "README.md").is_file():
+        parser.error(f"expected a checkout with README.md and results/, got {checkout.absolute()}")
     if can_draw():
         for path, records in drawings(checkout).items():
             accuracy_against_sparsity(records, path)

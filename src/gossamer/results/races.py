@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from gossamer.methods import find
+from gossamer.recipes import RECIPES
 from gossamer.results.records import BEFORE, Record, mean_and_spread, read_races, table
 
 _NAMES = {
@@ -185,6 +186,8 @@ def _changes(record: Record, usual_race: dict[str, Any]) -> list[str]:
     changed = {name: value for name, value in told.items() if name not in usual or value != usual[name]}
     if not told.get("anchor", 1.0):
         changed.pop("anchor_cap", None)  # of nothing
+    if record.get("preset") == "paper":
+        changed = {"preset": "paper", **{name: value for name, value in changed.items() if name == "weight_decay"}}
     changed |= {name: value for name, value in record.get("race", {}).items() if value != usual_race.get(name, value)}
     if changed.keys() & _PHASES:
         phases = "+".join(str(record["race"][name]) for name in ("warmup", "sparsify", "stabilise", "finetune"))
@@ -258,6 +261,7 @@ def _of_network(folder: Path, name: str, records: Sequence[Record]) -> str:
         "brackets). Batch 64, cosine learning rate from 0.1 to 0, weight decay 5e-4, runs side by side on one "
         f"{first['hardware']}; settings were chosen on held-out images. A row names what differs from the defaults.",
     ]
+    parts += filter(None, [published(first["net"], first["data"])])
     for number, (epochs, every) in enumerate(by_epochs(records, "final")):
         final, others = shown(every)
         parts += [f"### Final: {epochs} epochs on all training images", *_tables(final), _commits(final)]
@@ -289,6 +293,22 @@ def _of_network(folder: Path, name: str, records: Sequence[Record]) -> str:
                 table(*_settings_table(early)),
             ]
     return "\n\n".join(parts)
+
+
+def published(net: str, data: str) -> str:
+    """What the paper prints for a network; nothing where it has none of it."""
+    found = [recipe for recipe in RECIPES if (recipe.run.model, recipe.run.data) == (net, data) and recipe.published]
+    if not found:
+        return ""
+    numbers = {each.sparsity: each.value for each in found[0].published if each.sparsity is not None}
+    dense = numbers.pop(0.0, None)
+    at = f"{_listed([f'{100 * value:.2f}' for value in numbers.values()])} at "
+    at += f"{_listed([f'{100 * sparsity:g}' for sparsity in numbers])} % zeros"
+    return f"The paper prints {at}{'' if dense is None else f', and {100 * dense:.2f} for the dense network'}."
+
+
+def _listed(words: Sequence[str]) -> str:
+    return " and ".join(filter(None, [", ".join(words[:-1]), *words[-1:]]))
 
 
 def _commits(records: Sequence[Record]) -> str:

@@ -25,17 +25,18 @@ from gossamer.checkpoint import save
 from gossamer.data.sets import ImageSet
 from gossamer.methods import METHODS, Layout, find
 from gossamer.methods.filters import Slimming, check_gains, check_reach, gains_of
-from gossamer.methods.scl import SCLOptions
+from gossamer.methods.scl import SCL, SCLOptions
 from gossamer.results import race_page
 from gossamer.results.plot import accuracy_against_sparsity, can_draw, check
 from gossamer.results.records import BEFORE, read_run
 from gossamer.select import select
+from gossamer.settings import PRESETS, choose
 from gossamer.side_by_side.checkpoint import ENDING, begun, between
 from gossamer.side_by_side.course import How
 from gossamer.side_by_side.entries import Member, Race, identity_of, lanes_of, run_race, teachers_of
 from gossamer.side_by_side.folder import Leaving, held, portions
 from gossamer.side_by_side.lanes import Outcome
-from gossamer.side_by_side.stackable import check_floor
+from gossamer.side_by_side.stackable import check_floor, learned
 from gossamer.side_by_side.teaching import check_teachers
 from gossamer.side_by_side.training import Training
 from gossamer.training import networks
@@ -78,6 +79,8 @@ class Comparison:
     def __post_init__(self) -> None:
         if wrong := [share for share in self.sparsity if not 0 <= share < 1]:
             raise ValueError(f"expected shares from 0 to below 1 as sparsity, such as 0.95, got {wrong}")
+        if not self.methods:
+            raise ValueError("expected methods to compare, got none: name some, such as scl dpf, or all, or tuned")
         if not self.sparsity or self.seeds < 1 or self.validation < 0:
             raise ValueError(
                 f"expected a sparsity, at least 1 seed and no negative validation, got {len(self.sparsity)} values, "
@@ -114,7 +117,9 @@ def entrant(text: str) -> tuple[str, dict[str, Any]]:
     name, _, told = text.partition(":")
     rule = find(name)
     kinds = {"weight_decay": float, **get_type_hints(rule.options), **get_type_hints(Training)}
-    settings = {}
+    if rule is SCL:
+        kinds["preset"] = str
+    settings: dict[str, Any] = {}
     for assignment in filter(None, told.split(",")):
         key, equals, value = assignment.partition("=")
         if not equals or key not in kinds:
@@ -126,7 +131,30 @@ def entrant(text: str) -> tuple[str, dict[str, Any]]:
             settings[key] = tuple(parse(kind, key, part) for part in value.split("/"))
         else:
             settings[key] = parse(kinds[key], key, value)
-    return rule.name, settings
+    if settings.get("decay") is not None:
+        raise ValueError(
+            f"{text}: a comparison holds every run to the sparsities asked for, and with a fixed decay that is what "
+            "comes out: leave it away, or train such runs with gossamer sweep (--grid sparsity=none decay=0.001,0.01)"
+        )
+    return rule.name, {**preset(settings.pop("preset", "default")), **settings}
+
+
+def preset(name: str) -> dict[str, Any]:
+    """The settings in which a preset of learned masks (gossamer.settings) differs from the default, in a race."""
+    if name == "default":
+        return {}
+    told = choose(name, {})
+    options, usual = dataclasses.asdict(learned(told)), dataclasses.asdict(SCLOptions())
+    shares = [float(duration.removesuffix("run")) for duration in (told.warmup, told.sparsify, told.stabilise)]
+    changed = {key: value for key, value in options.items() if value != usual[key]}
+    return {**changed, "floor": told.floor, "phases": (*shares, round(1.0 - sum(shares), 9))}
+
+
+def _preset_of(member: Member) -> str:
+    """Its name: default where only sparsity, seed and weight decay were chosen; custom where it has none."""
+    asked = (member.seed, member.method, member.sparsity, member.weight_decay)
+    named = PRESETS if member.rule is SCL else ("default",)
+    return next((name for name in named if Member.of(*asked, **preset(name)) == member), "custom")
 
 
 def compare(
@@ -293,7 +321,7 @@ def record(
     plain = {"accuracy": outcome.plain_accuracy, "validation_accuracy": outcome.plain_validation_accuracy}
     return {
         "method": member.method,
-        "preset": "side-by-side",
+        "preset": _preset_of(member),
         "sparsity": 0.0 if dense else outcome.sparsity,
         "asked_sparsity": 0.0 if dense else member.sparsity,
         "seed": member.seed,
@@ -335,6 +363,7 @@ def _possible(comparison: Comparison, progress: Callable[[str], None]) -> list[M
     shapes = tuple(tuple(weight.parameter.shape) for weight in weights)
     layout = Layout(names, shapes, gains_of(network, names, others))
     found, usual = [], comparison.race().floor
+    told: dict[str, None] = {}
     for member in comparison.members():
         if not member.rule.structured:
             floor = member.to_dict().get("floor")
@@ -346,7 +375,11 @@ def _possible(comparison: Comparison, progress: Callable[[str], None]) -> list[M
                 check_gains(layout)
             found.append(member)
         except ValueError as error:
-            progress(f"left out: {member.method} with seed {member.seed}: {error}")
+            told[f"{member.method}: {error}"] = None  # once for all seeds
+    if told and all(member.method == "dense" for member in found):
+        raise ValueError("nothing is left of what was asked for: " + "; ".join(told))
+    for problem in told:
+        progress(f"left out: {problem}")
     return found
 
 
@@ -396,5 +429,11 @@ def _images(comparison: Comparison) -> ImageSet:
         raise ValueError(f"expected a set of images that fits the device, such as cifar10, got {comparison.data!r}")
     if not comparison.validation:
         return images
-    enough = comparison.validation < len(images.train)
-    return images.split(comparison.validation if enough else len(images.train) // 10)
+    if comparison.validation < len(images.train):
+        return images.split(comparison.validation)
+    if comparison.validation != Comparison.validation:
+        raise ValueError(
+            f"expected fewer than the {len(images.train)} training images of {comparison.data} as validation, got "
+            f"{comparison.validation}"
+        )
+    return images.split(len(images.train) // 10)

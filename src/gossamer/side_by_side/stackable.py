@@ -128,6 +128,11 @@ def lane_of(run: Run, steps_per_epoch: int) -> Lane:
 def _options(run: Run, settings: Settings) -> Options:
     if run.method != "scl":
         return make_options(find(run.method), run.method_settings)
+    return learned(settings, decay=run.decay, momentum=run.momentum)
+
+
+def learned(settings: Settings, *, decay: float | None = None, momentum: float = 0.9) -> SCLOptions:
+    """The settings of learned masks, as a stack knows them."""
     return SCLOptions(
         mask_lr=settings.mask_lr,
         global_power=settings.power if settings.scale == "global" else 0.0,
@@ -136,12 +141,12 @@ def _options(run: Run, settings: Settings) -> Options:
         alpha=settings.alpha,
         anneal=settings.anneal,
         start_value=settings.start_value if settings.start == "constant" else None,
-        decay=run.decay,
+        decay=decay,
         l2=settings.l2,
         anchor=settings.anchor,
         anchor_cap=settings.anchor_cap,
         removed_gradient=settings.removed_gradient,
-        midpoint=0.5 / (1.0 - run.momentum) if settings.halfway else 0.0,
+        midpoint=0.5 / (1.0 - momentum) if settings.halfway else 0.0,
     )
 
 
