@@ -121,6 +121,12 @@ def test_too_few_classes_is_an_error() -> None:
         models.create("lenet5", num_classes=0)
 
 
+@pytest.mark.parametrize("classes", ["10", 2.5, True])
+def test_classes_that_are_no_number_are_an_error(classes: object) -> None:
+    with pytest.raises(TypeError, match=f"expected a whole number as num_classes, got {classes!r}"):
+        models.create("resnet20", num_classes=classes)  # type: ignore[arg-type]
+
+
 def test_table_has_a_row_for_every_name() -> None:
     rows = models.table()
     assert [row[0] for row in rows] == list(CONNECTIONS)

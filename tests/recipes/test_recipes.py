@@ -121,7 +121,7 @@ def test_a_recipe_can_be_the_folder_of_a_run_and_is_called_like_it(
 ) -> None:
     folder = tmp_path / "mine"
     folder.mkdir()
-    with pytest.raises(ValueError, match=r"expected the name of a recipe or a \.json file"):
+    with pytest.raises(ValueError, match=r"or the folder of a run, got .*mine, which has no run\.json"):
         find(str(folder))
     (folder / "run.json").write_text(json.dumps(find("digits").run.to_dict()))
     for given in (folder, folder / "run.json"):

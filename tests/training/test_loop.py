@@ -361,8 +361,8 @@ def test_the_log_has_every_step_once_whatever_happened(images: ImageSet, tmp_pat
     run = SPARSE.with_settings(["checkpoint_steps=4", "validation=8"])  # 4 epochs of 4 steps
     with pytest.raises(MemoryError):
         train(run, tmp_path, observers=[JsonLines(tmp_path), At(9, die)])
-    with open(tmp_path / "log.jsonl", "a") as file:
-        file.write('{"step": 10, "los')  # what a kill can leave
+    with open(tmp_path / "log.jsonl", "ab") as file:
+        file.write(b'{"step": 7\xff}\n{"step": 10, "los')  # what a bad disk and a kill can leave
     train(run, tmp_path, observers=[JsonLines(tmp_path)])
     lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [3, 4, 6, 8, 9, 12, 15, 16]
@@ -444,7 +444,9 @@ def test_a_log_that_cannot_be_written_does_not_stop_the_run(images: ImageSet, tm
         raise OSError(errno.ENOSPC, "No space left on device")
 
     broken, healthy = At(6, full), At(-1, full)
-    with pytest.warns(UserWarning, match=r"^At could not write .*No space left.*; training goes on") as warned:
+    with pytest.warns(
+        UserWarning, match=r"^what At tells could not be written .*No space left.*; training goes on"
+    ) as warned:
         train(DENSE, tmp_path, observers=[broken, healthy])
     assert len(warned) == 1
     assert healthy.seen[-1].step == 20

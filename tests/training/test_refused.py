@@ -64,6 +64,31 @@ def test_a_checkpoint_of_another_run(torn: Path) -> None:
     assert train(RUN, torn)["complete"] is True
 
 
+def test_a_run_file_that_was_damaged(torn: Path) -> None:
+    (torn / "run.json").write_bytes(b"")
+    with pytest.raises(
+        ValueError, match=r"JSON object in .*run\.json, got something else .*: if it was damaged, delete it"
+    ):
+        train(RUN, torn)
+    (torn / "run.json").unlink()
+    assert train(RUN, torn)["complete"] is True
+
+
+@pytest.mark.parametrize("wrong", ["digits", None, {"model": "resnet20"}])
+def test_what_is_no_run(tmp_path: Path, wrong: Any) -> None:
+    with pytest.raises(TypeError, match=r"expected a Run, got .*recipes\.find\('digits'\)\.run"):
+        train(wrong, tmp_path)
+
+
+def test_the_end_of_another_process_is_told_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(place.dist, "is_initialized", lambda: True)
+    message = "another process of this run has ended .*pair.cc.*: see what it said, and run the same command again"
+    with pytest.raises(RuntimeError, match=message), place.advice_on_lost_processes():
+        raise RuntimeError("[third_party/gloo/gloo/transport/tcp/pair.cc:537] Read error\nmore of it")
+    with pytest.raises(RuntimeError, match=r"^out of memory$"), place.advice_on_lost_processes():
+        raise RuntimeError("out of memory")
+
+
 def test_a_run_that_another_process_has_finished_meanwhile_is_shown(
     images: ImageSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -256,6 +256,13 @@ def test_a_file_with_wrong_values_is_refused(values: dict[str, object], message:
         Run.from_dict(values)
 
 
+def test_an_unknown_name_in_python_is_asked_about() -> None:
+    with pytest.raises(TypeError, match=r"unknown key 'epoch' of a run: did you mean 'epochs'\?"):
+        Run(epoch=3)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match=r"did you mean 'settings\.mask_lr'\?"):
+        replace(Run(), mask_lr=0.1)  # type: ignore[call-arg]
+
+
 @pytest.mark.parametrize(
     ("values", "message"),
     [

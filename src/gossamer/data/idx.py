@@ -109,7 +109,7 @@ def _check_size(path: Path, *, lower: int = 1, upper: int) -> None:
     size = path.stat().st_size
     if not lower <= size <= upper:
         kind = "truncated" if size < lower else "too long"
-        expected = f"{upper}" if lower == upper else f"at most {upper}"
+        expected = f"{upper}" if lower == upper else f"{lower} to {upper}"
         raise CorruptData(f"{path} is {kind}: expected {expected} bytes, got {size}; delete it and fetch it again")
 
 

@@ -113,8 +113,12 @@ def create(name: str, num_classes: int | None = None, **options: Any) -> nn.Modu
     model = entry(name)
     allowed = inspect.signature(model.builder).parameters
     if unknown := sorted(options.keys() - allowed.keys()):
-        raise TypeError(f"{name} takes the options {', '.join(allowed)}, got {', '.join(unknown)}; correct or drop it")
+        near = difflib.get_close_matches(unknown[0], allowed, n=1)
+        hint = f"did you mean {near[0]}?" if near else "correct or drop it"
+        raise TypeError(f"{name} takes the options {', '.join(allowed)}, got {', '.join(unknown)}; {hint}")
     classes = model.num_classes if num_classes is None else num_classes
+    if not hasattr(classes, "__index__") or isinstance(classes, bool):
+        raise TypeError(f"expected a whole number as num_classes, got {classes!r}")
     if classes < 1:
         raise ValueError(f"expected num_classes of at least 1, got {classes}")
     return model.builder(num_classes=classes, **options)

@@ -36,6 +36,8 @@ def find(name: str) -> Recipe:
             raise FileNotFoundError(f"expected the path of a recipe file, got {name}, which does not exist")
         own_name = path.resolve().parent.name if path.name in (RUN, RESULT) else path.stem
         return Recipe(own_name, f"from {name}", read_run(path))
+    if name and path.is_dir():
+        raise ValueError(f"expected the name of a recipe or the folder of a run, got {name}, which has no {RUN}")
     near = difflib.get_close_matches(name.lower(), names(), n=3)
     hint = f"did you mean {', '.join(near)}?" if near else f"the recipes are {', '.join(names())}"
     raise ValueError(f"expected the name of a recipe or a .json file, got {name!r}: {hint}")

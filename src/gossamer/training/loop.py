@@ -31,6 +31,8 @@ from gossamer.training.optimise import (
     weight_decay,
 )
 from gossamer.training.place import (
+    Place,
+    advice_on_lost_processes,
     fast_algorithms,
     forward_of,
     join,
@@ -47,13 +49,20 @@ from gossamer.training.stopping import Interrupted, StopSignal
 from gossamer.training.task import make_task, perplexity
 from gossamer.training.teacher import make_teacher
 
-_ASK_EVERY = 10  # steps after which several processes ask each other whether to stop or to write a checkpoint
+# When several processes ask each other whether to stop or to write a checkpoint: a launcher kills who takes too long.
+_ASK_EVERY = 10  # steps, or
+_ASK_AFTER = 2.0  # seconds
 
 
 @no_farewell_after_an_error()
 @advice_on_lost_workers()
+@advice_on_lost_processes()
 def train(run: Run, out: Path | str, *, observers: Sequence[Observer] = ()) -> dict[str, Any]:
     """Train `run`, or go on with it, in the folder `out`. Returns what is in result.json."""
+    if not isinstance(run, Run):
+        raise TypeError(
+            f"expected a Run, got {run!r}: Run(model=…), or that of a recipe, gossamer.recipes.find('digits').run"
+        )
     if out == "":
         raise ValueError("expected a folder for the run, got an empty name: write . for the current folder")
     with ExitStack() as held:
@@ -149,8 +158,7 @@ def _train(run: Run, folder: Path, observers: Sequence[Observer], held: ExitStac
 
         def evaluate(part: str, *, at_the_end: bool = False) -> float:
             def tell(done: int, batches: int) -> None:
-                asks = at_the_end and task.streamed and (place.world == 1 or done % _ASK_EVERY == 0)
-                if asks and place.agree(stop.asked):
+                if at_the_end and task.streamed and asking.turn() and place.agree(stop.asked):
                     stopped = f"stopped in the evaluation after the last step, {done} of {batches} batches done"
                     raise Interrupted(f"{stopped}: run the same command again; {checkpoints.next_time()}")
                 doing = f"evaluating {part} {done / batches:.0%}{', then stops' if stop.asked else ''}"
@@ -159,6 +167,7 @@ def _train(run: Run, folder: Path, observers: Sequence[Observer], held: ExitStac
             # Rounding differs between GPUs; one value for all, or their learning rates would part.
             return float(place.share(task.evaluate(model, part, tell)))
 
+        asking = _Asking(place)
         watching.begin(status(lr=run.lr))
         while step < total:
             if task.source.state.step == 0:
@@ -189,7 +198,7 @@ def _train(run: Run, folder: Path, observers: Sequence[Observer], held: ExitStac
 
                 due = run.checkpoint_steps > 0 and step % run.checkpoint_steps == 0
                 stopping = False
-                if place.world == 1 or step % _ASK_EVERY == 0:
+                if asking.turn():
                     stopping = place.agree(stop.asked)
                     due = place.agree(due or stopping or clock.checkpoint_is_due())
                 if step == total:
@@ -243,6 +252,27 @@ def _decay(sparsifier: SparseTraining | None) -> float | None:
         return None
     trace = sparsifier.health(layers=False).decay
     return trace[-1] if trace else None
+
+
+class _Asking:
+    """When processes ask each other: all at the same step, whatever their own clocks say."""
+
+    def __init__(self, place: Place) -> None:
+        self._place, self._steps, self._left, self._last = place, 1, 1, time.monotonic()
+
+    def turn(self) -> bool:
+        """Whether it is time to ask; all processes have to call this in every step."""
+        if self._place.world == 1:
+            return True
+        self._left -= 1
+        if self._left > 0:
+            return False
+        now = time.monotonic()
+        fit = int(_ASK_AFTER * self._steps / max(now - self._last, 1e-9))
+        fewest = self._place.least(torch.tensor(min(_ASK_EVERY, max(1, fit)), device=self._place.device))
+        self._steps = self._left = int(fewest)
+        self._last = now
+        return True
 
 
 class _Clock:

@@ -198,6 +198,22 @@ def no_farewell_after_an_error() -> Iterator[None]:
         raise
 
 
+@contextmanager
+def advice_on_lost_processes() -> Iterator[None]:
+    """Say what has happened, and what to do, where another process of the run has ended in the middle of a step."""
+    try:
+        yield
+    except RuntimeError as error:
+        lost = ("gloo", "NCCL", "Connection closed by peer", "Connection reset by peer")
+        if not dist.is_initialized() or not any(each in str(error) for each in lost):
+            raise
+        first = str(error).splitlines()[0]
+        raise RuntimeError(
+            f"another process of this run has ended ({first}): see what it said, and run the same command again; it "
+            "goes on from the last checkpoint, where there is one"
+        ) from error
+
+
 def _device(name: str) -> torch.device:
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")

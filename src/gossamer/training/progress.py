@@ -93,7 +93,7 @@ class Observers:
             if id(observer) not in self._warned:
                 self._warned.add(id(observer))
                 warnings.warn(
-                    f"{type(observer).__name__} could not write ({error}); training goes on, and lines may be missing",
+                    f"{_name_of(observer)} could not be written ({error}); training goes on, and lines may be missing",
                     stacklevel=3,
                 )
 
@@ -114,7 +114,7 @@ class JsonLines:
         self.path = folder / "log.jsonl"
 
     def begin(self, status: Status) -> None:
-        lines = self.path.read_text().splitlines() if self.path.is_file() else []
+        lines = self.path.read_text("utf-8", errors="replace").splitlines() if self.path.is_file() else []
         kept = [line for line in lines if _step_of(line) <= status.step] if status.step else []
         text = "".join(f"{line}\n" for line in kept)
         write_atomically(self.path, lambda file: file.write(text.encode()))
@@ -129,6 +129,10 @@ class JsonLines:
 
     def close(self) -> None:
         pass  # the file is opened for each line only, so a kill loses none
+
+
+def _name_of(observer: Observer) -> str:
+    return str(getattr(observer, "path", f"what {type(observer).__name__} tells"))
 
 
 def _step_of(line: str) -> float:

@@ -98,6 +98,9 @@ def writing(folder: Path, content: str = "the run") -> Iterator[None]:
 def read_result(folder: Path, run: Run) -> dict[str, Any] | None:
     """The result of this very run, where the folder has it. A folder of another run is an error."""
     if (folder / RUN).is_file():
+        read_object(
+            folder / RUN, remedy=": if it was damaged, delete it; a checkpoint says as well whose the folder is"
+        )
         _refuse_another(folder, run, folder / RUN)
     result = folder / RESULT
     found = read_object(result) if result.is_file() else {}

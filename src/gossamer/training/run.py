@@ -101,6 +101,14 @@ class Run:
     checkpoint_steps: int = 0  # 0 switches off
     log_steps: int = 50
 
+    def __new__(cls, *args: Any, **values: Any) -> "Run":
+        for name in values:
+            try:
+                _check_key(name, str(values.get("method", cls.method)), str(values.get("model", cls.model)))
+            except ValueError as error:
+                raise TypeError(str(error)) from None
+        return super().__new__(cls)
+
     def __post_init__(self) -> None:
         problems = self._take_types()
         if not problems:

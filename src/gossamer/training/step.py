@@ -88,8 +88,8 @@ class Meter:
         bad = int(self._place.least(torch.where(self._sums[0].isfinite(), none_so_far, self._good_steps + 1)))
         if bad < none_so_far:
             raise LossNotFinite(
-                f"the loss is not finite (infinite or NaN) at step {bad}: {_REMEDY}; all checkpoints here are from "
-                "before that step"
+                f"the loss is not finite (infinite or NaN) at step {bad}: {_REMEDY}; a checkpoint here is from before "
+                "that step"
             )
 
     def means(self) -> tuple[float | None, float | None]:
