@@ -4,6 +4,7 @@ import math
 import os
 import shutil
 import signal
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -437,6 +438,32 @@ def test_tensorboard_shows_every_step_once_after_a_death(images: ImageSet, tmp_p
     train(run, tmp_path, observers=[TensorBoard(tmp_path)])
     events = accumulator.EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert [event.step for event in events.Scalars("learning rate")] == [2, 4, 5, 6, 8, 10, 12, 14, 15, 16, 18, 20]
+
+
+def test_what_the_writer_of_tensorboard_cannot_write_is_told_once_and_without_a_traceback(
+    images: ImageSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writers = pytest.importorskip("tensorboard.summary.writer.record_writer")
+
+    def full(*arguments: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    heard: list[Any] = []
+    monkeypatch.setattr(threading, "excepthook", heard.append)
+    hook = threading.excepthook
+    log = TensorBoard(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(writers.RecordWriter, "write", full)
+        with pytest.warns(UserWarning, match="tensorboard could not be written .*No space left.*; training goes on"):
+            train(DENSE.with_settings(["epochs=40"]), tmp_path, observers=[log])
+    assert heard == []
+    assert threading.excepthook is hook
+    log.begin(Status(step=0, total_steps=1, epoch=0.0, epochs=1, phase="dense", lr=0.1, seconds=0.0))
+    another = threading.Thread(target=full)
+    another.start()
+    another.join()
+    assert [type(each.exc_value) for each in heard] == [OSError]
+    log.close()
 
 
 def test_a_log_that_cannot_be_written_does_not_stop_the_run(images: ImageSet, tmp_path: Path) -> None:

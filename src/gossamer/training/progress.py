@@ -7,6 +7,7 @@ and knows nothing of how it is shown.
 import importlib.util
 import json
 import math
+import threading
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -147,8 +148,9 @@ class TensorBoard:
     """Scalars for TensorBoard, in the folder tensorboard."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder / "tensorboard"
+        self.path = folder / "tensorboard"
         self._writer: Any = None
+        self._hook = threading.excepthook
 
     @staticmethod
     def is_installed() -> bool:
@@ -157,8 +159,14 @@ class TensorBoard:
     def begin(self, status: Status) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
+        self._hook, threading.excepthook = threading.excepthook, self._hear
         # What an earlier sitting wrote after this step is done again, and hidden.
-        self._writer = SummaryWriter(str(self._folder), purge_step=status.step + 1 if status.step else None)
+        self._writer = SummaryWriter(str(self.path), purge_step=status.step + 1 if status.step else None)
+
+    def _hear(self, told: threading.ExceptHookArgs) -> None:
+        """What goes wrong in the thread of the writer is an error of the next scalar as well, and told there."""
+        if not type(told.thread).__module__.startswith("tensorboard."):
+            self._hook(told)
 
     def tell(self, status: Status) -> None:
         named = {f"validation {status.metric}": status.validation, f"training {status.metric}": status.train}
@@ -176,8 +184,12 @@ class TensorBoard:
         pass  # as the log
 
     def close(self) -> None:
-        if self._writer is not None:
-            self._writer.close()
+        try:
+            if self._writer is not None:
+                self._writer.close()
+        finally:
+            if threading.excepthook == self._hear:
+                threading.excepthook = self._hook
 
 
 class LiveLine:
