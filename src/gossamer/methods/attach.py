@@ -23,9 +23,9 @@ from torch.optim import Optimizer
 from gossamer._claims import claim, owned_by, release
 from gossamer._hooks import uncompiled, unscaling
 from gossamer._selectors import Selectors
-from gossamer.methods.filters import gains_of
 from gossamer.methods.registry import find, make_options
 from gossamer.methods.rule import Layout, Request, Rule, Timeline
+from gossamer.methods.slimming import gains_of
 from gossamer.schedule import Phase, Plan, make_plan
 from gossamer.select import Weight, select
 from gossamer.settings import Settings

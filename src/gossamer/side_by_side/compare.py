@@ -24,8 +24,9 @@ from gossamer import data
 from gossamer.checkpoint import save
 from gossamer.data.sets import ImageSet
 from gossamer.methods import METHODS, Layout, find
-from gossamer.methods.filters import Slimming, check_gains, check_reach, gains_of
+from gossamer.methods.filters import check_reach
 from gossamer.methods.scl import SCLOptions
+from gossamer.methods.slimming import Slimming, check_gains, gains_of
 from gossamer.results import race_page
 from gossamer.results.plot import accuracy_against_sparsity, can_draw, check
 from gossamer.results.records import BEFORE, read_run
@@ -251,10 +252,8 @@ def _train_stack(
         )
         seconds = time.perf_counter() - start
         for member, outcome in zip(runs, outcomes, strict=False):  # teachers come last
-            content = record(member, outcome, race, seconds, len(outcomes), how["device"])
-            leaving.write(
-                paths[member], [partial(write_json, paths[member], {**content, **_shared(comparison, images)})]
-            )
+            content = record(member, outcome, race, seconds, len(outcomes), how["device"]) | _shared(comparison, images)
+            leaving.write(paths[member], [partial(write_json, paths[member], content)])
     leaving.finish(file)
     return stop.asked
 

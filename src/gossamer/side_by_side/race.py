@@ -16,8 +16,8 @@ from torch.nn import functional as F
 from gossamer.data.sets import ImageSet, Labelled
 from gossamer.methods import Layout, Timeline
 from gossamer.methods.dense import Dense
-from gossamer.methods.filters import gains_of
 from gossamer.methods.frozen import Frozen
+from gossamer.methods.slimming import gains_of
 from gossamer.schedule import Plan, sparse_weight_decay
 from gossamer.side_by_side.averaging import averaging_rates, recalibrate_
 from gossamer.side_by_side.capture import Captured
