@@ -105,7 +105,7 @@ class Attached:
         return 0.0 if self._rule is None else 1.0 - int(self._rule.mask.sum()) / self._layout.count
 
     def finish(self) -> None:
-        """Take the hooks off; the model is plain and exactly as sparse as was asked."""
+        """Take the hooks off; the model is plain, and what the final masks have removed is zero."""
         if self.phase is Phase.FINISHED:
             return
         if self.plan.at(self.step).phase is not Phase.FINETUNE:

@@ -157,7 +157,7 @@ class Running:
         if any(lane.training.fresh_statistics for lane in self.lanes):
             self._take_averages()
             test, held_out = self._accuracies()
-        by_tensor = [part.sum(1).tolist() for part in torch.split(self.learner.mask, stack.connection_sizes, dim=1)]
+        by_tensor = [part.sum(1).tolist() for part in torch.split(self.learner.left, stack.connection_sizes, dim=1)]
         sparsity, loss = self.learner.sparsity(), self.train_loss.tolist()
         return [
             Outcome(
