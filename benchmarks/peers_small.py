@@ -28,7 +28,8 @@ from gossamer.models.resnet import BasicBlock
 from gossamer.results import race_blocks, race_table
 from gossamer.results.records import table
 from gossamer.side_by_side import Member, Race, run_race
-from gossamer.side_by_side.compare import Comparison, entrant, record
+from gossamer.side_by_side.compare import Comparison, record
+from gossamer.side_by_side.entrants import entrant
 from gossamer.training.result import write_json
 
 HELD_OUT = 2000

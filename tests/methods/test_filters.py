@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from gossamer.methods import Layout, Rule
-from gossamer.methods.filters import channels_to_keep, equal_share, gains_of
+from gossamer.methods.filters import equal_share
+from gossamer.methods.slimming import channels_to_keep, gains_of
 from gossamer.models.resnet import ResNet
 from gossamer.schedule import Plan
 from methods.toy import begin, gradient_like, shown, step

@@ -25,6 +25,10 @@ def test_all_methods_can_be_trained() -> None:
     assert list(TRAINED) == list(METHODS)
 
 
+def test_every_method_has_a_file_of_its_own() -> None:
+    assert len({rule.__module__ for rule in METHODS.values()}) == len(METHODS)
+
+
 def test_every_method_has_a_card_and_its_settings_in_the_docs() -> None:
     cards, settings = rows("Cards"), rows("Settings")
     assert list(cards) == list(settings) == list(METHODS)

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from gossamer.methods import METHODS
+from gossamer.recipes import RECIPES
 from gossamer.results import Record, plot, race_blocks, race_page, race_table
 from gossamer.results.pages import drawings, summary
-from gossamer.results.races import one_a_method, race_groups, races, shown
+from gossamer.results.races import PUBLISHED, one_a_method, published, race_groups, races, shown
 
 
 def rows_of(records: Sequence[Record], key: str = "accuracy") -> list[list[str]]:
@@ -384,3 +385,16 @@ def test_dense_runs_alone_have_a_panel(tmp_path: Path) -> None:
     assert (panel.sparse, [line.accuracy for line in panel.dense]) == ((), [(92.0,)])
     plot.accuracy_against_sparsity([record("dense", 0.0, 92.0)], tmp_path / "race.svg")
     assert "dense" in texts(tmp_path / "race.svg")
+
+
+def test_what_the_paper_prints_is_what_its_recipes_are_held_against() -> None:
+    for (net, dataset), numbers in PUBLISHED.items():
+        recipe = next(each for each in RECIPES if (each.run.model, each.run.data) == (net, dataset))
+        printed = {each.sparsity: round(100 * each.value, 2) for each in recipe.published}
+        assert dict(numbers) == printed
+    said = published("resnet20", "cifar10")
+    assert said == (
+        "The paper prints 92.61, 92.35 and 90.08 at 50, 70 and 95 % zeros, and 91.25 for the dense network."
+    )
+    assert published("vgg16_cifar", "cifar10") == "The paper prints 94.39 at 97 % zeros."
+    assert published("lenet5", "mnist") == ""

@@ -7,7 +7,8 @@ from types import ModuleType
 
 import pytest
 
-from gossamer.side_by_side.compare import Comparison, entrant, paths_of
+from gossamer.side_by_side.compare import Comparison, paths_of
+from gossamer.side_by_side.entrants import entrant
 from gossamer.side_by_side.tuned import tuned
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"

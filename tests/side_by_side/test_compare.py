@@ -20,7 +20,8 @@ from gossamer.methods import METHODS
 from gossamer.results.records import BEFORE
 from gossamer.side_by_side import Member, Race
 from gossamer.side_by_side import compare as module
-from gossamer.side_by_side.compare import Comparison, compare, entrant
+from gossamer.side_by_side.compare import Comparison, compare
+from gossamer.side_by_side.entrants import entrant
 from gossamer.side_by_side.entries import lanes_of, teachers_of
 from gossamer.side_by_side.race import Running
 

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 import torch
@@ -185,6 +185,25 @@ def _all_equal_their_runs_alone(members: list[Member]) -> list[Outcome]:
         kept = total - int(total * (0.0 if member.method == "dense" else member.sparsity) + 0.5)
         assert outcome.sparsity == pytest.approx(1 - kept / total)
     return outcomes
+
+
+def test_connections_are_counted_where_they_are_not_zero() -> None:
+    """In a channel without light RigL grows connections at zero, and no gradient moves them; others grow none."""
+    images = replace(data(), mean=(0.0,) * 3)
+    images.train.images[:, 2] = 0
+    members = [Member.of(5, name, 0.1, **({"distribution": "uniform"} if name == "rigl" else {})) for name in METHODS]
+    raced: dict[int, nn.Module] = {}
+    outcomes = run_race(RACE, members, images, network, device=CPU, dtype=torch.float64, keep=raced.__setitem__)
+    for number, (member, outcome) in enumerate(zip(members, outcomes, strict=True)):
+        weights = [raced[number].get_parameter(name) for name in ("0.weight", "3.weight", "8.weight")]
+        assert outcome.connections_by_tensor == tuple(int((weight != 0).sum()) for weight in weights), member
+        total, left = sum(weight.numel() for weight in weights), sum(outcome.connections_by_tensor)
+        assert outcome.sparsity == pytest.approx(1 - left / total)
+        kept = total - int(total * (0.0 if member.method == "dense" else 0.1) + 0.5)
+        if member.method == "rigl":
+            assert kept - 20 < left < kept
+        elif not member.rule.structured:
+            assert left == kept
 
 
 def test_magnitude_keeps_the_largest_weights() -> None:

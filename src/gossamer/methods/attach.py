@@ -23,9 +23,9 @@ from torch.optim import Optimizer
 from gossamer._claims import claim, owned_by, release
 from gossamer._hooks import uncompiled, unscaling
 from gossamer._selectors import Selectors
-from gossamer.methods.filters import gains_of
 from gossamer.methods.registry import find, make_options
 from gossamer.methods.rule import Layout, Request, Rule, Timeline
+from gossamer.methods.slimming import gains_of
 from gossamer.schedule import Phase, Plan, make_plan
 from gossamer.select import Weight, select
 from gossamer.settings import Settings
@@ -105,7 +105,7 @@ class Attached:
         return 0.0 if self._rule is None else 1.0 - int(self._rule.mask.sum()) / self._layout.count
 
     def finish(self) -> None:
-        """Take the hooks off; the model is plain and exactly as sparse as was asked."""
+        """Take the hooks off; the model is plain, and what the final masks have removed is zero."""
         if self.phase is Phase.FINISHED:
             return
         if self.plan.at(self.step).phase is not Phase.FINETUNE:

@@ -1,13 +1,13 @@
 """AutoPrune: a mask variable a weight whose gradient forgets how large the weight is.
 
-Rule: w̄ = w ⊙ H(m); m follows ∂L/∂w̄ ⊙ sgn(w)·h'(m), h' the derivative of leaky ReLU or softplus, and a constant that
-pushes it down; w follows ∂L/∂w̄ ⊙ H(m), so that a removed weight rests. Published, w learns from the training set and m
-from another set, in two passes.
+Rule: w̄ = w ⊙ H(m); m follows ∂L/∂w̄ ⊙ sgn(w)·h'(m), h' the derivative of leaky ReLU or softplus, and a regulariser on
+h(m) that pushes it down; w follows ∂L/∂w̄ ⊙ H(m), so that a removed weight rests. Published, w learns from the training
+set and m from another set, in two passes.
 Reference: Xiao, Wang & Rajasekaran 2019, AutoPrune: Automatic Network Pruning by Regularizing Auxiliary Parameters.
-Ours: the constant is solved for, so that the budget is met; m starts at |w| of the warmed-up network and its gradient
-is divided by its root mean square over the network, as for SCL. One pass by default, which leaves all batches to the
-weights; `two_pass` gives every other batch to the masks instead: weights then move by their momentum alone, and biases
-and norms learn from all batches.
+Ours: in place of the regulariser, whose pull on m carries h'(m), a constant lowers all m alike; it is solved for, so
+that the budget is met. m starts at |w| of the warmed-up network and its gradient is divided by its root mean square
+over the network, as for SCL. One pass by default, which leaves all batches to the weights; `two_pass` gives every other
+batch to the masks instead: weights then move by their momentum alone, and biases and norms learn from all batches.
 """
 
 import math

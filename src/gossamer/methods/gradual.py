@@ -1,8 +1,7 @@
-"""Gradual magnitude pruning over the whole network, and all of it at once.
+"""Gradual magnitude pruning over the whole network.
 
-Rule: the smallest |w| go, along a cubic from everything to the target; what has gone is zero and never returns. With
-`one_shot` the cut is made in the first step of the mask phases and the rest of the run is fine-tuning.
-References: Zhu & Gupta 2017, To Prune, or Not to Prune; Han et al. 2015, Learning both Weights and Connections.
+Rule: the smallest |w| go, along a cubic from everything to the target; what has gone is zero and never returns.
+Reference: Zhu & Gupta 2017, To Prune, or Not to Prune.
 Ours: one threshold for the whole network (per layer in gradual_per_layer.py), in every step, with the floor a tensor.
 """
 
@@ -16,7 +15,7 @@ from gossamer.methods.budgets import GlobalBudget, MasksOfBudget, magnitude
 from gossamer.methods.rule import Layout, Options, RemovedIsZero, Request, Timeline
 
 
-class _SmallestGo(MasksOfBudget, RemovedIsZero[Options]):
+class SmallestGo(MasksOfBudget, RemovedIsZero[Options]):
     """Removes for good, by magnitude over the whole network, what the budget does not allow."""
 
     options = Options
@@ -35,11 +34,6 @@ class _SmallestGo(MasksOfBudget, RemovedIsZero[Options]):
         self._budget.meet_()
 
 
-class Gradual(_SmallestGo):
+class Gradual(SmallestGo):
     name, title, ramp = "gradual", "gradual magnitude, global (Zhu & Gupta)", "cubic"
     reference = "Zhu & Gupta 2017, To Prune, or Not to Prune"
-
-
-class OneShot(_SmallestGo):
-    name, title, ramp = "one_shot", "one-shot magnitude + fine-tuning (Han)", "at_once"
-    reference = "Han et al. 2015, Learning both Weights and Connections for Efficient Neural Networks"

@@ -9,17 +9,20 @@ from typing import Any, get_args, get_type_hints
 from gossamer.methods.autoprune import AutoPrune
 from gossamer.methods.dense import Dense
 from gossamer.methods.dpf import DPF
-from gossamer.methods.filters import L1Filter, Slimming, SoftFilter
-from gossamer.methods.gradual import Gradual, OneShot
+from gossamer.methods.gradual import Gradual
 from gossamer.methods.gradual_per_layer import GradualPerLayer
 from gossamer.methods.hyperflux import Hyperflux
 from gossamer.methods.l0 import L0
+from gossamer.methods.l1_filter import L1Filter
 from gossamer.methods.lottery import Lottery
 from gossamer.methods.narang import Narang
+from gossamer.methods.one_shot import OneShot
 from gossamer.methods.rigl import RigL
 from gossamer.methods.rule import Options, Rule
 from gossamer.methods.scl import SCL
+from gossamer.methods.slimming import Slimming
 from gossamer.methods.snip import SNIP
+from gossamer.methods.soft_filter import SoftFilter
 from gossamer.methods.soft_threshold import STR
 from gossamer.methods.surgery import Surgery
 

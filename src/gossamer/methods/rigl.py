@@ -2,9 +2,10 @@
 
 Rule: every tensor keeps its number of connections. Every ΔT steps a share f(t) = α/2·(1 + cos(π·t/T)) of them, those
 with the smallest |w|, goes, and as many of those that are not there come, those with the largest |∂L/∂w| (the gradient
-is dense there and then). What comes starts at zero, without momentum. Between, only what is there trains. Moves end
-after three quarters of the run, where our fine-tuning begins. Tensors share the connections by the Erdős–Rényi-kernel
-rule (density ∝ Σ dimensions / Π dimensions, at most 1) or all alike.
+is dense there and then). What comes starts at zero, without momentum, and is zero at the end where its gradient stays
+zero: such a connection is in the mask, but not in the count of a finished network. Between, only what is there trains.
+Moves end after three quarters of the run, where our fine-tuning begins. Tensors share the connections by the
+Erdős–Rényi-kernel rule (density ∝ Σ dimensions / Π dimensions, at most 1) or all alike.
 Reference: Evci et al. 2020, Rigging the Lottery: Making All Tickets Winners.
 Ours: the moves are made after the ΔT-th step, with the gradient of that step, instead of in its place.
 """

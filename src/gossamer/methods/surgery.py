@@ -6,8 +6,9 @@ probability (1 + γ·iteration)^-power, less and less often.
 Reference: Guo, Yao & Chen 2016, Dynamic Network Surgery for Efficient DNNs.
 Ours: c is one number for the whole network, solved for in every look so that the budget is met: a connection stays
 where (u - μ)/σ is above c, u being |w|/0.9 for those that are there and |w|/1.1 for those that are not. μ and σ are
-those of the warmed-up network, and removal follows our cubic. As a layer without a long tail would lose everything to
-the others, each tensor keeps at least half of what an equal share would leave it.
+those of the warmed-up network instead of a trained one, and removal follows our cubic instead of beginning at the full
+thresholds. As a layer without a long tail would lose everything to the others, each tensor keeps at least half of what
+an equal share would leave it.
 """
 
 import math

@@ -5,7 +5,6 @@ and a race that is cut short goes on from its last checkpoint when the same comp
 """
 
 import dataclasses
-import difflib
 import hashlib
 import json
 import math
@@ -15,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Unpack, get_args, get_origin, get_type_hints
+from typing import Any, Unpack
 
 import torch
 from torch import nn
@@ -23,28 +22,27 @@ from torch import nn
 from gossamer import data
 from gossamer.checkpoint import save
 from gossamer.data.sets import ImageSet
-from gossamer.methods import METHODS, Layout, find
-from gossamer.methods.filters import Slimming, check_gains, check_reach, gains_of
-from gossamer.methods.scl import SCL, SCLOptions
+from gossamer.methods import METHODS, Layout
+from gossamer.methods.filters import check_reach
+from gossamer.methods.scl import SCLOptions
+from gossamer.methods.slimming import Slimming, check_gains, gains_of
 from gossamer.results import race_page
 from gossamer.results.plot import accuracy_against_sparsity, can_draw, check
 from gossamer.results.records import BEFORE, read_run
 from gossamer.select import select
-from gossamer.settings import PRESETS, choose
 from gossamer.side_by_side.checkpoint import ENDING, begun, between
 from gossamer.side_by_side.course import How
+from gossamer.side_by_side.entrants import entrant, preset_of
 from gossamer.side_by_side.entries import Member, Race, identity_of, lanes_of, run_race, teachers_of
 from gossamer.side_by_side.folder import Leaving, held, portions
 from gossamer.side_by_side.lanes import Outcome
-from gossamer.side_by_side.stackable import check_floor, learned
+from gossamer.side_by_side.stackable import check_floor
 from gossamer.side_by_side.teaching import check_teachers
-from gossamer.side_by_side.training import Training
 from gossamer.training import networks
 from gossamer.training.place import check_one_process, join
 from gossamer.training.result import write_json
 from gossamer.training.run import Run
 from gossamer.training.stopping import Interrupted, StopSignal
-from gossamer.training.values import parse
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,54 +105,6 @@ class Comparison:
         """The weight decay; a teacher is the dense run beside, so it has the same."""
         names = ("weight_decay", "teacher_weight_decay") if settings.get("distil") else ("weight_decay",)
         return dict.fromkeys(names, self.weight_decay)
-
-
-def entrant(text: str) -> tuple[str, dict[str, Any]]:
-    """A method and settings, its own or of its training, out of METHOD or METHOD:NAME=VALUE,NAME=VALUE.
-
-    Values of a list are parted by slashes, as a comma begins the next setting: scl:phases=0.1/0.25/0.4/0.25.
-    """
-    name, _, told = text.partition(":")
-    rule = find(name)
-    kinds = {"weight_decay": float, **get_type_hints(rule.options), **get_type_hints(Training)}
-    if rule is SCL:
-        kinds["preset"] = str
-    settings: dict[str, Any] = {}
-    for assignment in filter(None, told.split(",")):
-        key, equals, value = assignment.partition("=")
-        if not equals or key not in kinds:
-            near = difflib.get_close_matches(key, [*kinds], n=1) if equals else []
-            hint = f"; did you mean {near[0]}?" if near else ""
-            raise ValueError(f"expected {name}:SETTING=VALUE with one of {', '.join(kinds)}, got {text!r}{hint}")
-        if lists := [each for each in get_args(kinds[key]) if get_origin(each) is tuple]:
-            kind = get_args(lists[0])[0]
-            settings[key] = tuple(parse(kind, key, part) for part in value.split("/"))
-        else:
-            settings[key] = parse(kinds[key], key, value)
-    if settings.get("decay") is not None:
-        raise ValueError(
-            f"{text}: a comparison holds every run to the sparsities asked for, and with a fixed decay that is what "
-            "comes out: leave it away, or train such runs with gossamer sweep (--grid sparsity=none decay=0.001,0.01)"
-        )
-    return rule.name, {**preset(settings.pop("preset", "default")), **settings}
-
-
-def preset(name: str) -> dict[str, Any]:
-    """The settings in which a preset of learned masks (gossamer.settings) differs from the default, in a race."""
-    if name == "default":
-        return {}
-    told = choose(name, {})
-    options, usual = dataclasses.asdict(learned(told)), dataclasses.asdict(SCLOptions())
-    shares = [float(duration.removesuffix("run")) for duration in (told.warmup, told.sparsify, told.stabilise)]
-    changed = {key: value for key, value in options.items() if value != usual[key]}
-    return {**changed, "floor": told.floor, "phases": (*shares, round(1.0 - sum(shares), 9))}
-
-
-def _preset_of(member: Member) -> str:
-    """Its name: default where only sparsity, seed and weight decay were chosen; custom where it has none."""
-    asked = (member.seed, member.method, member.sparsity, member.weight_decay)
-    named = PRESETS if member.rule is SCL else ("default",)
-    return next((name for name in named if Member.of(*asked, **preset(name)) == member), "custom")
 
 
 def compare(
@@ -279,10 +229,8 @@ def _train_stack(
         )
         seconds = time.perf_counter() - start
         for member, outcome in zip(runs, outcomes, strict=False):  # teachers come last
-            content = record(member, outcome, race, seconds, len(outcomes), how["device"])
-            leaving.write(
-                paths[member], [partial(write_json, paths[member], {**content, **_shared(comparison, images)})]
-            )
+            content = record(member, outcome, race, seconds, len(outcomes), how["device"]) | _shared(comparison, images)
+            leaving.write(paths[member], [partial(write_json, paths[member], content)])
     leaving.finish(file)
     return stop.asked
 
@@ -321,7 +269,7 @@ def record(
     plain = {"accuracy": outcome.plain_accuracy, "validation_accuracy": outcome.plain_validation_accuracy}
     return {
         "method": member.method,
-        "preset": _preset_of(member),
+        "preset": preset_of(member),
         "sparsity": 0.0 if dense else outcome.sparsity,
         "asked_sparsity": 0.0 if dense else member.sparsity,
         "seed": member.seed,

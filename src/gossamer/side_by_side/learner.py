@@ -128,8 +128,13 @@ class StackedLearner:
     def mask(self) -> Tensor:
         return torch.cat([team.rule.mask for team in self.teams])
 
+    @property
+    def left(self) -> Tensor:
+        """True where a connection is not zero; under the mask it may be, as what RigL grows starts there."""
+        return self.mask & (self.stack.variables[:, : self.stack.connections] != 0)
+
     def sparsity(self) -> list[float]:
-        return [1.0 - left / self.stack.connections for left in self.mask.sum(1).tolist()]
+        return [1.0 - left / self.stack.connections for left in self.left.sum(1).tolist()]
 
     def _descend(self, gradient: Tensor, rate: Tensor, tables: Tables) -> None:
         """SGD with momentum and L2, as torch has it, perhaps with another weight decay behind the masks."""

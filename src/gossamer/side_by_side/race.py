@@ -16,8 +16,8 @@ from torch.nn import functional as F
 from gossamer.data.sets import ImageSet, Labelled
 from gossamer.methods import Layout, Timeline
 from gossamer.methods.dense import Dense
-from gossamer.methods.filters import gains_of
 from gossamer.methods.frozen import Frozen
+from gossamer.methods.slimming import gains_of
 from gossamer.schedule import Plan, sparse_weight_decay
 from gossamer.side_by_side.averaging import averaging_rates, recalibrate_
 from gossamer.side_by_side.capture import Captured
@@ -157,7 +157,7 @@ class Running:
         if any(lane.training.fresh_statistics for lane in self.lanes):
             self._take_averages()
             test, held_out = self._accuracies()
-        by_tensor = [part.sum(1).tolist() for part in torch.split(self.learner.mask, stack.connection_sizes, dim=1)]
+        by_tensor = [part.sum(1).tolist() for part in torch.split(self.learner.left, stack.connection_sizes, dim=1)]
         sparsity, loss = self.learner.sparsity(), self.train_loss.tolist()
         return [
             Outcome(
