@@ -37,11 +37,11 @@ def of_results(results: Sequence[tuple[str, Mapping[str, Any]]]) -> Table:
 
 
 def of_map_fitting(rows: Sequence[Sequence[str]]) -> Table:
-    """One row an estimator: error and share of masks recovered, raw and normalised."""
-    columns = [f"{scale}, {rate}" for scale in ("raw", "normalised") for rate in ("rate 0.1", "constant", "cosine")]
-    table = _table("estimator", *columns, left=1)
-    for row in rows:
-        table.add_row(*row)
+    """Two rows an estimator, raw and normalised: error and share of masks recovered."""
+    table = _table("estimator", "mask gradient", "rate 0.1", "best constant", "best cosine", left=2)
+    for estimator, *cells in rows:
+        table.add_row(estimator, "raw", *cells[:3])
+        table.add_row("", "normalised", *cells[3:])
     return table
 
 

@@ -18,6 +18,8 @@ from gossamer import method, models
 from gossamer.reproduce.record import write_record
 from gossamer.results.plot import can_draw, map_fitting_curves
 from gossamer.results.records import make_folder, read_record
+from gossamer.training.place import Place
+from gossamer.training.result import commit, hardware, versions
 
 RATES = {"none": (0.1, 10.0, 100.0, 1000.0, 10_000.0), "batch": (0.01, 0.1, 1.0)}
 STEPS = 2000
@@ -113,9 +115,8 @@ def reproduce(
         if not path.exists():
             progress(f"{estimator}: fitting")
             fitted = fit_masks([fit for fit in all_fits(seeds) if fit.estimator == estimator], steps=steps)
-            versions = {"torch": torch.__version__}
-            content = {"steps": steps, "versions": versions, "fits": [dataclasses.asdict(each) for each in fitted]}
-            write_record(path, content)
+            about = {"commit": commit(), "versions": versions(), "hardware": hardware(Place(torch.device("cpu")))}
+            write_record(path, {"steps": steps, **about, "fits": [dataclasses.asdict(each) for each in fitted]})
         record = read_record(path, ("steps", "fits"))
         kept = len({each["fit"]["seed"] for each in record["fits"]})
         if (record["steps"], kept) != (steps, seeds):
