@@ -243,9 +243,13 @@ def _meet_with_kernels_(
     values: Tensor, masks: Tensor, budgets: Tensor, protected: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Returns the threshold of each row, and how many of its masks have changed."""
-    from gossamer.budget_kernels import meet_budgets_on_gpu_  # needs Triton, which only GPU builds of torch bring
+    from gossamer.budget_kernels import lower_on_gpu_, meet_budgets_on_gpu_  # need Triton, which GPU builds bring
 
-    return meet_budgets_on_gpu_(values, masks, budgets, protected)
+    kept = _raise_(values, protected)
+    thresholds, flips = meet_budgets_on_gpu_(values, masks, budgets)
+    if protected is not None:
+        lower_on_gpu_(values, protected, kept, thresholds)
+    return thresholds, flips
 
 
 def _one_by_one(matrix: Tensor) -> bool:

@@ -121,6 +121,11 @@ def test_too_few_classes_is_an_error() -> None:
         models.create("lenet5", num_classes=0)
 
 
+def test_an_option_that_is_nearly_one_is_asked_about() -> None:
+    with pytest.raises(TypeError, match=r"got num_clases; did you mean num_classes\?"):
+        models.create("resnet20", num_clases=3)
+
+
 @pytest.mark.parametrize("classes", ["10", 2.5, True])
 def test_classes_that_are_no_number_are_an_error(classes: object) -> None:
     with pytest.raises(TypeError, match=f"expected a whole number as num_classes, got {classes!r}"):

@@ -2,6 +2,8 @@
 
 import json
 import re
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -398,3 +400,15 @@ def test_what_the_paper_prints_is_what_its_recipes_are_held_against() -> None:
     )
     assert published("vgg16_cifar", "cifar10") == "The paper prints 94.39 at 97 % zeros."
     assert published("lenet5", "mnist") == ""
+
+
+def test_pages_are_made_of_a_checkout_only(tmp_path: Path) -> None:
+    def results(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "gossamer.results", *arguments]
+        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+
+    refused = results()
+    assert refused.returncode == 2
+    assert f"expected a checkout with README.md and results/, got {tmp_path}" in refused.stderr
+    assert "Write README.md, docs/results.md and the plots" in results("--help").stdout
+    assert list(tmp_path.iterdir()) == []

@@ -142,7 +142,7 @@ def budgets() -> None:
     protected = torch.randint(9000, (8, 300))
     protected[:, 1] = protected[:, 0]
     fused, plain, keep = values.clone(), values.clone(), keep.clamp_min(300)
-    thresholds, _ = meet_budgets_on_gpu_(fused, masks[0], keep, protected)
+    thresholds, _ = budget._meet_with_kernels_(fused, masks[0], keep, protected)
     assert torch.equal(thresholds, budget.meet_budgets_(plain, masks[1], keep, protected))
     assert torch.equal(*masks)
     assert torch.equal(fused, plain)

@@ -80,9 +80,9 @@ def test_what_is_no_run(tmp_path: Path, wrong: Any) -> None:
         train(wrong, tmp_path)
 
 
-def test_the_end_of_another_process_is_told_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lost_process_is_told_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(place.dist, "is_initialized", lambda: True)
-    message = "another process of this run has ended .*pair.cc.*: see what it said, and run the same command again"
+    message = "the other processes of this run cannot be reached .*pair.cc.*: see .*, and run the same command again"
     with pytest.raises(RuntimeError, match=message), place.advice_on_lost_processes():
         raise RuntimeError("[third_party/gloo/gloo/transport/tcp/pair.cc:537] Read error\nmore of it")
     with pytest.raises(RuntimeError, match=r"^out of memory$"), place.advice_on_lost_processes():

@@ -95,7 +95,7 @@ def test_again_leaves_networks_that_are_not_named_or_have_no_time_as_they_are(
     assert late["lenet300"]["alone"] == {**again["lenet300"]["alone"], "commit": "new"}
     assert late["map_fit"] == again["map_fit"]
     page = results.costs._earlier(json.loads(out.read_text()))
-    assert page == ", lenet300 at new; map_fit at old"
+    assert page == ", but lenet300 at new; map_fit at old"
 
 
 def test_what_is_compiled_is_measured_again_with_what_it_is_compared_with(

@@ -78,7 +78,7 @@ def _earlier(record: Record) -> str:
             if commit is not None and name not in of.setdefault(commit, []):
                 of[commit].append(name)
     told = [f"{', '.join(names)} at {commit}" for commit, names in sorted(of.items())]
-    return f", {'; '.join(told)}" if told else ""
+    return f", but {'; '.join(told)}" if told else ""
 
 
 def throughput(root: Path) -> str:

@@ -200,7 +200,7 @@ def no_farewell_after_an_error() -> Iterator[None]:
 
 @contextmanager
 def advice_on_lost_processes() -> Iterator[None]:
-    """Say what has happened, and what to do, where another process of the run has ended in the middle of a step."""
+    """Say what to do where the others of a run cannot be reached any more, as when one of them has died."""
     try:
         yield
     except RuntimeError as error:
@@ -209,8 +209,8 @@ def advice_on_lost_processes() -> Iterator[None]:
             raise
         first = str(error).splitlines()[0]
         raise RuntimeError(
-            f"another process of this run has ended ({first}): see what it said, and run the same command again; it "
-            "goes on from the last checkpoint, where there is one"
+            f"the other processes of this run cannot be reached ({first}): see whether one of them has said why it "
+            "ended, and run the same command again; it goes on from the last checkpoint, where there is one"
         ) from error
 
 
