@@ -307,7 +307,8 @@ def main() -> None:
         for name in cases:
             if in_time():
                 measure_together(name)
-        for name in sorted(cases, key=lambda name: name not in COMPILED_FIRST):
+        first = [name for name in COMPILED_FIRST if name in cases]
+        for name in dict.fromkeys([*first, *cases]):
             if on_gpu and in_time(book.start_up(name)):
                 measure(name, compiled=True)
     if arguments.modes is not None:
