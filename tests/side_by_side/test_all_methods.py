@@ -22,7 +22,7 @@ def all_methods(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def test_every_variant_is_a_setting_of_its_method(all_methods: ModuleType) -> None:
-    tried = [entered for name in all_methods.SINGLE for entered in all_methods.entrants(name)]
+    tried = [entered for name in all_methods.SINGLE + all_methods.WHOLE for entered in all_methods.entrants(name)]
     assert len({str(entrant(each)) for each in tried}) == len(tried)
     assert entrant("l0:weight_decay_power=0.5,gate_lr=0.02") in [entrant(each) for each in tried]
 
