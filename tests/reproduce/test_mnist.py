@@ -1,6 +1,7 @@
 """The stacked runs of the MNIST exhibit against plain networks, the plain optimizer and the Sparsifier."""
 
 import json
+import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,10 @@ from gossamer.reproduce import mnist
 from gossamer.reproduce.picture import panels
 from gossamer.results import mnist as mnist_section
 from gossamer.results import mnist_decay_table, mnist_estimator_table
+from gossamer.side_by_side.learner import StackedLearner
 from gossamer.side_by_side.stack import NetworkStack
 from gossamer.side_by_side.sweeps import train_together
+from gossamer.training import Interrupted
 from gossamer.training.optimise import learning_rate
 from gossamer.training.run import Run
 
@@ -228,6 +231,36 @@ def test_records_tables_and_picture(
         mnist.reproduce(tmp_path, seeds=1, epochs=3, device=CPU)
     assert {run.preset for run in wanted} == {"default"}
     assert len(wanted) == sum(record["part"] == "default" for record in records)
+
+
+@pytest.mark.parametrize("asked", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("at", [4, 9])  # within the second epoch, and in the last step of all
+def test_a_command_that_is_stopped_goes_on_to_the_same_records(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: signal.Signals, at: int
+) -> None:
+    """On a CPU seed by seed: asked in the last step of the first, it has the records of that one, and stops."""
+    some = [each for each in mnist.entries(seeds=2, epochs=3) if each.part in ("dense", "default")]
+    monkeypatch.setattr(mnist, "entries", lambda **asked: some)
+    monkeypatch.setattr(mnist, "_images", lambda: images(side=28, count=192))
+    monkeypatch.setattr(mnist, "draw_input_connections", lambda *args: None)
+    whole = mnist.reproduce(tmp_path / "whole", seeds=2, epochs=3, device=CPU)
+    with monkeypatch.context() as patch:
+        real = StackedLearner.refresh
+
+        def refresh(self: StackedLearner, steps: int) -> None:
+            if steps == at:
+                signal.raise_signal(asked)
+            real(self, steps)
+
+        patch.setattr(StackedLearner, "refresh", refresh)
+        words = {4: r"stopped after step 4 of 9; a checkpoint is in", 9: r"stopped before the last 7 runs"}[at]
+        with pytest.raises(Interrupted, match=words):
+            mnist.reproduce(tmp_path / "again", seeds=2, epochs=3, device=CPU)
+    assert len([*(tmp_path / "again").glob("*.json")]) == (0 if at == 4 else 7)
+    again = mnist.reproduce(tmp_path / "again", seeds=2, epochs=3, device=CPU)
+    same = ("run_id", "accuracy", "train_loss", "connections_by_tensor")
+    assert [[each[key] for key in same] for each in again] == [[each[key] for key in same] for each in whole]
+    assert not [*(tmp_path / "again").glob("*.safetensors")]
 
 
 def test_pixels_are_counted_by_hand() -> None:

@@ -24,12 +24,13 @@ from gossamer.recipes.mnist import DECAY_TABLE
 from gossamer.reproduce.picture import draw_input_connections
 from gossamer.reproduce.record import write_record
 from gossamer.results.records import defaults_of, make_folder, read_record
-from gossamer.side_by_side.checkpoint import remove
+from gossamer.side_by_side.checkpoint import between, remove
 from gossamer.side_by_side.lanes import Outcome
 from gossamer.side_by_side.sweeps import checkpoint_path, train_together
 from gossamer.training.place import Place
 from gossamer.training.result import commit, hardware, versions
 from gossamer.training.run import Run
+from gossamer.training.stopping import Interrupted, StopSignal
 from gossamer.training.values import Scalar
 
 EPOCHS = 55
@@ -118,23 +119,41 @@ def reproduce(
     for portion in _portions(missing, by_seed=device.type == "cpu"):
         assert images is not None
         progress(f"{len(portion)} runs of {epochs} epochs together")
-        started = time.perf_counter()
-        runs = [entry.run for entry in portion]
-        checkpoint = checkpoint_path(out, runs)
-        trained = train_together(
-            runs, images, _network, device=device, dtype=torch.float32, progress=progress, checkpoint=checkpoint
-        )
-        seconds = time.perf_counter() - started
-        for entry, (outcome, network) in zip(portion, trained, strict=True):
-            assert isinstance(network, FullyConnectedDenseNet)
-            write_record(_path(out, entry), record(entry, outcome, network, device, seconds, len(portion)))
-        remove(checkpoint)
+        stopping = _train_portion(portion, images, out, device, progress)
+        left = sum(not _is_there(_path(out, entry), entry) for entry in wanted)
+        if stopping and left:
+            raise Interrupted(between(left, out))
     records = [read_record(_path(out, entry), _NEEDED) for entry in wanted]
     try:
         draw_input_connections(records, out / PICTURE)
     except ImportError as error:
         progress(f"no picture: {error}")
     return records
+
+
+def _train_portion(
+    portion: Sequence[Entry], images: ImageSet, out: Path, device: torch.device, progress: Callable[[str], None]
+) -> bool:
+    """Train these runs and write their records; whether somebody has asked to stop after their last step."""
+    runs, started = [entry.run for entry in portion], time.perf_counter()
+    checkpoint = checkpoint_path(out, runs)
+    with StopSignal() as stop:
+        trained = train_together(
+            runs,
+            images,
+            _network,
+            device=device,
+            dtype=torch.float32,
+            progress=progress,
+            checkpoint=checkpoint,
+            stop=lambda: stop.asked,
+        )
+        seconds = time.perf_counter() - started
+        for entry, (outcome, network) in zip(portion, trained, strict=True):
+            assert isinstance(network, FullyConnectedDenseNet)
+            write_record(_path(out, entry), record(entry, outcome, network, device, seconds, len(portion)))
+    remove(checkpoint)
+    return stop.asked
 
 
 def _is_there(path: Path, entry: Entry) -> bool:
