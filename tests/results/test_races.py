@@ -175,6 +175,15 @@ def test_of_ours_what_is_nearest_to_the_defaults_is_shown_and_of_peers_what_suit
     assert labels(one_a_method(nowhere)[0]) == [METHODS["scl"].title, METHODS["dpf"].title]
 
 
+def test_ours_is_the_default_though_something_else_ran_at_more_sparsities_and_the_paper_stands_beside() -> None:
+    told = [record("scl", at, 91.0, settings={"distil": 0.5}) for at in (0.5, 0.9)]
+    told += [record("scl", 0.9, 91.0), record("scl", 0.9, 89.0, preset="paper"), record("dpf", 0.9, 90.0)]
+    ours = METHODS["scl"].title
+    shown, others = one_a_method(told)
+    assert labels(shown) == [ours, METHODS["dpf"].title, f"{ours}, preset=paper"]
+    assert labels(others) == [f"{ours}, distil=0.5"]
+
+
 def test_where_one_method_runs_alone_its_settings_are_what_is_compared() -> None:
     told = [record("dense", 0.0, 93.0), record("scl", 0.9, 91.0), record("scl", 0.9, 92.0, settings={"mask_lr": 0.1})]
     assert shown(told) == (told, [])
@@ -198,6 +207,18 @@ def test_the_readme_has_of_each_method_what_is_nearest_to_the_defaults_or_suits_
         [METHODS["dpf"].title, "–", "90.00"],
         [f"{METHODS['gradual'].title}, weight_decay=0.001", "–", "89.50"],
     ]  # and no column for what is not there
+
+
+def test_longer_runs_of_fewer_methods_are_a_sentence_of_the_readme(checkout: Path) -> None:
+    runs = [record("dense", 0.0, 92.0), record("scl", 0.9, 91.0), record("dpf", 0.9, 90.0)]
+    longer = [record("dense", 0.0, 93.0), record("scl", 0.5, 92.5), record("scl", 0.9, 91.5)]
+    shorter = [record("dense", 0.0, 90.0, epochs=20)]
+    rows = rows_of_the_readme(checkout, [*runs, *shorter, *({**each, "epochs": 350} for each in longer)])
+    assert [row[-1] for row in rows] == ["–", "91.00", "90.00"]
+    told = f"In 350 epochs, dense: 93.00; {METHODS['scl'].title}: 92.50 at 50 %, 91.50 at 90 %."
+    lines = summary(checkout).splitlines()
+    assert told in lines
+    assert not any(line.startswith("In 20 epochs") for line in lines)
 
 
 def test_of_two_that_are_as_near_the_readme_has_the_better(checkout: Path) -> None:
