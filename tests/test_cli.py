@@ -137,6 +137,12 @@ def test_signs_that_a_terminal_does_not_know_are_no_error() -> None:
         (["train", "digits", "--out", "NEW"], "is a file: choose another name"),
         (["train", "digits", "--out", "NEW/deeper"], "is a file: choose another name"),
         (["train", "digits", "--out", "OUT", "--set", ""], "expected key=value, such as lr=0.05, got ''"),
+        (["train", "digits", "--out", "OUT", "--set"], "expected key=value behind --set and --grid, got nothing"),
+        (["sweep", "digits", "--out", "OUT", "--grid"], "expected key=value behind --set and --grid, got nothing"),
+        (
+            ["sweep", "digits", "--out", "OUT", "--seed", "0,1"],
+            "behind --grid, got --seed: gossamer sweep … --grid seed",
+        ),
         (["sweep", "digits", "--out", "NEW", "--grid", "seed=0"], "which is a file: choose another name (--out)"),
     ],
 )

@@ -322,6 +322,10 @@ def test_a_network_that_its_last_step_has_ruined_is_no_result(images: ImageSet, 
     ("change", "message"),
     [
         ("model=resnet20", r"resnet20 does not take batches of digits, of shape \(2, 1, 8, 8\).* takes samples of"),
+        (
+            "model=map_fit",
+            r"of shape \(64,\), for which there is no data set; gossamer reproduce map-fitting trains it",
+        ),
         ("model=resnet2", "did you mean resnet20"),
         ("model_options.height=3", "digits_cnn does not take model_options.height: it takes width"),
         ("model_options.widht=3", "digits_cnn does not take model_options.widht: did you mean 'width'"),

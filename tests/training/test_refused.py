@@ -74,6 +74,23 @@ def test_a_run_file_that_was_damaged(torn: Path) -> None:
     assert train(RUN, torn)["complete"] is True
 
 
+def test_a_result_file_that_was_damaged(torn: Path) -> None:
+    (torn / "result.json").write_text("{")
+    with pytest.raises(
+        ValueError, match=r"JSON object in .*result\.json, got .*: if it was damaged, delete it to train"
+    ):
+        train(RUN, torn)
+    (torn / "result.json").unlink()
+    assert train(RUN, torn)["complete"] is True
+
+
+def test_the_command_that_goes_on_can_be_copied_whatever_the_folder_is_called(images: ImageSet, tmp_path: Path) -> None:
+    folder = tmp_path / "my runs"
+    train(RUN, folder)
+    with pytest.raises(ValueError, match=f"; gossamer train '{folder}/run.json' --out '{folder}' goes on with the run"):
+        train(RUN.with_settings(["seed=1"]), folder)
+
+
 @pytest.mark.parametrize("wrong", ["digits", None, {"model": "resnet20"}])
 def test_what_is_no_run(tmp_path: Path, wrong: Any) -> None:
     with pytest.raises(TypeError, match=r"expected a Run, got .*recipes\.find\('digits'\)\.run"):

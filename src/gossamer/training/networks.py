@@ -8,6 +8,7 @@ from torch.optim import Optimizer
 
 from gossamer import models
 from gossamer._forward import undisturbed
+from gossamer.data import kind_of
 from gossamer.models.indrnn import IndRNN, limit_recurrence_
 from gossamer.training.keys import options_of
 from gossamer.training.run import Run
@@ -64,7 +65,10 @@ def check_shapes(run: Run, model: nn.Module, example: Tensor, num_classes: int) 
 
 def _takes(name: str) -> str:
     entry = models.entry(name)
-    return f"{name} takes samples of shape {entry.input_shape}, such as those of {entry.data}"
+    takes = f"{name} takes samples of shape {entry.input_shape}"
+    if kind_of(entry.data) is None:
+        return f"{takes}, for which there is no data set; gossamer reproduce map-fitting trains it"
+    return f"{takes}, such as those of {entry.data}"
 
 
 def to_layout(model: nn.Module, run: Run, device: torch.device) -> nn.Module:
