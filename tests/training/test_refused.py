@@ -141,6 +141,17 @@ def test_a_folder_in_which_another_process_trains(torn: Path) -> None:
     assert train(RUN, torn)["complete"] is True
 
 
+def test_a_number_of_processes_without_a_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(
+        ValueError, match=r"expected MASTER_ADDR, MASTER_PORT beside WORLD_SIZE=2.*start several .*unset"
+    ):
+        train(RUN, tmp_path)
+
+
 def test_a_process_without_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
