@@ -17,10 +17,8 @@ from safetensors.torch import load_file
 
 import gossamer
 from gossamer import cli, data, models, tables
-from gossamer.models.digits_cnn import QUICK_START_CONNECTIONS, DigitsNet
 from gossamer.recipes import RECIPES, find
 from gossamer.side_by_side import runs_of
-from gossamer.training import networks
 from gossamer.training.progress import JsonLines, LiveLine, PlainLines, Status
 
 SHORT = ["--set", "epochs=2", "log_steps=4", "--set", "model_options.width=4"]
@@ -95,7 +93,7 @@ def test_a_report_of_a_folder_of_runs(tmp_path: Path, capsys: pytest.CaptureFixt
 def test_list_shows_everything_with_its_count(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("list") == 0
     shown = capsys.readouterr().out
-    for name in (*networks.names(), *data.names(), *(recipe.name for recipe in RECIPES), "scl"):
+    for name in (*models.names(), *data.names(), *(recipe.name for recipe in RECIPES), "scl"):
         assert name in shown
     assert f"{len(RECIPES)} recipes" in shown
     assert all(f"{entry.connections:,}" in shown for entry in models.MODELS)
@@ -106,11 +104,6 @@ def test_signs_that_a_terminal_does_not_know_are_no_error() -> None:
     shown = subprocess.run([sys.executable, "-m", "gossamer", "list"], env=environment, capture_output=True, text=True)
     assert (shown.returncode, shown.stderr) == (0, "")
     assert " 2 ? " in shown.stdout  # 2 × LSTM
-
-
-def test_the_small_network_of_the_quick_start_has_the_count_that_is_listed() -> None:
-    matrices = [each for each in DigitsNet().parameters() if each.ndim > 1]
-    assert sum(each.numel() for each in matrices) == QUICK_START_CONNECTIONS
 
 
 @pytest.mark.parametrize(
@@ -144,6 +137,12 @@ def test_the_small_network_of_the_quick_start_has_the_count_that_is_listed() -> 
         (["train", "digits", "--out", "NEW"], "is a file: choose another name"),
         (["train", "digits", "--out", "NEW/deeper"], "is a file: choose another name"),
         (["train", "digits", "--out", "OUT", "--set", ""], "expected key=value, such as lr=0.05, got ''"),
+        (["train", "digits", "--out", "OUT", "--set"], "expected key=value behind --set and --grid, got nothing"),
+        (["sweep", "digits", "--out", "OUT", "--grid"], "expected key=value behind --set and --grid, got nothing"),
+        (
+            ["sweep", "digits", "--out", "OUT", "--seed", "0,1"],
+            "behind --grid, got --seed: gossamer sweep … --grid seed",
+        ),
         (["sweep", "digits", "--out", "NEW", "--grid", "seed=0"], "which is a file: choose another name (--out)"),
     ],
 )

@@ -8,10 +8,8 @@ from rich.table import Table
 
 from gossamer import data, models
 from gossamer.methods import METHODS
-from gossamer.models.digits_cnn import QUICK_START, QUICK_START_CONNECTIONS
 from gossamer.recipes import RECIPES, Published, Recipe
 from gossamer.report import Report
-from gossamer.training import networks
 
 _NUMBERS = 70  # characters for the numbers of a row, on a terminal of 80
 
@@ -83,8 +81,7 @@ def against_paper(recipe: Recipe, result: Mapping[str, Any]) -> str:
 
 def of_everything() -> tuple[Table, ...]:
     """The models, data sets, methods and recipes, each with their number."""
-    zoo = _table("model", "data", "connections", "", left=2, title=f"{len(networks.names())} models")
-    zoo.add_row(QUICK_START, "digits", f"{QUICK_START_CONNECTIONS:,}", "three convolutions")
+    zoo = _table("model", "data", "connections", "", left=2, title=f"{len(models.names())} models")
     for entry in models.MODELS:
         zoo.add_row(entry.name, entry.data, f"{entry.connections:,}", entry.description)
     sets = _table("data set", "", left=2, title=f"{len(data.names())} data sets")

@@ -113,7 +113,7 @@ def test_what_is_no_image_folder_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(DataNotFound, match="expected images under train/<class>/"):
         load_folder(tmp_path)
     strange = write_folder(tmp_path / "strange", files() | {"val/wasp/0.png": png(1)})
-    with pytest.raises(CorruptData, match="classes wasp are in val but not in train"):
+    with pytest.raises(CorruptData, match="classes wasp are in val but not in train: put"):
         load_folder(strange)
     with pytest.raises(CorruptData, match="not an uncompressed tar archive"):
         load_folder(write_archive(tmp_path / "packed.tar", files(), "w:gz"))

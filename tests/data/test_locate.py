@@ -69,6 +69,11 @@ def test_a_missing_set_says_where_and_what(tmp_path: Path) -> None:
     assert f"look at {tmp_path / 'cache'}" in message
 
 
+def test_a_set_missing_in_an_explicit_root_is_not_looked_for_elsewhere(tmp_path: Path) -> None:
+    with pytest.raises(DataNotFound, match=r"Put the files there, or name the .* root \(data_root of a run\)$"):
+        read_first("some_set", [LAYOUT], [], root=tmp_path)
+
+
 def test_a_folder_that_is_none_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(DataNotFound, match=r"expected root \(data_root of a run\) to name a folder"):
         read_first("s", [LAYOUT], [], root=tmp_path / "nowhere")

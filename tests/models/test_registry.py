@@ -19,6 +19,7 @@ OWN = [name for name in models.names() if name not in FROM_TORCHVISION]
 
 # The numbers the paper and the field report; on purpose not read from the registry.
 CONNECTIONS = {
+    "digits_cnn": 58_144,
     "fc_densenet_mnist": 117_152,
     "lenet300": 266_200,
     "lenet5": 430_500,
@@ -105,7 +106,7 @@ def test_num_classes_changes_only_the_last_layer(name: str, request: pytest.Fixt
 def test_unknown_name_suggests_the_nearest() -> None:
     with pytest.raises(ValueError, match=r"got 'resnet21'; did you mean .*resnet20"):
         models.create("resnet21")
-    with pytest.raises(ValueError, match="did you mean fc_densenet_mnist"):
+    with pytest.raises(ValueError, match="did you mean digits_cnn, fc_densenet_mnist"):
         models.create("zzzzzzzz")
 
 

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from gossamer import data
+from gossamer import data, models
 from gossamer.recipes import RECIPES, Published, Recipe, find, names
 from gossamer.schedule import Plan, make_plan
-from gossamer.training import Run, networks
+from gossamer.training import Run
 from gossamer.training.methods import METHODS
 
 
@@ -19,7 +19,7 @@ def test_names_are_unique_and_so_are_runs() -> None:
 @pytest.mark.parametrize("recipe", RECIPES, ids=names())
 def test_every_recipe_is_of_known_parts_and_its_phases_fit(recipe: Recipe) -> None:
     run = recipe.run
-    assert run.model in networks.names()
+    assert run.model in models.names()
     assert run.data in data.names()
     assert run.method in METHODS
     assert Run.from_dict(run.to_dict()) == run

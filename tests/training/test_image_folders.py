@@ -3,6 +3,7 @@
 import functools
 import multiprocessing
 import os
+import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -173,3 +174,28 @@ def test_a_run_whose_worker_is_killed_says_what_to_do(run: Run, tmp_path: Path) 
     with pytest.raises(RuntimeError, match=r"a process that decodes images has died.*set fewer workers=.*workers=0"):
         train(run.with_settings(["workers=1"]), tmp_path / "out", observers=[Acts(2, kill_all)])
     assert not multiprocessing.active_children()
+
+
+def take_away(folder: Path) -> None:
+    (folder / "train" / "0" / "0.png").unlink()
+
+
+def add(folder: Path) -> None:
+    shutil.copy(folder / "train" / "0" / "0.png", folder / "train" / "1" / "new.png")
+
+
+def add_a_class(folder: Path) -> None:
+    shutil.copytree(folder / "train" / "0", folder / "train" / "3")
+
+
+@pytest.mark.parametrize("change", [take_away, add, add_a_class])
+def test_a_folder_that_was_changed_meanwhile_is_refused(
+    run: Run, tmp_path: Path, change: Callable[[Path], None]
+) -> None:
+    with pytest.raises(MemoryError):
+        train(run.with_settings(["checkpoint_steps=1"]), tmp_path / "torn", observers=[Acts(4, die)])
+    change(shutil.copytree(tmp_path / "images", tmp_path / "changed"))
+    with pytest.raises(ValueError, match=r"folder that this run began with, got one with other .*: set data_root="):
+        train(run.with_settings([f"data_root={tmp_path / 'changed'}"]), tmp_path / "torn")
+    moved = (tmp_path / "images").rename(tmp_path / "moved")  # where it lies does not matter
+    assert train(run.with_settings([f"data_root={moved}"]), tmp_path / "torn")["complete"] is True

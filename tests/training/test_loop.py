@@ -2,6 +2,7 @@ import errno
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import threading
@@ -136,6 +137,21 @@ def test_the_result_says_what_was_done(images: ImageSet, tmp_path: Path) -> None
         "result.json",
         "run.json",
     ]
+
+
+def test_the_program_of_the_docs_trains_logs_and_gives_its_network(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "training.md").read_text()
+    program = re.findall(r"```python\n(.*?)```", page, re.DOTALL)[0].replace("epochs=30", "epochs=1")
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    exec(program, names)
+    shown = capsys.readouterr()
+    assert shown.out.split() == [str(names["result"][key]) for key in ("accuracy", "sparsity")]
+    assert "digits: 1/1" in shown.err
+    assert json.loads(Path("runs/digits/log.jsonl").read_text().splitlines()[-1])["step"] == 19
+    assert names["network"](torch.zeros(2, 1, 8, 8)).shape == (2, 10)
 
 
 def test_accuracy_is_that_of_the_written_model(images: ImageSet, tmp_path: Path) -> None:
@@ -306,6 +322,10 @@ def test_a_network_that_its_last_step_has_ruined_is_no_result(images: ImageSet, 
     ("change", "message"),
     [
         ("model=resnet20", r"resnet20 does not take batches of digits, of shape \(2, 1, 8, 8\).* takes samples of"),
+        (
+            "model=map_fit",
+            r"of shape \(64,\), for which there is no data set; gossamer reproduce map-fitting trains it",
+        ),
         ("model=resnet2", "did you mean resnet20"),
         ("model_options.height=3", "digits_cnn does not take model_options.height: it takes width"),
         ("model_options.widht=3", "digits_cnn does not take model_options.widht: did you mean 'width'"),

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from gossamer.training import Run, modes, networks, train
+from gossamer import models
+from gossamer.training import Run, modes, train
 from gossamer.training.modes import Measured, Mode
 from gossamer.training.place import Place
 
@@ -130,7 +131,7 @@ def test_the_committed_table_is_of_known_networks_and_modes() -> None:
     for device, measured in table.items():
         assert device
         for network, mode in measured.items():
-            assert network in networks.names()
+            assert network in models.names()
             assert Measured(**mode).precision in ("float32", "bf16")
         assert measured.get("lstm_lm", {}).get("precision", "float32") == "float32"
 

@@ -74,6 +74,23 @@ def test_a_run_file_that_was_damaged(torn: Path) -> None:
     assert train(RUN, torn)["complete"] is True
 
 
+def test_a_result_file_that_was_damaged(torn: Path) -> None:
+    (torn / "result.json").write_text("{")
+    with pytest.raises(
+        ValueError, match=r"JSON object in .*result\.json, got .*: if it was damaged, delete it to train"
+    ):
+        train(RUN, torn)
+    (torn / "result.json").unlink()
+    assert train(RUN, torn)["complete"] is True
+
+
+def test_the_command_that_goes_on_can_be_copied_whatever_the_folder_is_called(images: ImageSet, tmp_path: Path) -> None:
+    folder = tmp_path / "my runs"
+    train(RUN, folder)
+    with pytest.raises(ValueError, match=f"; gossamer train '{folder}/run.json' --out '{folder}' goes on with the run"):
+        train(RUN.with_settings(["seed=1"]), folder)
+
+
 @pytest.mark.parametrize("wrong", ["digits", None, {"model": "resnet20"}])
 def test_what_is_no_run(tmp_path: Path, wrong: Any) -> None:
     with pytest.raises(TypeError, match=r"expected a Run, got .*recipes\.find\('digits'\)\.run"):
@@ -122,6 +139,17 @@ def test_a_folder_in_which_another_process_trains(torn: Path) -> None:
             train(RUN, torn)
         process.kill()
     assert train(RUN, torn)["complete"] is True
+
+
+def test_a_number_of_processes_without_a_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(
+        ValueError, match=r"expected MASTER_ADDR, MASTER_PORT beside WORLD_SIZE=2.*start several .*unset"
+    ):
+        train(RUN, tmp_path)
 
 
 def test_a_process_without_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

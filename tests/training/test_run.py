@@ -94,10 +94,12 @@ def test_several_settings_add_up() -> None:
         ("settings.=3", "expected settings.key=value"),
         ("settings.lr=0.2", "lr is a key of the run, not of its settings: lr=0.2"),
         ("optimizer=sdg", "optimizer: expected one of sgd, adamw, got 'sdg'"),
-        ("epochs=0", "epochs: expected at least 1, got 0"),
+        ("epochs=0", "epochs: expected at least 1 and below 2^31, got 0"),
+        ("epochs=9999999999", "epochs: expected at least 1 and below 2^31, got 9999999999"),
         ("seed=9223372036854775808", "seed: expected a whole number from 0 to below 2^63, got 9223372036854775808"),
-        ("lr=inf", "lr: expected a finite number, got inf"),
-        ("settings.mask_lr=inf", "settings.mask_lr: expected a finite number, got inf"),
+        ("lr=inf", "lr: expected a finite number (float32), got inf"),
+        ("weight_decay=1e39", "weight_decay: expected a finite number (float32), got 1e+39"),
+        ("settings.mask_lr=inf", "settings.mask_lr: expected a finite number (float32), got inf"),
         ("lr_warmup=5", "lr_warmup: expected a duration with its unit"),
         ("settings.warmup=0.25", "settings.warmup: expected a duration with its unit, such as '150ep'"),
         ("settings.warmup=2run", "settings.warmup: expected a share of the run between 0 and 1, got '2run'"),
@@ -123,6 +125,11 @@ def test_several_settings_add_up() -> None:
 def test_a_wrong_setting_is_an_error_that_says_what_to_do(text: str, message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         SPARSE.with_settings([text])
+
+
+def test_a_text_in_the_place_of_a_list_of_settings() -> None:
+    with pytest.raises(TypeError, match=re.escape("expected a list of key=value, got the text 'lr=1': ['lr=1']")):
+        SPARSE.with_settings("lr=1")
 
 
 @pytest.mark.parametrize(

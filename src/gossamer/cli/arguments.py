@@ -39,7 +39,8 @@ def keys_as_options(given: Sequence[str]) -> str | None:
             continue
         following = given[number + 1 : number + 2]
         told = value or next((each for each in following if not each.startswith("-")), "VALUE")
-        return f"expected the keys of a run behind --set, got --{name}: gossamer {given[0]} … --set {key}={told}"
+        option = "--grid" if given[0] == "sweep" and "," in told else "--set"
+        return f"expected the keys of a run behind {option}, got --{name}: gossamer {given[0]} … {option} {key}={told}"
     return None
 
 
@@ -52,5 +53,8 @@ def nameless_folder(given: Sequence[str]) -> str | None:
 
 
 def joined(given: tuple[tuple[str, ...], ...]) -> list[str]:
-    """All assignments of an option that can be given several times."""
+    """All assignments of an option that can be given several times; nothing behind it, as of a shell's variable that
+    is not set, would be a run that nobody has asked for."""
+    if () in given:
+        raise ValueError("expected key=value behind --set and --grid, got nothing: write it, or leave the option out")
     return [assignment for several in given for assignment in several]

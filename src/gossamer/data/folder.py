@@ -10,6 +10,7 @@ number of workers and the place where a run was interrupted change nothing.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import math
 import os
 import signal
@@ -103,6 +104,11 @@ class FolderSet:
     def num_classes(self) -> int:
         return len(self.class_names)
 
+    def digest(self) -> str:
+        """Of the names and classes of all images, wherever the folder lies: no file has a checksum here."""
+        names = (*self.train.names, "", *self.validation.names)
+        return hashlib.sha256("\n".join(names).encode("utf-8", "surrogateescape")).hexdigest()
+
     def split(self, held_out: int, seed: int = 0) -> FolderSet:
         """Hold training images out, drawn by `seed`, as `ImageSet.split` does."""
         train, validation = split_indices(len(self.train), held_out, seed, self.name)
@@ -136,7 +142,10 @@ def _index(root: Path) -> FolderSet:
     classes = sorted({name.partition("/")[0] for name in files[_TRAIN]})
     strange = sorted({name.partition("/")[0] for name in files[_VALIDATION]} - set(classes))
     if strange:
-        raise CorruptData(f"{root}: the classes {', '.join(strange[:5])} are in {_VALIDATION} but not in {_TRAIN}")
+        raise CorruptData(
+            f"{root}: the classes {', '.join(strange[:5])} are in {_VALIDATION} but not in {_TRAIN}: "
+            "put images of them there, or remove them"
+        )
     parts = {part: _part(root, part, files[part], classes) for part in files}
     return FolderSet(root.name.removesuffix(".tar"), parts[_TRAIN], parts[_VALIDATION], tuple(classes))
 

@@ -119,7 +119,11 @@ def read_first(
     raise DataNotFound(
         f"the data set {name!r} was not found: searched {', '.join(map(str, folders))} for {wanted}. "
         + "".join(f"Note: {remark}. " for remark in remarks)
-        + "Put the files into one of these folders, or set GOSSAMER_DATA to the folder that has them"
+        + (
+            "Put the files into one of these folders, or set GOSSAMER_DATA to the folder that has them"
+            if root is None
+            else "Put the files there, or name the folder that has them as root (data_root of a run)"
+        )
     )
 
 

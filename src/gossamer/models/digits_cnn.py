@@ -1,9 +1,8 @@
-"""The network of the quick start, too small for the zoo of the paper."""
+"""The network of the quick start, which is not in the paper."""
 
 from torch import Tensor, nn
 
 QUICK_START = "digits_cnn"
-QUICK_START_CONNECTIONS = 58_144
 
 
 class DigitsNet(nn.Module):

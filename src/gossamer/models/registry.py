@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from gossamer.models.densenet import densenet40, densenet_bc100
+from gossamer.models.digits_cnn import QUICK_START, DigitsNet
 from gossamer.models.fc_densenet import fc_densenet_mnist
 from gossamer.models.imagenet import efficientnet_b0, resnet50, vgg16
 from gossamer.models.indrnn import indrnn
@@ -47,6 +48,7 @@ class ModelEntry:
 _GREY, _CIFAR, _IMAGENET = (1, 28, 28), (3, 32, 32), (3, 224, 224)
 
 MODELS: tuple[ModelEntry, ...] = (
+    ModelEntry(QUICK_START, DigitsNet, "digits", (1, 8, 8), 10, 58_144, "three convolutions"),
     ModelEntry(
         "fc_densenet_mnist",
         fc_densenet_mnist,

@@ -1,9 +1,10 @@
 """What is wrong with a run, all of it at once, before anything is trained."""
 
-import math
 import re
 from dataclasses import fields
 from typing import TYPE_CHECKING
+
+import torch
 
 from gossamer.data import kind_of
 from gossamer.methods import ALIASES, METHODS, make_options
@@ -22,6 +23,7 @@ TRUNK = "trunk"  # the teacher that is the network itself, as it was after the w
 AUTO = "auto"
 PRECISIONS = (AUTO, "float32", "bf16")
 SHARDINGS = ("ddp", "fsdp2")
+_LARGEST = torch.finfo(torch.float32).max  # of numbers that weights and masks are computed with
 # How messages about single settings begin, several of which may stand in one line.
 _NAMED, _NEXT = re.compile(r"\w+: "), re.compile(r"; (?=\w+: )")
 
@@ -75,7 +77,7 @@ def _wrong_settings(run: "Run") -> list[str]:
 
 def _wrong_numbers(run: "Run") -> list[str]:
     table = (
-        ("epochs", "at least 1", run.epochs >= 1),
+        ("epochs", "at least 1 and below 2^31", 1 <= run.epochs < 2**31),
         ("batch_size", "at least 1", run.batch_size >= 1),
         ("bptt", "at least 1", run.bptt >= 1),
         ("seed", "a whole number from 0 to below 2^63", 0 <= run.seed < 2**63),
@@ -107,8 +109,8 @@ def _wrong_numbers(run: "Run") -> list[str]:
     numbers |= {
         f"{name}.{key}": value for name in ("settings", "model_options") for key, value in getattr(run, name).items()
     }
-    infinite = (name for name, value in numbers.items() if isinstance(value, float) and math.isinf(value))
-    return wrong + [f"{name}: expected a finite number, got {numbers[name]!r}" for name in infinite]
+    infinite = (name for name, value in numbers.items() if isinstance(value, float) and abs(value) > _LARGEST)
+    return wrong + [f"{name}: expected a finite number (float32), got {numbers[name]!r}" for name in infinite]
 
 
 def _wrong_request(run: "Run") -> list[str]:

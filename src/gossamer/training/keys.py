@@ -6,15 +6,12 @@ Whoever misspells one, or leaves out what comes before its dot, is told the name
 import difflib
 import inspect
 import typing
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
-from torch import nn
-
 from gossamer import models
 from gossamer.methods import ALIASES, METHODS
-from gossamer.models.digits_cnn import QUICK_START, DigitsNet
 from gossamer.settings import Settings
 
 SHARED_BY_ALL = ("warmup", "sparsify", "stabilise", "floor")  # settings that every method has
@@ -40,19 +37,14 @@ def setting_types(method: str) -> dict[str, Any]:
     return {name: general[name] for name in SHARED_BY_ALL} | typing.get_type_hints(rule.options)
 
 
-def builder_of(model: str) -> Callable[..., nn.Module]:
-    """What builds the network of this name."""
-    return DigitsNet if model == QUICK_START else models.entry(model).builder
-
-
 def options_of(model: str) -> tuple[str, ...]:
     """The arguments that a network takes, without the number of classes, which is that of its data."""
-    return tuple(name for name in inspect.signature(builder_of(model)).parameters if name != "num_classes")
+    return tuple(name for name in inspect.signature(models.entry(model).builder).parameters if name != "num_classes")
 
 
 def options_if_known(model: str) -> tuple[str, ...] | None:
     """The same, None for a network that is not there."""
-    return options_of(model) if model == QUICK_START or model in models.names() else None
+    return options_of(model) if model in models.names() else None
 
 
 def did_you_mean(name: str, keys: Iterable[str], *, method: str, model: str) -> str:

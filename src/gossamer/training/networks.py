@@ -8,20 +8,16 @@ from torch.optim import Optimizer
 
 from gossamer import models
 from gossamer._forward import undisturbed
-from gossamer.models.digits_cnn import QUICK_START
+from gossamer.data import kind_of
 from gossamer.models.indrnn import IndRNN, limit_recurrence_
-from gossamer.training.keys import builder_of, options_of
+from gossamer.training.keys import options_of
 from gossamer.training.run import Run
-
-
-def names() -> tuple[str, ...]:
-    return (QUICK_START, *models.names())
 
 
 def create(run: Run, num_classes: int) -> nn.Module:
     """Build the run's network with fresh random weights."""
     check_options(run)
-    builder = builder_of(run.model)
+    builder = models.entry(run.model).builder
     if not run.model_options:
         return builder(num_classes=num_classes)
     try:
@@ -68,10 +64,11 @@ def check_shapes(run: Run, model: nn.Module, example: Tensor, num_classes: int) 
 
 
 def _takes(name: str) -> str:
-    if name == QUICK_START:
-        return f"{name} takes grey images of 8 × 8 pixels"
     entry = models.entry(name)
-    return f"{name} takes samples of shape {entry.input_shape}, such as those of {entry.data}"
+    takes = f"{name} takes samples of shape {entry.input_shape}"
+    if kind_of(entry.data) is None:
+        return f"{takes}, for which there is no data set; gossamer reproduce map-fitting trains it"
+    return f"{takes}, such as those of {entry.data}"
 
 
 def to_layout(model: nn.Module, run: Run, device: torch.device) -> nn.Module:

@@ -125,6 +125,7 @@ def join(device: str) -> Place:
     if world == 1:
         return Place(chosen)
     if not dist.is_initialized():
+        _check_launched(world)
         if chosen.type == "cuda":
             dist.init_process_group("nccl", device_id=chosen)
         else:
@@ -145,6 +146,16 @@ def check_one_process() -> None:
 
 def _processes() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def _check_launched(world: int) -> None:
+    """Before the processes look for each other: a batch system may say how many there are, and not who is who."""
+    missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if missing:
+        raise ValueError(
+            f"expected {', '.join(missing)} beside WORLD_SIZE={world}, as torchrun sets them, got none: start several "
+            "processes with torchrun, or unset WORLD_SIZE for one"
+        )
 
 
 def _as_sent(error: Exception) -> Exception:

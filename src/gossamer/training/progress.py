@@ -111,8 +111,8 @@ class Observers:
 class JsonLines:
     """One JSON object a status, in log.jsonl. A run that goes on drops the lines of steps it will do again."""
 
-    def __init__(self, folder: Path) -> None:
-        self.path = folder / "log.jsonl"
+    def __init__(self, folder: Path | str) -> None:
+        self.path = Path(folder) / "log.jsonl"
 
     def begin(self, status: Status) -> None:
         lines = self.path.read_text("utf-8", errors="replace").splitlines() if self.path.is_file() else []
@@ -147,8 +147,8 @@ def _step_of(line: str) -> float:
 class TensorBoard:
     """Scalars for TensorBoard, in the folder tensorboard."""
 
-    def __init__(self, folder: Path) -> None:
-        self.path = folder / "tensorboard"
+    def __init__(self, folder: Path | str) -> None:
+        self.path = Path(folder) / "tensorboard"
         self._writer: Any = None
         self._hook = threading.excepthook
 

@@ -2,6 +2,7 @@
 
 import json
 import platform
+import shlex
 import subprocess
 import warnings
 from collections.abc import Iterator, Mapping
@@ -103,7 +104,7 @@ def read_result(folder: Path, run: Run) -> dict[str, Any] | None:
         )
         _refuse_another(folder, run, folder / RUN)
     result = folder / RESULT
-    found = read_object(result) if result.is_file() else {}
+    found = read_object(result, remedy=": if it was damaged, delete it to train again") if result.is_file() else {}
     if found.get("complete") is not True:
         return None
     _refuse_another(folder, run, result)
@@ -121,10 +122,11 @@ def _refuse_another(folder: Path, run: Run, path: Path) -> None:
     """An error where a file of the folder tells of another run than the one that is asked for."""
     other = read_run(path)
     if other.run_id != run.run_id:
+        command = shlex.join(["gossamer", "train", str(path), "--out", str(folder)])
         raise ValueError(
             f"{folder} belongs to run {other.run_id}, which differs from run {run.run_id} in "
             f"{', '.join(run.differences_from(other))}: choose another folder, or delete this one; "
-            f"gossamer train {path} --out {folder} goes on with the run that it belongs to"
+            f"{command} goes on with the run that it belongs to"
         )
 
 

@@ -200,6 +200,8 @@ class Run:
         With another `model` or `method` go the arguments and settings of the one before that it does not take, and a
         warning says so.
         """
+        if isinstance(assignments, str):
+            raise TypeError(f"expected a list of key=value, got the text {assignments!r}: [{assignments!r}]")
         given = [_split(assignment) for assignment in assignments]
         named = {"method": self.method, "model": self.model} | dict(given)
         method, model = named["method"], named["model"]

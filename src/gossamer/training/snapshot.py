@@ -95,8 +95,8 @@ def restore(checkpoints: Checkpoints, run: Run, place: Place, parts: Parts) -> f
             f"expected {len(state['ranks'])} processes, as when the run began, got {place.world}: start as many"
         )
     own = state["ranks"][place.rank]
+    parts.task.load_state(own["task"])  # first: a network for other data does not take the weights
     parts.load(reshard(own, parts.mesh()) if "model" in own else state)
-    parts.task.load_state(own["task"])
     if parts.teacher is not None:
         parts.teacher.load_state(state["teacher"], own["teacher"])
     parts.task.source.state = Position(**state["position"])

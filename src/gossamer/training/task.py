@@ -109,6 +109,7 @@ class ImageTask:
             self._mine = place.slice_of
         self.has_validation = "validation" in self._parts
         self.streamed = isinstance(dataset, FolderSet)
+        self._digest = dataset.digest() if isinstance(dataset, FolderSet) else None  # others have checksums
 
     def example(self) -> Tensor:
         return torch.zeros(2, *self._shape, device=self._place.device)
@@ -152,10 +153,14 @@ class ImageTask:
         return float(right / seen)
 
     def state(self) -> dict[str, Any]:
-        return {}
+        return {} if self._digest is None else {"images": self._digest}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        pass
+        if state.get("images", self._digest) != self._digest:
+            raise ValueError(
+                "expected the image folder that this run began with, got one with other images or classes: set "
+                "data_root= to that one, put back what was changed in it, or begin again in another folder (--out)"
+            )
 
 
 def _of_images(run: Run, place: Place, dataset: ImageSet) -> tuple[Source, dict[str, Source]]:
