@@ -357,6 +357,11 @@ def test_a_place_that_cannot_be_written_to_is_told(tmp_path: Path) -> None:
         save(nn.Linear(2, 2), tmp_path)
 
 
+def test_a_folder_cannot_be_loaded(tmp_path: Path) -> None:
+    with pytest.raises(IsADirectoryError, match=r"expected a file, got the folder .*: name one in it"):
+        load(tmp_path)
+
+
 def test_failed_save_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save({"w": sparse(30, 30)}, tmp_path / "f")
     before = (tmp_path / "f").read_bytes()

@@ -82,6 +82,11 @@ def test_a_report_of_a_folder_of_runs(tmp_path: Path, capsys: pytest.CaptureFixt
     (tmp_path / "sweep" / "lost.json").write_text(json.dumps(values | {"diverged": True, "connections": 0}))
     assert run("report", str(tmp_path / "sweep")) == 0
     assert "diverged – – – – 1 s" in " ".join(capsys.readouterr().out.split())
+    for seed, share in enumerate((0.8, 0.9)):
+        told = {"config": {"seed": seed, "sparsity": share}, "diverged": False, "validation_accuracy": None}
+        (tmp_path / "sweep" / f"{seed}.json").write_text(json.dumps(values | told | {"train_loss": 0.25}))
+    assert run("report", str(tmp_path / "sweep")) == 0
+    assert " 0.9 50.00 – 50.00% 0.250 1 " in " ".join(capsys.readouterr().out.split())  # what the runs differ in
     (tmp_path / "begun").mkdir()
     (tmp_path / "begun" / "run.json").write_text("{}")
     assert run("report", str(tmp_path / "begun")) == 2

@@ -128,6 +128,8 @@ def load(
     size, at least 64 MiB) are refused before any is allocated.
     """
     source = Path(path)
+    if source.is_dir():
+        raise IsADirectoryError(f"expected a file, got the folder {source}: name one in it, such as model.safetensors")
     with source.open("rb") as file:
         sections, metadata = read_header(source, file)
         if any(name.startswith("gossamer.") for name in sections):

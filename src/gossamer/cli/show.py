@@ -9,6 +9,7 @@ from rich.console import Console
 from tyro.conf import arg
 
 from gossamer import tables
+from gossamer.results import sweep_table
 from gossamer.training.result import RESULT, RUN, read_layers, read_result_file
 
 
@@ -26,7 +27,8 @@ class List:
 
 @dataclass(frozen=True)
 class Report:
-    """Show finished runs in one table, and with --layers the connections of every layer."""
+    """Show finished runs in one table, of a sweep also what its runs differ in, and with --layers the connections of
+    every layer."""
 
     files: Annotated[tyro.conf.Positional[tuple[Path, ...]], arg(metavar="DIR [DIR ...]")]
     """Folders of runs, folders that hold such, as a sweep's, or result.json files."""
@@ -38,9 +40,13 @@ class Report:
     def carry_out(self, console: Console) -> None:
         if not self.files:
             raise ValueError("expected folders of finished runs, got none: gossamer report DIR")
-        files = [run for file in self.files for run in _runs_in(file)]
-        console.print(tables.of_results([(str(file), read_result_file(file)) for file in files]))
-        for file in files if self.layers else ():
+        found = [[(run, read_result_file(run)) for run in _runs_in(file)] for file in self.files]
+        console.print(tables.of_results([(str(run), result) for runs in found for run, result in runs]))
+        for runs in found:
+            records = [result for _, result in runs if {"config", "diverged"} <= result.keys()]
+            if len(records) > 1:  # of a sweep, whose files are named by nothing that tells them apart
+                console.print(tables.of_rows(*sweep_table(records)))
+        for file in (run for runs in found for run, _ in runs) if self.layers else ():
             console.print(tables.of_layers(read_layers(file), str(file)))
 
 
