@@ -86,7 +86,7 @@ def test_a_report_of_a_folder_of_runs(tmp_path: Path, capsys: pytest.CaptureFixt
         told = {"config": {"seed": seed, "sparsity": share}, "diverged": False, "validation_accuracy": None}
         (tmp_path / "sweep" / f"{seed}.json").write_text(json.dumps(values | told | {"train_loss": 0.25}))
     assert run("report", str(tmp_path / "sweep")) == 0
-    assert " 0.9 50.00 – 50.00% 0.250 1 " in " ".join(capsys.readouterr().out.split())  # what the runs differ in
+    assert " 0.9 50.00 – 50.00% 0.250 1" in " ".join(capsys.readouterr().out.split())  # what the runs differ in
     (tmp_path / "begun").mkdir()
     (tmp_path / "begun" / "run.json").write_text("{}")
     assert run("report", str(tmp_path / "begun")) == 2
