@@ -20,6 +20,8 @@ _NAMES = {
     "resnet20": "ResNet-20",
     "resnet110": "ResNet-110",
     "vgg16_cifar": "VGG-16",
+    "fc_densenet_mnist": "Fully connected DenseNet",
+    "mnist": "MNIST",
     "cifar10": "CIFAR-10",
     "cifar100": "CIFAR-100",
 }
