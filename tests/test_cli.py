@@ -82,17 +82,25 @@ def test_a_report_of_a_folder_of_runs(tmp_path: Path, capsys: pytest.CaptureFixt
     (tmp_path / "sweep" / "lost.json").write_text(json.dumps(values | {"diverged": True, "connections": 0}))
     assert run("report", str(tmp_path / "sweep")) == 0
     assert "diverged – – – – 1 s" in " ".join(capsys.readouterr().out.split())
-    for seed, share in enumerate((0.8, 0.9)):
-        told = {"config": {"seed": seed, "sparsity": share}, "diverged": False, "validation_accuracy": None}
-        (tmp_path / "sweep" / f"{seed}.json").write_text(json.dumps(values | told | {"train_loss": 0.25}))
-    assert run("report", str(tmp_path / "sweep")) == 0
-    assert " 0.9 50.00 – 50.00% 0.250 1" in " ".join(capsys.readouterr().out.split())  # what the runs differ in
     (tmp_path / "begun").mkdir()
     (tmp_path / "begun" / "run.json").write_text("{}")
     assert run("report", str(tmp_path / "begun")) == 2
     assert "train it to the end first" in capsys.readouterr().err
     assert run("report") == 2
     assert "expected folders of finished runs, got none" in capsys.readouterr().err
+
+
+def test_a_report_of_a_sweep_says_what_its_runs_differ_in(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    values = {"sparsity": 0.5, "connections": 123, "weights": 246, "seconds": 1.0, "validation_accuracy": None}
+    for number, (seed, share) in enumerate([(0, 0.9), (1, 0.9), (0, 0.8)]):
+        told = {"config": {"seed": seed, "sparsity": share}, "accuracy": 0.5 + seed / 10, "train_loss": 0.25}
+        (tmp_path / f"{number}.json").write_text(json.dumps({**values, **told, "diverged": False}))
+    expected = "seeds ─ 0.8 50.00 – 50.00% 0.250 1 0.9 55.00 ± 7.07 – 50.00% 0.250 2"
+    for files in ([str(tmp_path)], [str(each) for each in tmp_path.glob("*.json")]):
+        assert run("report", *files) == 0
+        assert expected in re.sub("─+", "─", " ".join(capsys.readouterr().out.split()))
+    assert run("report", str(tmp_path / "0.json")) == 0
+    assert "seeds" not in capsys.readouterr().out  # one run differs in nothing
 
 
 def test_list_shows_everything_with_its_count(capsys: pytest.CaptureFixture[str]) -> None:

@@ -131,11 +131,11 @@ def _builder(
     name: str, options: Mapping[str, Any], state: Mapping[str, Tensor]
 ) -> tuple[Callable[[], nn.Module], tuple[int, ...], int]:
     """How to make the network, the shape of one sample, and the size of its vocabulary."""
+    entry = models.entry(name)
     if name == QUICK_START:
         first, last = (state.get(f"{layer}.weight") for layer in ("features.0", "classifier"))
         width, answers = (each.shape[0] if each is not None and each.ndim else 0 for each in (first, last))
-        return partial(DigitsNet, answers or 10, width or 32), (1, 8, 8), 0
-    entry = models.entry(name)
+        return partial(DigitsNet, answers or entry.num_classes, width or 32), entry.input_shape, 0
     build = partial(models.create, name, **options)
     classes = _classes(build(), state)
     return partial(build, num_classes=classes), entry.input_shape, (classes or entry.num_classes) if entry.tokens else 0

@@ -146,6 +146,26 @@ def test_rows_keep_their_own_settings() -> None:
             assert torch.equal(rule.mask[0], together.mask[row]), (row, number)
 
 
+def test_from_one_start_the_rate_of_masks_changes_nothing() -> None:
+    """Where the budget is exact and nothing else has a part, as in section 42 of the lab book: only the order counts."""
+
+    def masks(rate: float, **settings: Any) -> list[torch.Tensor]:
+        rule, weights, timeline = begin("scl", 0.6, mask_lr=rate, removed_gradient=1.0, **settings)
+        found = []
+        for number in range(15):
+            step(rule, weights, timeline, number)
+            found.append(rule.mask.clone())
+        return found
+
+    def same(**settings: Any) -> bool:
+        return all(map(torch.equal, masks(0.1, **settings), masks(3.2, **settings)))
+
+    for scale in ({"global_power": 0.0}, {"global_power": 0.0, "feature_power": 1.0}):
+        assert same(start_value=1.0, anchor=0.0, anneal="step", **scale)
+        assert not same(anchor=0.0, anneal="step", **scale)  # from |w̃|
+        assert not same(start_value=1.0, anchor=0.01, anneal="step", **scale)
+
+
 def test_noise_makes_masks_sink_and_the_halfway_weight_takes_that_out() -> None:
     """Weights at rest in a parabola, pulled to and fro by noise: SGD with momentum, written out here."""
     draw, curvature, rate, momentum = np.random.default_rng(0), 0.5, 0.02, 0.9

@@ -13,7 +13,7 @@ import pytest
 from gossamer.methods import METHODS
 from gossamer.recipes import RECIPES
 from gossamer.results import Record, plot, race_blocks, race_page, race_table
-from gossamer.results.pages import drawings, summary
+from gossamer.results.pages import drawings, in_a_sentence, summary
 from gossamer.results.races import PUBLISHED, one_a_method, published, race_groups, races, shown
 
 
@@ -218,6 +218,8 @@ def test_longer_runs_of_fewer_methods_are_a_sentence_of_the_readme(checkout: Pat
     told = f"In 350 epochs, dense: 93.00; {METHODS['scl'].title}: 92.50 at 50 %, 91.50 at 90 %."
     assert f"{told} The paper prints" in summary(checkout)
     assert "In 20 epochs" not in summary(checkout)
+    rivals = [record(name, 0.9, 91.0, epochs=350, settings={"weight_decay": 1e-3}) for name in ("scl", "dpf")]
+    assert in_a_sentence(350, rivals).startswith(f"In 350 epochs, all with weight_decay=0.001, {METHODS['scl'].title}: 9")
 
 
 def test_of_two_that_are_as_near_the_readme_has_the_better(checkout: Path) -> None:

@@ -2,6 +2,7 @@
 
 import importlib
 import json
+from collections import Counter
 from pathlib import Path
 from types import ModuleType
 
@@ -61,6 +62,23 @@ def test_what_is_best_on_held_out_images_runs_at_the_other_sparsities(
     all_methods.main([*SMALL, "--out", str(tmp_path), "--seconds", "0"])  # all is there: no time is needed
     assert {path: path.stat().st_mtime_ns for path in tmp_path.glob("*.json")} == before
     assert "rewound (Renda)" in (tmp_path / "screening.md").read_text()
+
+
+def test_whole_filters_are_chosen_at_a_sparsity_of_their_own(
+    all_methods: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(all_methods, "OTHERS", (0.5, 0.7))
+    small = [*SMALL[:-2], "gradual", "slimming", "--out", str(tmp_path), "--commit", "abc"]
+    all_methods.main(small)
+    records = [json.loads(path.read_text()) for path in tmp_path.glob("*.json")]
+    tried = Counter((each["method"], each["asked_sparsity"]) for each in records)
+    assert tried["gradual", 0.95] == 2  # two weight decays
+    assert tried["gradual", 0.5] == tried["gradual", 0.7] == tried["slimming", 0.5] == 1  # what suited them
+    assert tried["slimming", 0.7] == 4  # and two penalties
+    assert ("slimming", 0.95) not in tried  # for which whole filters are too coarse here
+    page = (tmp_path / "screening.md").read_text()
+    assert "Whole filters:" in page
+    assert "Single connections" in page
 
 
 def test_nothing_is_begun_that_does_not_fit(

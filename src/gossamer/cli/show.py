@@ -1,5 +1,6 @@
 """What there is and what came out: `gossamer list` and `gossamer report`."""
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -40,13 +41,12 @@ class Report:
     def carry_out(self, console: Console) -> None:
         if not self.files:
             raise ValueError("expected folders of finished runs, got none: gossamer report DIR")
-        found = [[(run, read_result_file(run)) for run in _runs_in(file)] for file in self.files]
-        console.print(tables.of_results([(str(run), result) for runs in found for run, result in runs]))
-        for runs in found:
-            records = [result for _, result in runs if {"config", "diverged"} <= result.keys()]
-            if len(records) > 1:  # of a sweep, whose files are named by nothing that tells them apart
-                console.print(tables.of_rows(*sweep_table(records)))
-        for file in (run for runs in found for run, _ in runs) if self.layers else ():
+        found = {run: read_result_file(run) for file in self.files for run in _runs_in(file)}
+        console.print(tables.of_results([(str(run), result) for run, result in found.items()]))
+        swept = [result for result in found.values() if {"config", "diverged"} <= result.keys()]
+        if len(swept) > 1:  # the names of their files tell nothing
+            console.print(tables.of_rows(*sweep_table(sorted(swept, key=lambda each: json.dumps(each["config"])))))
+        for file in found if self.layers else ():
             console.print(tables.of_layers(read_layers(file), str(file)))
 
 

@@ -148,7 +148,7 @@ def mnist(root: Path) -> str:
     ours = [record for record in records if record["part"] == "default" and record["asked_sparsity"] == 0.95]
     return "\n\n".join(
         [
-            "## Fully connected DenseNet on MNIST",
+            "## The paper's tables on MNIST",
             f"117,152 connections, {first['epochs']} epochs, batch 64; test accuracy in percent at the last epoch, "
             f"mean ± standard deviation, seeds: {seeds}; {told}; `gossamer reproduce mnist --out results/mnist`.",
             table(*mnist_decay_table(records)),

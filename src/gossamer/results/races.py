@@ -26,6 +26,7 @@ _NAMES = {
     "cifar100": "CIFAR-100",
 }
 _OURS = "scl"
+_CHOSEN_ON = "resnet20"
 _WEIGHT_DECAY = 5e-4  # of a comparison that is asked for nothing else
 _PAPER = "preset=paper"
 _ASKED = {"seed", "method", "sparsity"}
@@ -33,8 +34,8 @@ _OUTCOMES = {"validation_accuracy": "validation", "accuracy": "test accuracy", "
 _OTHERS = "The same methods with other settings"
 _CHOICE = (
     "Of each method the setting that was run at most sparsities (with `python benchmarks/all_methods.py` chosen at "
-    "95 %, on held-out images, out of those of one race), of several the best on held-out images, of ours the default; "
-    "the others are folded away below."
+    "95 %, on held-out images, out of those of one race), of several the best on held-out images, of ours the default "
+    "and, where they ran, the paper's settings; the others are folded away below."
 )
 # What the paper prints, by share of zeros.
 PUBLISHED: Mapping[tuple[str, str], Mapping[float, float]] = MappingProxyType(
@@ -274,7 +275,9 @@ def _of_network(folder: Path, name: str, records: Sequence[Record]) -> str:
         f"## {_NAMES.get(first['net'], first['net'])} on {_NAMES.get(first['data'], first['data'])}",
         f"Test accuracy in percent at the last epoch against the share of zeros, {_over(seeds)} (or their number in "
         "brackets). Batch 64, cosine learning rate from 0.1 to 0, weight decay 5e-4, runs side by side on one "
-        f"{first['hardware']}; settings were chosen on held-out images. A row names what differs from the defaults.",
+        f"{'CPU' if first['hardware'] == 'cpu' else first['hardware']}; settings were chosen on held-out images"
+        f"{'' if first['net'] == _CHOSEN_ON else f', with {_NAMES[_CHOSEN_ON]}'}. A row names what differs from the "
+        "defaults.",
     ]
     parts += filter(None, [published(first["net"], first["data"])])
     for number, (epochs, every) in enumerate(by_epochs(records, "final")):
