@@ -147,7 +147,7 @@ def test_rows_keep_their_own_settings() -> None:
 
 
 def test_from_one_start_the_rate_of_masks_changes_nothing() -> None:
-    """Where the budget is exact and nothing else has a part, as in section 42 of the lab book: only the order counts."""
+    """Where the budget is exact and nothing else has a part only the order counts: section 42 of the lab book."""
 
     def masks(rate: float, **settings: Any) -> list[torch.Tensor]:
         rule, weights, timeline = begin("scl", 0.6, mask_lr=rate, removed_gradient=1.0, **settings)
