@@ -21,7 +21,6 @@ from safetensors.torch import load_file
 
 from gossamer.data.digits import load_digits
 from gossamer.training import Run, train
-from gossamer.training.progress import JsonLines
 
 RUN = Run(
     model="digits_cnn",
@@ -38,7 +37,7 @@ RUN = Run(
 
 def in_child(folder: Path) -> None:
     torch.set_num_threads(1)
-    train(RUN, folder, observers=[JsonLines(folder)])
+    train(RUN, folder)
 
 
 def steps_done(folder: Path) -> int:

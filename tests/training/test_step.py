@@ -21,7 +21,6 @@ from gossamer.data import ImageSet, TextSet
 from gossamer.training import LossNotFinite, Run, loop, modes, networks, result, step, task, train
 from gossamer.training.optimise import load_optimizer_state, make_optimizer, set_learning_rate
 from gossamer.training.place import Place
-from gossamer.training.progress import JsonLines
 from gossamer.training.step import Meter, check_last_step
 
 IMAGES = Run(
@@ -88,11 +87,9 @@ def test_captured_equals_eager(
     images: ImageSet, tmp_path: Path, pretended: type[Pretended], changes: list[str], graphs: int
 ) -> None:
     run = IMAGES.with_settings(changes)
-    eager = train(run, tmp_path / "eager", observers=[JsonLines(tmp_path / "eager")])
+    eager = train(run, tmp_path / "eager")
     assert pretended.made == 0
-    captured = train(
-        run.with_settings(["capture=true"]), tmp_path / "captured", observers=[JsonLines(tmp_path / "captured")]
-    )
+    captured = train(run.with_settings(["capture=true"]), tmp_path / "captured")
     assert pretended.made == graphs
     one, two = (
         [json.loads(line)["train"] for line in (tmp_path / name / "log.jsonl").read_text().splitlines()]

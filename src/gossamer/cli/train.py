@@ -13,7 +13,7 @@ from gossamer import tables
 from gossamer.cli.arguments import Assignments, Folder, RecipeName, at_home, joined
 from gossamer.recipes import Recipe, find
 from gossamer.training import train
-from gossamer.training.progress import JsonLines, LiveLine, Observer, PlainLines, TensorBoard
+from gossamer.training.progress import LiveLine, Observer, PlainLines, TensorBoard
 from gossamer.training.result import MODEL, RESULT, SPARSE_MODEL, read_layers
 
 
@@ -69,7 +69,7 @@ class Quickstart:
 
 def _train(recipe: Recipe, out: Path, changes: Sequence[str] = ()) -> dict[str, Any]:
     on_terminal = Console(stderr=True).is_terminal
-    observers: list[Observer] = [(LiveLine if on_terminal else PlainLines)(recipe.name), JsonLines(out)]
+    observers: list[Observer] = [(LiveLine if on_terminal else PlainLines)(recipe.name)]
     if TensorBoard.is_installed():
         observers.append(TensorBoard(out))
     return train(recipe.run.with_settings(changes), out, observers=observers)

@@ -41,7 +41,7 @@ from gossamer.training.place import (
     synchronise_batch_norm,
     whole_state,
 )
-from gossamer.training.progress import Observer, Observers, Status
+from gossamer.training.progress import JsonLines, Observer, Observers, Status
 from gossamer.training.run import Run
 from gossamer.training.snapshot import Parts
 from gossamer.training.step import Meter, Step, check_last_step
@@ -58,7 +58,8 @@ _ASK_AFTER = 2.0  # seconds
 @advice_on_lost_workers()
 @advice_on_lost_processes()
 def train(run: Run, out: Path | str, *, observers: Sequence[Observer] = ()) -> dict[str, Any]:
-    """Train `run`, or go on with it, in the folder `out`. Returns what is in result.json."""
+    """Train `run`, or go on with it, in the folder `out`. Returns what is in result.json; `observers` are told how it
+    goes, beside the log in that folder."""
     if not isinstance(run, Run):
         raise TypeError(
             f"expected a Run, got {run!r}: Run(model=…), or that of a recipe, gossamer.recipes.find('digits').run"
@@ -149,7 +150,7 @@ def _train(run: Run, folder: Path, observers: Sequence[Observer], held: ExitStac
             decay=_decay(sparsifier),
         )
 
-    watching_all = Observers(observers if place.leads else ())
+    watching_all = Observers([JsonLines(folder), *observers] if place.leads else ())
     with (
         fast_algorithms(place),
         watching_all as watching,
