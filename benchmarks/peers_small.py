@@ -30,7 +30,7 @@ from gossamer.results.records import table
 from gossamer.side_by_side import Member, Race, run_race
 from gossamer.side_by_side.compare import Comparison, record
 from gossamer.side_by_side.entrants import entrant
-from gossamer.training.result import write_json
+from gossamer.training.result import commit, write_json
 
 HELD_OUT = 2000
 
@@ -152,7 +152,7 @@ def race(
         for text, member, outcome in zip(missing, runs, outcomes, strict=True):
             about = {"tier": "small", "net": name_of_net, "data": images.name, "images": len(images.train)}
             about["accuracy_on"] = f"{len(images.test)} images held out of the training set"
-            content = {**about, **record(member, outcome, phases, seconds, len(runs), torch.device("cpu"))}
+            content = {**about, "commit": commit(), **record(member, outcome, phases, seconds, len(runs), torch.device("cpu"))}
             write_json(paths[text], content)
         found += [*paths.values()]
     return found

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from gossamer.data.sets import ImageSet, Labelled
+from gossamer.training.result import commit
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
@@ -58,6 +59,7 @@ def test_a_record_a_run_and_none_twice(tmp_path: Path) -> None:
     told = [json.loads(file.read_text()) for file in files]
     assert [each["method"] for each in told] == ["dpf", "str"]
     assert told[1]["settings"]["rate"] == 50
+    assert [each["commit"] for each in told] == [commit()] * 2
     assert all(abs(each["sparsity"] - 0.9) < 1e-4 for each in told)
     times = [file.stat().st_mtime_ns for file in files]
     assert small.race(tmp_path, small.NETWORKS["residual"], ["dpf", "str:rate=50"], 0.9, 1, 4, images()) == files
