@@ -152,8 +152,8 @@ def race(
         for text, member, outcome in zip(missing, runs, outcomes, strict=True):
             about = {"tier": "small", "net": name_of_net, "data": images.name, "images": len(images.train)}
             about["accuracy_on"] = f"{len(images.test)} images held out of the training set"
-            content = {**about, "commit": commit(), **record(member, outcome, phases, seconds, len(runs), torch.device("cpu"))}
-            write_json(paths[text], content)
+            content = record(member, outcome, phases, seconds, len(runs), torch.device("cpu"))
+            write_json(paths[text], {**about, "commit": commit(), **content})
         found += [*paths.values()]
     return found
 

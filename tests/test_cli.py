@@ -88,6 +88,10 @@ def test_a_report_of_a_folder_of_runs(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "train it to the end first" in capsys.readouterr().err
     assert run("report") == 2
     assert "expected folders of finished runs, got none" in capsys.readouterr().err
+    (tmp_path / "race").mkdir()
+    (tmp_path / "race" / "0.json").write_text(json.dumps({"tier": "screening", "accuracy": 90.0}))
+    assert run("report", str(tmp_path / "race")) == 2
+    assert "a comparison has its table beside its records" in " ".join(capsys.readouterr().err.split())
 
 
 def test_a_report_of_a_sweep_says_what_its_runs_differ_in(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -149,7 +149,10 @@ def read_result_file(path: Path) -> dict[str, Any]:
         raise FileNotFoundError(f"expected a finished run with a {RESULT} in it, got {path}: train it to the end first")
     values = read_object(file)
     if not {"sparsity", "connections", "weights", "seconds"} <= values.keys():
-        raise ValueError(f"expected the result of a run in {file}, got something else")
+        raise ValueError(
+            f"expected the result of a run in {file}, got something else: name folders of gossamer train or sweep; a "
+            "comparison has its table beside its records (screening.md, final.md)"
+        )
     return values
 
 
