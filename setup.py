@@ -2,6 +2,6 @@
 
 from setuptools import Extension, setup
 
-KERNELS = Extension("gossamer.runtime.kernels", ["src/gossamer/runtime/kernels.c"], optional=True)
+KERNELS = Extension("gossamer.deployment.runtime.kernels", ["src/gossamer/deployment/runtime/kernels.c"], optional=True)
 
 setup(ext_modules=[KERNELS])

@@ -1,7 +1,7 @@
 """How pip builds this package: setuptools, plus the native kernels.
 
-Kernels are compiled by the very functions that first use would call (src/gossamer/runtime/compiling.py, which needs
-no torch), and the library goes beside their source: into the wheel, or into the source tree of an editable
+Kernels are compiled by the functions that the first use would call (compiling.py of the runtime, which needs no torch),
+and the library goes beside their source: into the wheel, or into the source tree of an editable
 installation. A machine without a compiler still gets the package: the extension is optional, a failure is a warning,
 and the first ``deploy`` tries again.
 """
@@ -39,7 +39,7 @@ __all__ = [
     "prepare_metadata_for_build_wheel",
 ]
 
-RUNTIME = Path(__file__).resolve().parents[1] / "src" / "gossamer" / "runtime"
+RUNTIME = Path(__file__).resolve().parents[1] / "src" / "gossamer" / "deployment" / "runtime"
 ZIG = "ziglang>=0.13"
 ZIG_HAS_WHEELS = {"Linux": ("x86_64", "aarch64"), "Darwin": ("x86_64", "arm64"), "Windows": ("AMD64", "ARM64")}
 

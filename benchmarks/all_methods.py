@@ -19,10 +19,10 @@ from typing import Any
 
 import torch
 
+from gossamer.lab.batched.compare import TIERS, Comparison, compare, paths_of
+from gossamer.lab.results.records import read_run
 from gossamer.methods import METHODS, find
-from gossamer.results.records import read_run
-from gossamer.side_by_side.compare import TIERS, Comparison, compare, paths_of
-from gossamer.training.result import commit
+from gossamer.provenance import commit
 
 FIRST, WHOLE_FIRST = 0.95, 0.7  # of single connections, of whole filters
 OTHERS = (0.5, 0.7, 0.9, 0.98)

@@ -24,10 +24,10 @@ import torch
 from hypotheses import FORMER, SEEDS
 from screen import VALIDATION, make_run, race_all, tiny_images
 
-from gossamer import data
-from gossamer.data.sets import ImageSet
-from gossamer.side_by_side import Member, Race
-from gossamer.side_by_side.compare import Comparison
+from gossamer.lab import data
+from gossamer.lab.batched import Member, Race
+from gossamer.lab.batched.compare import Comparison
+from gossamer.lab.data.sets import ImageSet
 
 GENERATOR = "+++++-+-++--++--+-+----"  # of the design of 24 runs and 23 settings (Plackett and Burman, 1946)
 

@@ -26,8 +26,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from gossamer.checkpoint import load
-from gossamer.training.result import commit
+from gossamer.io.sparse_file import load
+from gossamer.provenance import commit
 
 Product = Callable[[], Tensor]
 

@@ -3,8 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from gossamer.results.records import BEFORE
-from gossamer.side_by_side import Member
+from gossamer.lab.batched import Member
+from gossamer.lab.results.records import BEFORE
 
 SEEDS = (0, 1, 2)
 # What the defaults were before.

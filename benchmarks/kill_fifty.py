@@ -19,8 +19,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from gossamer.data.digits import load_digits
-from gossamer.training import Run, train
+from gossamer.lab.data.digits import load_digits
+from gossamer.lab.training import Run, train
 
 RUN = Run(
     model="digits_cnn",
@@ -52,7 +52,7 @@ def main() -> int:
     options = parser.parse_args()
     chance = random.Random(options.seed)
     server = multiprocessing.get_context("forkserver")
-    server.set_forkserver_preload(["gossamer.training", "sklearn.datasets"])
+    server.set_forkserver_preload(["gossamer.lab.training", "sklearn.datasets"])
 
     with tempfile.TemporaryDirectory() as temporary:
         torn, whole = Path(temporary, "torn"), Path(temporary, "whole")

@@ -21,16 +21,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from gossamer import data
-from gossamer.data.sets import ImageSet, Labelled
-from gossamer.models.initialise import he_initialise_
-from gossamer.models.resnet import BasicBlock
-from gossamer.results import race_blocks, race_table
-from gossamer.results.records import table
-from gossamer.side_by_side import Member, Race, run_race
-from gossamer.side_by_side.compare import Comparison, record
-from gossamer.side_by_side.entrants import entrant
-from gossamer.training.result import commit, write_json
+from gossamer.lab import data
+from gossamer.lab.batched import Member, Race, run_race
+from gossamer.lab.batched.compare import Comparison, record
+from gossamer.lab.batched.entrants import entrant
+from gossamer.lab.data.sets import ImageSet, Labelled
+from gossamer.lab.models.initialise import he_initialise_
+from gossamer.lab.models.resnet import BasicBlock
+from gossamer.lab.results import race_blocks, race_table
+from gossamer.lab.results.records import table
+from gossamer.lab.training.result import write_json
+from gossamer.provenance import commit
 
 HELD_OUT = 2000
 

@@ -21,10 +21,11 @@ from torch.nn import functional
 
 import gossamer
 from gossamer import Sparsifier
-from gossamer.data.batches import Batches
-from gossamer.data.sets import ImageSet
-from gossamer.training.result import commit, write_json
-from gossamer.training.values import guess
+from gossamer.lab.data.batches import Batches
+from gossamer.lab.data.sets import ImageSet
+from gossamer.lab.training.result import write_json
+from gossamer.lab.training.values import guess
+from gossamer.provenance import commit
 
 RATE, BATCH = 0.1, 64
 

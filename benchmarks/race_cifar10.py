@@ -16,12 +16,12 @@ from pathlib import Path
 
 import torch
 
-from gossamer import data, models
-from gossamer.data.sets import ImageSet
+from gossamer.lab import data, models
+from gossamer.lab.batched import Member, Outcome, Race, run_race
+from gossamer.lab.batched.compare import record
+from gossamer.lab.data.sets import ImageSet
+from gossamer.lab.training.result import write_json
 from gossamer.methods import find
-from gossamer.side_by_side import Member, Outcome, Race, run_race
-from gossamer.side_by_side.compare import record
-from gossamer.training.result import write_json
 
 SEEDS = (0, 1, 2)
 SCREENING = Race(warmup=12, sparsify=18, stabilise=8, finetune=12)

@@ -14,11 +14,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import update_bn
 
-from gossamer import data
-from gossamer.data.augment import crop_flip, draw_crop_flip, normalise, scale_and_shift
-from gossamer.data.sets import ImageSet, Labelled
-from gossamer.stored import open_network
-from gossamer.training.result import commit, write_json
+from gossamer.lab import data
+from gossamer.lab.data.augment import crop_flip, draw_crop_flip, normalise, scale_and_shift
+from gossamer.lab.data.sets import ImageSet, Labelled
+from gossamer.lab.stored import open_network
+from gossamer.lab.training.result import write_json
+from gossamer.provenance import commit
 
 BATCH = 500
 

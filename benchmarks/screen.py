@@ -37,13 +37,13 @@ import torch
 from hypotheses import FORMER, HYPOTHESES, STAGES, Hypothesis
 from torch import nn
 
-from gossamer import data, models
-from gossamer.checkpoint import save
-from gossamer.data.sets import ImageSet, Labelled
-from gossamer.side_by_side import Member, Race, run_race
-from gossamer.side_by_side.compare import Comparison, record
-from gossamer.side_by_side.entries import teachers_of
-from gossamer.training.result import write_json
+from gossamer.io.sparse_file import save
+from gossamer.lab import data, models
+from gossamer.lab.batched import Member, Race, run_race
+from gossamer.lab.batched.compare import Comparison, record
+from gossamer.lab.batched.entries import teachers_of
+from gossamer.lab.data.sets import ImageSet, Labelled
+from gossamer.lab.training.result import write_json
 
 VALIDATION = 5000
 SECONDS = 0.17  # an epoch and run of ResNet-20 on an H200; the measured figure takes its place after the first race

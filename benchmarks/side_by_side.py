@@ -11,13 +11,13 @@ from pathlib import Path
 
 import torch
 
-from gossamer import models
-from gossamer.data.sets import ImageSet, Labelled
+from gossamer.lab import models
+from gossamer.lab.batched import Member, Race
+from gossamer.lab.batched.entries import lanes_of
+from gossamer.lab.batched.race import Running
+from gossamer.lab.data.sets import ImageSet, Labelled
+from gossamer.provenance import commit
 from gossamer.schedule import Phase
-from gossamer.side_by_side import Member, Race
-from gossamer.side_by_side.entries import lanes_of
-from gossamer.side_by_side.race import Running
-from gossamer.training.result import commit
 
 IMAGES = {"cifar10": 50_000, "mnist": 60_000}
 

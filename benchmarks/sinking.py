@@ -18,8 +18,8 @@ import torch
 from peers_small import PlainNetwork, race
 from torch.nn import functional
 
-from gossamer import data
-from gossamer.data.sets import ImageSet, Labelled
+from gossamer.lab import data
+from gossamer.lab.data.sets import ImageSet, Labelled
 
 HELD_OUT = 5000
 

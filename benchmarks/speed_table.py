@@ -18,9 +18,9 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from gossamer import models
-from gossamer.speed import ENGINES, SpeedReport, measure
-from gossamer.stored import open_network
+from gossamer.deployment.speed import ENGINES, SpeedReport, measure
+from gossamer.lab import models
+from gossamer.lab.stored import open_network
 
 Example = Callable[[int], Tensor]
 PARTS = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")  # of a layer of nn.LSTM

@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import gossamer
-from gossamer import models
-from gossamer.side_by_side.capture import Captured
-from gossamer.training.result import commit
+from gossamer.lab import models
+from gossamer.lab.training.capture import Captured
+from gossamer.provenance import commit
 
 Step = Callable[[], None]
 

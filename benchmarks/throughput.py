@@ -32,11 +32,11 @@ import torch
 from throughput_modes import write_modes
 from throughput_steps import Case, Trained, case_of, modes_of
 
-from gossamer import models
-from gossamer.models.digits_cnn import QUICK_START
+from gossamer.lab import models
+from gossamer.lab.models.digits_cnn import QUICK_START
+from gossamer.lab.training.modes import Mode
+from gossamer.provenance import commit
 from gossamer.schedule import Phase
-from gossamer.training.modes import Mode
-from gossamer.training.result import commit
 
 EPOCH = {"mnist": 60_000, "cifar10": 50_000, "imagefolder": 1_281_167, "wikitext2": 2_088_628}  # images or words
 ZOO = [name for name in models.names() if name != QUICK_START]  # which trains in seconds anywhere

@@ -8,7 +8,7 @@ from typing import Any
 
 from throughput_steps import Case, modes_of
 
-from gossamer.training.modes import Measured, Mode
+from gossamer.lab.training.modes import Measured, Mode
 
 ENOUGH = 0.97  # of the fastest mode's speed, for a simpler one to be taken
 COMPILING_GAINS = 0.9  # of the time of the same mode that is not compiled is what a compiled one may take

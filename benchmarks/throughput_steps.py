@@ -8,15 +8,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from gossamer import Sparsifier, models
-from gossamer.data import ImageSet, Labelled, TextSet
-from gossamer.recipes import RECIPES
-from gossamer.training import Run, networks
-from gossamer.training.modes import Mode
-from gossamer.training.optimise import make_optimizer
-from gossamer.training.place import Place, autocast, forward_of
-from gossamer.training.step import Meter, Step
-from gossamer.training.task import ImageTask, TextTask
+from gossamer import Sparsifier
+from gossamer.lab import models
+from gossamer.lab.data import ImageSet, Labelled, TextSet
+from gossamer.lab.recipes import RECIPES
+from gossamer.lab.training import Run, networks
+from gossamer.lab.training.modes import Mode
+from gossamer.lab.training.optimise import make_optimizer
+from gossamer.lab.training.place import Place, autocast, forward_of
+from gossamer.lab.training.step import Meter, Step
+from gossamer.lab.training.task import ImageTask, TextTask
 
 FLAT = ("fc_densenet_mnist", "lenet300", "indrnn")  # they take images as vectors
 TINY_WORDS = 16  # vocabulary and units of the language model in a check

@@ -1,48 +1,23 @@
 """The code itself: style, types, imports that point down, a README of one screen, an example that runs."""
 
-import ast
 import subprocess
 import sys
 from dataclasses import fields
+from graphlib import TopologicalSorter
 from pathlib import Path
 
-import pytest
+from imports import imports, modules, package, room
 
-from gossamer.results import documents
+from gossamer.lab.results import documents
 from gossamer.settings import Settings
 
 ROOT = Path(__file__).parent.parent
-SOURCE = ROOT / "src" / "gossamer"
 
-# From the bottom up. A module may import from its own layer and from those below.
-LAYERS = (
-    {"method", "_json", "distillation", "schedule", "sharding", "tune", "_selectors", "_engines", "_hooks", "reach"},
-    {"settings", "budget_kernels", "budget", "select", "_forward"},
-    {"flops", "target", "store", "moments", "models", "data", "_claims", "keep_zeros", "sparsefile"},
-    {
-        "learning_kernels",
-        "learning",
-        "health_kernels",
-        "health",
-        "_resume",
-        "report",
-        "verify",
-        "checkpoint",
-        "runtime",
-        "methods",
-    },
-    {"sample_scales", "_preconditions", "compaction", "results", "stored"},
-    {"connectivity"},
-    {"sparsifier"},
-    {"__init__"},
-    {"side_by_side", "training"},
-    {"recipes", "exports"},
-    {"reproduce"},
-    {"tables", "speed"},
-    {"cli"},
-    {"__main__"},
-)
-LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
+ROOMS = ("library", "deployment", "lab", "cli")  # each may import itself and those before it
+FACADES = {"gossamer", "gossamer.__main__"}  # they offer everything, and import the later rooms on first use
+
+MODULES = modules()
+IMPORTS = [each for name, path in MODULES.items() for each in imports(name, path, MODULES)]
 
 
 def run(*command: str) -> None:
@@ -59,41 +34,48 @@ def test_types() -> None:
     run("mypy")
 
 
-def imported(path: Path) -> set[str]:
-    """The parts of gossamer that a file imports."""
-    found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "gossamer":
-            parts = node.module.split(".")
-            found |= {parts[1]} if len(parts) > 1 else {alias.name for alias in node.names}
-        if isinstance(node, ast.Import):
-            found |= {alias.name.split(".")[1] for alias in node.names if alias.name.startswith("gossamer.")}
-    return found & set(LEVEL)
+def test_imports_point_from_the_cli_to_the_library() -> None:
+    upwards = [
+        f"{each.importer} imports {each.imported}"
+        for each in IMPORTS
+        if each.importer not in FACADES and ROOMS.index(room(each.imported)) > ROOMS.index(room(each.importer))
+    ]
+    assert not upwards
 
 
-@pytest.mark.parametrize("path", sorted(SOURCE.rglob("*.py")), ids=lambda path: str(path.relative_to(SOURCE)))
-def test_imports_point_down(path: Path) -> None:
-    own = path.relative_to(SOURCE).parts[0].removesuffix(".py")
-    upwards = {name for name in imported(path) if LEVEL[name] > LEVEL[own]}
-    assert not upwards, f"{own} imports {', '.join(sorted(upwards))}, which lies above it"
+def test_no_imports_go_in_circles() -> None:
+    """Neither between files nor between packages that are not inside one another."""
+    between_packages: dict[str, set[str]] = {}
+    between_files: dict[str, set[str]] = {}
+    for each in IMPORTS:
+        between_files.setdefault(each.importer, set()).add(each.imported)
+        importer, imported = package(each.importer, MODULES), package(each.imported, MODULES)
+        if not (f"{imported}.".startswith(f"{importer}.") or f"{importer}.".startswith(f"{imported}.")):
+            between_packages.setdefault(importer, set()).add(imported)
+    for graph in (between_files, between_packages):
+        TopologicalSorter(graph).prepare()  # raises CycleError with the circle
 
 
-def test_files_stay_small() -> None:
-    long = [path.name for path in SOURCE.rglob("*.py") if len(path.read_text().splitlines()) > 400]
-    assert not long
+def test_no_import_hides_inside_a_function() -> None:
+    """Only files of Triton kernels are imported late, as Triton is optional."""
+    hidden = [each for each in IMPORTS if each.inside_a_function and not each.imported.endswith("_triton")]
+    assert not hidden
 
 
 def test_the_reference_shares_no_code_with_the_library() -> None:
-    for path in (ROOT / "tests" / "reference").glob("*.py"):
-        assert not imported(path), path.name
+    for path in (ROOT / "tests" / "core" / "reference").glob("*.py"):
+        assert not list(imports(path.stem, path, MODULES)), path.name
 
 
-def test_the_parts_are_there_without_an_import_of_their_own() -> None:
+def test_import_is_light_and_the_parts_are_there() -> None:
     code = """
 import sys, gossamer
 loaded = {name.split(".")[1] for name in sys.modules if name.startswith("gossamer.")}
-assert not loaded & {"training", "recipes", "cli", "speed"}, loaded
-assert gossamer.models.create("lenet300") and gossamer.exports.to_onnx and gossamer.recipes.find("digits")
+assert not loaded & {"deployment", "lab", "cli"}, loaded
+heavy = {"triton", "torchvision", "pandas", "plotly", "onnx", "onnxruntime", "tyro", "transformers", "sklearn"}
+assert not heavy & set(sys.modules), heavy & set(sys.modules)
+assert callable(gossamer.deploy) and callable(gossamer.compact)
+assert gossamer.lab.models.create("lenet300") and gossamer.lab.recipes.find("digits")
 assert not hasattr(gossamer, "model")
 """
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
@@ -106,7 +88,7 @@ def test_readme_fits_a_screen() -> None:
 
 def test_generated_tables_are_current() -> None:
     for path, content in documents(ROOT).items():
-        assert path.read_text() == content, f"{path.name}: run python -m gossamer.results"
+        assert path.read_text() == content, f"{path.name}: run python -m gossamer.lab.results"
 
 
 def test_the_example_runs() -> None:

@@ -1,19 +1,19 @@
 """Gossamer makes neural networks sparse while they train."""
 
 from importlib import import_module
-from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from gossamer.checkpoint import load, save
-from gossamer.compaction import compact
 from gossamer.distillation import distil
+from gossamer.io import load, save
 from gossamer.keep_zeros import keep_zeros
+from gossamer.prunable import select
 from gossamer.report import report
-from gossamer.runtime import deploy
-from gossamer.select import select
 from gossamer.sparsifier import Sparsifier
 from gossamer.tune import tune_decay
 from gossamer.verify import verify
+
+if TYPE_CHECKING:
+    from gossamer.deployment import compact, deploy
 
 __version__ = "0.1.0"
 
@@ -31,12 +31,15 @@ __all__ = [
     "verify",
 ]
 
-_PARTS = ("data", "exports", "methods", "models", "recipes", "side_by_side", "speed", "stored", "training")
+_PARTS = ("deployment", "io", "lab", "methods")
+_DEPLOYMENT = ("compact", "deploy")
 
-if not TYPE_CHECKING:  # else every misspelt name would pass for a part
+if not TYPE_CHECKING:  # otherwise type checkers would accept every misspelt name
 
-    def __getattr__(name: str) -> ModuleType:
-        """`import gossamer` is enough for `gossamer.models.create`; a part is imported when it is first asked for."""
+    def __getattr__(name: str) -> Any:
+        """Import deployment and the laboratory when they are first used, so that `import gossamer` stays light."""
         if name in _PARTS:
             return import_module(f"gossamer.{name}")
+        if name in _DEPLOYMENT:
+            return getattr(import_module("gossamer.deployment"), name)
         raise AttributeError(f"module 'gossamer' has no attribute {name!r}")

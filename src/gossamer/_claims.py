@@ -5,7 +5,7 @@ from weakref import WeakKeyDictionary
 
 from torch.optim import Optimizer
 
-from gossamer.select import Weight
+from gossamer.prunable import Weight
 
 _CLAIMS: WeakKeyDictionary[object, frozenset[int]] = WeakKeyDictionary()  # owner -> ids of its parameters
 

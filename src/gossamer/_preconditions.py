@@ -4,11 +4,11 @@ from collections.abc import Sequence
 
 import torch.distributed as dist
 
-from gossamer.sample_scales import check_layers
-from gossamer.select import Weight
+from gossamer.per_sample.scales import check_layers
+from gossamer.prunable import Weight
 from gossamer.settings import Settings
 from gossamer.sharding import shard_axis
-from gossamer.store import common_device
+from gossamer.state import common_device
 
 
 def check_weights(weights: Sequence[Weight], settings: Settings, *, sharded: bool, replicated: bool) -> None:

@@ -3,8 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from gossamer.prunable import Weight
 from gossamer.schedule import Phase
-from gossamer.select import Weight
 from gossamer.settings import Settings
 from gossamer.target import Target
 

@@ -243,7 +243,7 @@ def _meet_with_kernels_(
     values: Tensor, masks: Tensor, budgets: Tensor, protected: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Returns the threshold of each row, and how many of its masks have changed."""
-    from gossamer.budget_kernels import lower_on_gpu_, meet_budgets_on_gpu_  # need Triton, which GPU builds bring
+    from gossamer.budget_triton import lower_on_gpu_, meet_budgets_on_gpu_  # need Triton, which GPU builds bring
 
     kept = _raise_(values, protected)
     thresholds, flips = meet_budgets_on_gpu_(values, masks, budgets)

@@ -14,13 +14,13 @@ from torch import Tensor
 
 from gossamer import method
 from gossamer.budget import meet_budget_
-from gossamer.health import Health, HealthLog
+from gossamer.diagnostics import Health, HealthLog
 from gossamer.learning import Moves, damp_removed_, has_kernels, learn_masks_
-from gossamer.sample_scales import SampleScales
-from gossamer.select import Weight
+from gossamer.per_sample.scales import SampleScales
+from gossamer.prunable import Weight
 from gossamer.settings import Settings
 from gossamer.sharding import gathered, local, sharded_like
-from gossamer.store import Store
+from gossamer.state import Store
 from gossamer.target import Target
 
 _PIECE = 1 << 18  # connections treated together on a CPU
@@ -303,7 +303,7 @@ class Connectivity:
         tensors = [local(parameter) for parameter in self._parameters]
         if not has_kernels(self.store, tensors):
             return False
-        from gossamer.learning_kernels import show_on_gpu_  # needs Triton
+        from gossamer.learning_triton import show_on_gpu_  # needs Triton
 
         show_on_gpu_(self.store, tensors)
         return True

@@ -8,7 +8,7 @@ from torch.optim import Optimizer
 
 from gossamer._hooks import uncompiled
 from gossamer._selectors import Selectors
-from gossamer.select import select
+from gossamer.prunable import select
 from gossamer.sharding import local
 
 

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from gossamer import method
 from gossamer.budget import triton_is_there
-from gossamer.select import Weight
+from gossamer.prunable import Weight
 from gossamer.settings import Settings
 from gossamer.sharding import shard_axis
-from gossamer.store import Store
+from gossamer.state import Store
 
 _FUSED_TYPES = (torch.float32, torch.bfloat16, torch.float16)
 _PIECE = 1 << 20  # connections treated together on a CPU: 4 MiB of each kind
@@ -168,7 +168,7 @@ def _learn_in_two_passes_(
     found_inf: Tensor | None,
 ) -> Outcome:
     """The same with fused kernels: a pass for the scale of the mask gradient and one for everything else."""
-    from gossamer.learning_kernels import descend_on_gpu_, judge_on_gpu, sums_of_squares_on_gpu  # needs Triton
+    from gossamer.learning_triton import descend_on_gpu_, judge_on_gpu, sums_of_squares_on_gpu  # needs Triton
 
     squares = sums_of_squares_on_gpu(store, gradients, unscale)
     divisor: Tensor | None

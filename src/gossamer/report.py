@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from gossamer._selectors import Selectors
 from gossamer.flops import FLOPS_PER_MULTIPLY_ADD, positions
-from gossamer.select import Weight, select
+from gossamer.prunable import Weight, select
 from gossamer.sharding import whole
 
 

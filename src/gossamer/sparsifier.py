@@ -27,11 +27,11 @@ from gossamer._preconditions import check_weights
 from gossamer._resume import FORMAT, check_state
 from gossamer._selectors import Selectors, clean_name
 from gossamer.connectivity import Connectivity, floors
+from gossamer.diagnostics import Health
 from gossamer.flops import positions
-from gossamer.health import Health
+from gossamer.prunable import Weight, select
 from gossamer.reach import reaches
 from gossamer.schedule import Phase, Plan, make_plan
-from gossamer.select import Weight, select
 from gossamer.settings import choose
 from gossamer.sharding import local, shard_group
 from gossamer.target import make_target

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map
 
 from gossamer._forward import arguments, undisturbed
 from gossamer._selectors import Selectors, clean_name, some
-from gossamer.select import Weight, select
+from gossamer.prunable import Weight, select
 from gossamer.sharding import whole
 
 Other: TypeAlias = nn.Module | torch.export.ExportedProgram | Mapping[str, Tensor] | Callable[..., Any]

@@ -26,9 +26,9 @@ from gossamer.cli.paper import Reproduce
 from gossamer.cli.show import List, Report
 from gossamer.cli.telling import tell
 from gossamer.cli.train import Quickstart, Train, leads
-from gossamer.training import Interrupted
-from gossamer.training.checkpoint import Checkpoints
-from gossamer.training.place import end_process
+from gossamer.lab.training import Interrupted
+from gossamer.lab.training.checkpoint import Checkpoints
+from gossamer.lab.training.place import end_process
 
 # What a user's input or machine can cause. Anything else is a fault of ours and keeps its traceback.
 _EXPECTED = (ValueError, OSError, ImportError, ArithmeticError, RuntimeError)

@@ -8,7 +8,7 @@ from typing import Annotated
 import tyro
 from tyro.conf import arg
 
-from gossamer.training.run import full_key
+from gossamer.lab.training.run import full_key
 
 RecipeName = Annotated[tyro.conf.Positional[str], arg(metavar="RECIPE")]
 Assignments = Annotated[

@@ -6,13 +6,13 @@ from typing import Literal
 from rich.console import Console
 from rich.progress import Progress as Bar
 
-from gossamer.checkpoint import load
 from gossamer.cli.arguments import NetworkFile, OptionalFile, OptionalName
-from gossamer.exports import Exported, to_dense, to_onnx, to_torch
-from gossamer.sparsefile.container import writable
-from gossamer.speed import ENGINES, measure
-from gossamer.speed.report import plot
-from gossamer.stored import open_network
+from gossamer.deployment.exports import Exported, to_dense, to_onnx, to_torch
+from gossamer.deployment.speed import ENGINES, measure
+from gossamer.deployment.speed.report import plot
+from gossamer.io.container import writable
+from gossamer.io.sparse_file import load
+from gossamer.lab.stored import open_network
 
 
 @dataclass(frozen=True)

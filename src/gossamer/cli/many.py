@@ -6,7 +6,6 @@ from typing import Any, Literal
 
 from rich.console import Console
 
-from gossamer import tables
 from gossamer.cli.arguments import (
     Assignments,
     Folder,
@@ -18,14 +17,15 @@ from gossamer.cli.arguments import (
     joined,
 )
 from gossamer.cli.telling import lines_to
+from gossamer.lab import tables
+from gossamer.lab.batched import runs_of, sweep
+from gossamer.lab.batched.compare import TIERS, Comparison, compare
+from gossamer.lab.batched.sweeps import record_path
+from gossamer.lab.batched.tuned import tuned
+from gossamer.lab.recipes import find
+from gossamer.lab.results import about, race_blocks, race_table, sweep_table
 from gossamer.methods import METHODS
-from gossamer.recipes import find
-from gossamer.results import about, race_blocks, race_table, sweep_table
-from gossamer.side_by_side import runs_of, sweep
-from gossamer.side_by_side.compare import TIERS, Comparison, compare
-from gossamer.side_by_side.sweeps import record_path
-from gossamer.side_by_side.tuned import tuned
-from gossamer.training.result import commit
+from gossamer.provenance import commit
 
 
 @dataclass(frozen=True)

@@ -7,13 +7,13 @@ from typing import Literal
 import tyro
 from rich.console import Console
 
-from gossamer import tables
 from gossamer.cli.arguments import OptionalFolder, at_home
 from gossamer.cli.telling import lines_to
-from gossamer.reproduce import map_fitting, mnist
-from gossamer.results import map_fitting_rows, mnist_decay_table, mnist_estimator_table
-from gossamer.side_by_side.folder import held
-from gossamer.training.place import check_one_process, join
+from gossamer.lab import tables
+from gossamer.lab.batched.folder import held
+from gossamer.lab.reproduce import map_fitting, mnist
+from gossamer.lab.results import map_fitting_rows, mnist_decay_table, mnist_estimator_table
+from gossamer.lab.training.place import check_one_process, join
 
 
 @dataclass(frozen=True)

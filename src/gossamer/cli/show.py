@@ -9,9 +9,9 @@ import tyro
 from rich.console import Console
 from tyro.conf import arg
 
-from gossamer import tables
-from gossamer.results import sweep_table
-from gossamer.training.result import RESULT, RUN, read_layers, read_result_file
+from gossamer.lab import tables
+from gossamer.lab.results import sweep_table
+from gossamer.lab.training.result import RESULT, RUN, read_layers, read_result_file
 
 
 @dataclass(frozen=True)

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from gossamer import tables
 from gossamer.cli.arguments import Assignments, Folder, RecipeName, at_home, joined
-from gossamer.recipes import Recipe, find
-from gossamer.training import train
-from gossamer.training.progress import LiveLine, Observer, PlainLines, TensorBoard
-from gossamer.training.result import MODEL, RESULT, SPARSE_MODEL, read_layers
+from gossamer.lab import tables
+from gossamer.lab.recipes import Recipe, find
+from gossamer.lab.training import train
+from gossamer.lab.training.progress import LiveLine, Observer, PlainLines, TensorBoard
+from gossamer.lab.training.result import MODEL, RESULT, SPARSE_MODEL, read_layers
 
 
 @dataclass(frozen=True)

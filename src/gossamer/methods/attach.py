@@ -26,10 +26,10 @@ from gossamer._selectors import Selectors
 from gossamer.methods.registry import find, make_options
 from gossamer.methods.rule import Layout, Request, Rule, Timeline
 from gossamer.methods.slimming import gains_of
+from gossamer.prunable import Weight, select
 from gossamer.schedule import Phase, Plan, make_plan
-from gossamer.select import Weight, select
 from gossamer.settings import Settings
-from gossamer.store import common_device
+from gossamer.state import common_device
 
 _FORMAT = 1
 

@@ -262,7 +262,7 @@ class SCL(MasksOfBudget, DenseGradient[SCLOptions]):
         self, gradient: Tensor, weights: Tensor, rate: Tensor, share: Tensor | None, cap: Tensor | None
     ) -> None:
         """The same with fused kernels, where nothing is to be tried out."""
-        from gossamer.methods.scl_kernels import mean_squares_on_gpu, move_on_gpu_  # needs Triton
+        from gossamer.methods.scl_triton import mean_squares_on_gpu, move_on_gpu_  # needs Triton
 
         divisor = self._scales["network"].sizes(mean_squares_on_gpu(gradient, weights))
         move_on_gpu_(

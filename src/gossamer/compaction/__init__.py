@@ -1,7 +1,0 @@
-"""A sparse model made smaller: whatever the zeros have cut off is taken out of the tensors."""
-
-from gossamer.compaction.compact import CompactionError, compact
-from gossamer.compaction.summary import Compaction, CompactionReport, Layer, Stayed
-from gossamer.compaction.trace import UntraceableError
-
-__all__ = ["Compaction", "CompactionError", "CompactionReport", "Layer", "Stayed", "UntraceableError", "compact"]

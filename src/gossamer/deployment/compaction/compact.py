@@ -1,0 +1,153 @@
+"""``compact``: a copy of a sparse model without the features that its zeros have cut off.
+
+Two kinds of features can go: those that nobody reads, since all their outgoing weights are zero, and those
+that are a constant, since nothing comes in: what is left of a constant is folded into the biases that it
+reaches. The graph of the model is looked at as a whole, so that additions, concatenations and depth-wise
+convolutions stay consistent, and again after every change, until nothing changes.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from gossamer._forward import check_example
+from gossamer.deployment.compaction.analysis import Analysis
+from gossamer.deployment.compaction.expand import expand_attention
+from gossamer.deployment.compaction.nodes import copied, measure, shape
+from gossamer.deployment.compaction.pointwise import ADDITIONS, changes_what_others_see
+from gossamer.deployment.compaction.rows import merge_zero_rows
+from gossamer.deployment.compaction.rules import obstacles_of, rules_of
+from gossamer.deployment.compaction.summary import (
+    Compaction,
+    CompactionReport,
+    compare,
+    sizes,
+    tied_layers,
+    what_stayed,
+)
+from gossamer.deployment.compaction.trace import trace
+from gossamer.verify import verify
+
+
+class CompactionError(RuntimeError):
+    """The smaller model does not compute what the model computes."""
+
+
+def compact(model: nn.Module, example_input: object, *, tolerance: float | None = None) -> Compaction:
+    """A smaller model with the same outputs, in evaluation mode, and a report of what went.
+
+    ``example_input`` is a tensor, a tuple of inputs or a mapping of keyword inputs; the smaller model takes
+    other batch sizes too. The model is left as it is. Raises ``UntraceableError`` where neither ``torch.fx`` nor
+    ``torch.export`` can trace it, and ``CompactionError`` if the outputs for the example differ by more than
+    ``tolerance`` times the largest output, as they do for a model whose output is random. None means 1e-4, and more
+    for half precision.
+    """
+    check_example(model, copied(example_input))
+    smaller, tool = trace(copy.deepcopy(model).eval(), example_input)
+    _tidy(smaller)
+    before, parameters_before = sizes(model), _parameters(model)
+    measure(smaller, example_input)
+    folded, branches = expand_attention(smaller) + int(smaller.meta.get("folded", 0)), list[str]()
+    _tidy(smaller)
+    while True:
+        measure(smaller, example_input)
+        analysis = Analysis(smaller, rules_of(smaller))
+        cut = _cut_constant_branches(smaller, analysis)
+        if cut:
+            branches += cut
+            _tidy(smaller)
+            continue
+        if all(bool(analysis.groups.kept(features.ids).all()) for features in analysis.features.values()):
+            break
+        analysis.rewrite()
+        folded += sum(analysis.folded.values())
+        _tidy(smaller)
+
+    rows = merge_zero_rows(smaller, rules_of(smaller))
+
+    def run(*inputs: Any, **named: Any) -> Any:
+        return smaller(*inputs, **named)
+
+    allowed = _rounding(model) if tolerance is None else tolerance
+    verification = verify(model, run, example_input=example_input, tolerance=allowed)
+    if not verification:
+        raise CompactionError(
+            f"expected the smaller model of {type(model).__name__} to have the same outputs, got {verification}. "
+            "The model is left as it is; is its forward pass random, or does it change with the input's values?"
+        )
+    report = CompactionReport(
+        layers=compare(before, smaller, tied_layers(model)),
+        stayed=what_stayed(analysis, obstacles_of(smaller)),
+        folded=folded,
+        branches=tuple(branches),
+        rows=rows,
+        traced_by=tool,
+        parameters_before=parameters_before,
+        parameters_after=_parameters(smaller),
+        difference=verification.max_relative,
+    )
+    return Compaction(smaller, report)
+
+
+def _cut_constant_branches(graph_module: fx.GraphModule, analysis: Analysis) -> list[str]:
+    """Replace the sides of additions that are constants as a whole; gives the names of those additions."""
+    found = []
+    for node in list(graph_module.graph.nodes):
+        if (
+            node.target not in ADDITIONS
+            or len(node.args) != 2
+            or node.kwargs
+            or changes_what_others_see(analysis, node)
+        ):
+            continue
+        for side, other in (node.args, node.args[::-1]):
+            features = analysis.of(side)
+            constant = features is not None and bool(features.is_constant.all())
+            if constant and side.op != "get_attr" and isinstance(other, fx.Node) and shape(other) == shape(node):
+                _replace(graph_module, analysis, node, side, other)
+                found.append(node.name)
+                break
+    return found
+
+
+def _replace(graph_module: fx.GraphModule, analysis: Analysis, node: fx.Node, side: fx.Node, other: fx.Node) -> None:
+    features = analysis.features[side]
+    if not features.constant.any():
+        node.replace_all_uses_with(other)
+        graph_module.graph.erase_node(node)
+        return
+    meta = side.meta["tensor_meta"]
+    device = next((each.device for each in graph_module.parameters()), torch.device("cpu"))
+    values = features.constant.to(device, meta.dtype).reshape(-1, *(1,) * (-features.dim - 1))
+    name = f"constant_{re.sub(r'[^0-9a-zA-Z]', '_', node.name)}"
+    graph_module.register_buffer(name, values)
+    with graph_module.graph.inserting_before(node):
+        # Never in place: what now comes first may be seen by others.
+        node.op, node.target, node.args = "call_function", torch.add, (other, graph_module.graph.get_attr(name))
+
+
+def _tidy(graph_module: fx.GraphModule) -> None:
+    graph_module.graph.eliminate_dead_code()
+    graph_module.delete_all_unused_submodules()
+    called = tuple(f"{node.target}." for node in graph_module.graph.nodes if node.op == "call_module")
+    read = {node.target for node in graph_module.graph.nodes if node.op == "get_attr"}
+    for name, _ in [*graph_module.named_parameters(), *graph_module.named_buffers()]:
+        if name not in read and not name.startswith(called):
+            owner, _, last = name.rpartition(".")
+            delattr(graph_module.get_submodule(owner), last)
+    graph_module.recompile()
+
+
+def _rounding(model: nn.Module) -> float:
+    """What sums in another order may change, generously."""
+    floats = [each.dtype for each in model.parameters() if each.is_floating_point()]
+    return max([1e-4, *(16 * torch.finfo(dtype).eps for dtype in floats)])
+
+
+def _parameters(module: nn.Module) -> int:
+    return sum(each.numel() for each in module.parameters())

@@ -1,0 +1,216 @@
+"""A sparse network for other programs: ONNX, torch.export and plain safetensors.
+
+These formats are dense: zeros are stored, and no engine that reads them skips them, so they are neither small
+(``gossamer.save`` is) nor fast (``gossamer.deploy`` is). What is promised is that nothing is lost: every zero
+of the model is a zero in the file, and what was written is read back and run on random inputs before the
+function returns.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from gossamer._forward import quiet_export
+from gossamer.io.container import writable
+
+TOLERANCE = 1e-4  # of the largest output: other engines sum in another order
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What was written, and how it was checked."""
+
+    path: Path
+    file_bytes: int
+    zeros: int
+    """Zeros among the weights (tensors of two and more dimensions), in the file as in the model."""
+    difference: float | None
+    """Largest difference of outputs, over the largest output; None where nothing could run the file."""
+    checked: str
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.file_bytes:,} bytes, {self.zeros:,} zeros kept; {self.checked}"
+
+
+@contextmanager
+def _exporting(model: nn.Module) -> Iterator[None]:
+    """One sentence in place of the exporter's own report of a model that it cannot follow."""
+    try:
+        with quiet_export():
+            yield
+    except Exception as error:
+        cause = error.__cause__ or error  # of the one for ONNX: what torch.export said
+        told = " ".join(str(cause).split())[:200]
+        raise ValueError(
+            f"expected a model that torch.export can trace, but of {type(model).__name__} it says: {told}. Usual "
+            "causes are branches or loops that depend on the values of tensors; export the traceable parts one by one"
+        ) from error
+
+
+def to_onnx(
+    model: nn.Module, example_input: Tensor | Sequence[Any], path: str | Path, *, batch_axis: int | None = 0
+) -> Exported:
+    """Writes an ONNX file and runs it with onnxruntime on random inputs, where that is installed.
+
+    Any batch size is allowed along ``batch_axis`` of every input, or only the example's for None. The example
+    should have two samples or more: a size of one is easily taken for a constant.
+    """
+    require("onnx", "onnxscript")
+    inputs, target = _inputs(example_input), writable(path)
+    frozen = copy.deepcopy(model).eval()
+    with _exporting(frozen):
+        shapes = _dynamic(inputs, batch_axis)
+        program = torch.onnx.export(frozen, inputs, dynamo=True, verbose=False, dynamic_shapes=shapes)
+    cast(Any, program).save(str(target))
+    zeros = _zeros(_unique(frozen.state_dict()))
+    found = _onnx_zeros(target)
+    if found < zeros:
+        raise RuntimeError(f"expected {zeros} zeros in {target}, got {found}: the exporter changed the weights")
+    try:
+        import onnxruntime
+    except ImportError:
+        return Exported(target, _size(target), zeros, None, "not run: onnxruntime is not installed")
+    session = onnxruntime.InferenceSession(str(target), providers=["CPUExecutionProvider"])
+    names = [each.name for each in session.get_inputs()]
+    worst = 0.0
+    for batch in _batches(inputs, batch_axis):
+        drawn = _drawn(inputs, batch_axis, batch)
+        out = session.run(None, {name: x.numpy() for name, x in zip(names, tree_leaves(drawn), strict=True)})
+        with torch.no_grad():
+            worst = max(worst, _difference(target, [torch.from_numpy(each) for each in out], frozen(*drawn)))
+    return Exported(target, _size(target), zeros, worst, f"onnxruntime differs by {worst:.1e}")
+
+
+def to_torch(
+    model: nn.Module, example_input: Tensor | Sequence[Any], path: str | Path, *, batch_axis: int | None = 0
+) -> Exported:
+    """Writes a file of ``torch.export`` (usually ``.pt2``), reads it back and runs it on random inputs."""
+    inputs, target = _inputs(example_input), writable(path)
+    frozen = copy.deepcopy(model).eval()
+    with _exporting(frozen):
+        shapes = _dynamic(inputs, batch_axis)
+        program = torch.export.export(frozen, inputs, dynamic_shapes=shapes, strict=False)
+    with quiet_export():
+        torch.export.save(program, target)
+        again = torch.export.load(target)
+    zeros = _zeros(_unique(frozen.state_dict()))
+    found = _zeros(_unique(again.state_dict))
+    if found < zeros:
+        raise RuntimeError(f"expected {zeros} zeros in {target}, got {found}: the exporter changed the weights")
+    worst, run = 0.0, again.module()
+    for batch in _batches(inputs, batch_axis):
+        drawn = _drawn(inputs, batch_axis, batch)
+        with torch.no_grad():
+            worst = max(worst, _difference(target, tree_leaves(run(*drawn)), frozen(*drawn)))
+    return Exported(target, _size(target), zeros, worst, f"torch.export differs by {worst:.1e}")
+
+
+def to_dense(model: nn.Module | Mapping[str, Tensor], path: str | Path) -> Exported:
+    """Writes plain safetensors with every name of the state dict; weights that are tied are written twice."""
+    state = dict(model.state_dict() if isinstance(model, nn.Module) else model)
+    target = writable(path)
+    save_file({name: tensor.detach().cpu().contiguous().clone() for name, tensor in state.items()}, target)
+    again = load_file(target)
+    for name, tensor in state.items():
+        if again[name].dtype != tensor.dtype or not torch.equal(_bits(again[name]), _bits(tensor.detach().cpu())):
+            raise RuntimeError(f"expected {name} back from {target} as it was written, got something else")
+    return Exported(target, _size(target), _zeros(_unique(state)), 0.0, "read back, every bit the same")
+
+
+def require(*packages: str) -> None:
+    """Names all that is missing at once."""
+    missing = []
+    for package in packages:
+        try:
+            __import__(package)
+        except ImportError:
+            missing.append(package)
+    if missing:
+        names = " ".join(missing)
+        raise ImportError(f"expected {' and '.join(packages)}, got no {' and no '.join(missing)}: pip install {names}")
+
+
+def _inputs(example: Tensor | Sequence[Any]) -> tuple[Any, ...]:
+    inputs = (example,) if isinstance(example, Tensor) else tuple(example)
+    if not inputs or not all(isinstance(x, Tensor) for x in tree_leaves(inputs)):
+        raise ValueError("expected a tensor or a sequence of tensors as example input, got something else")
+    return inputs
+
+
+def _dynamic(inputs: tuple[Any, ...], axis: int | None) -> tuple[Any, ...] | None:
+    if axis is None:
+        return None
+    batch = torch.export.Dim("batch", min=1)
+    return tuple({axis: batch} if isinstance(x, Tensor) else tuple({axis: batch} for _ in x) for x in inputs)
+
+
+def _batches(inputs: tuple[Any, ...], axis: int | None) -> list[int]:
+    size = tree_leaves(inputs)[0].shape[axis or 0]
+    return [size] if axis is None else [size, size + 3]
+
+
+def _drawn(inputs: tuple[Any, ...], axis: int | None, batch: int) -> tuple[Any, ...]:
+    """Random inputs like the example, with another batch size."""
+
+    def draw(x: Any) -> Any:
+        if not isinstance(x, Tensor):
+            return type(x)(draw(each) for each in x)
+        shape = [batch if i == axis else size for i, size in enumerate(x.shape)]
+        if x.is_floating_point():
+            return torch.randn(shape, dtype=x.dtype)
+        return torch.randint(0, int(x.max()) + 1, shape, dtype=x.dtype)
+
+    return tuple(draw(x) for x in inputs)
+
+
+def _difference(path: Path, outputs: Sequence[Tensor], expected: Any) -> float:
+    leaves = [leaf for leaf in tree_leaves(expected) if isinstance(leaf, Tensor)]
+    if [tuple(out.shape) for out in outputs] != [tuple(leaf.shape) for leaf in leaves]:
+        raise RuntimeError(f"expected outputs of {path} shaped like the model's, got other shapes")
+    worst = 0.0
+    for out, leaf in zip(outputs, leaves, strict=True):
+        if leaf.numel() == 0:
+            continue
+        found = float((out - leaf).abs().max()) / max(float(leaf.abs().max()), 1e-30)
+        if not found <= TOLERANCE:  # nor NaN
+            raise RuntimeError(f"expected outputs of {path} within {TOLERANCE} of the model's, got {found:.1e}")
+        worst = max(worst, found)
+    return worst
+
+
+def _unique(state: Mapping[str, Any]) -> list[Tensor]:
+    """Tensors of a state dict, tied ones once."""
+    tensors = [value for value in state.values() if isinstance(value, Tensor)]
+    return list({(each.untyped_storage().data_ptr(), each.storage_offset()): each for each in tensors}.values())
+
+
+def _zeros(tensors: Sequence[Tensor]) -> int:
+    return sum(each.numel() - int(torch.count_nonzero(each)) for each in tensors if each.ndim > 1)
+
+
+def _onnx_zeros(path: Path) -> int:
+    import onnx
+
+    arrays = [onnx.numpy_helper.to_array(each) for each in onnx.load(str(path)).graph.initializer]
+    return sum(each.size - int(np.count_nonzero(each)) for each in arrays if each.ndim > 1)
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().flatten().view(torch.uint8)
+
+
+def _size(path: Path) -> int:
+    """Bytes of a file and of the data that ONNX puts beside large ones."""
+    beside = path.with_name(path.name + ".data")
+    return path.stat().st_size + (beside.stat().st_size if beside.is_file() else 0)

@@ -1,0 +1,24 @@
+"""Sparse networks made fast on a CPU.
+
+``deploy(model, example_input)`` returns a callable that runs the whole network in one native call where that
+is faster, and the model as it is where it is not; ``.explain()`` says which and why, layer by layer.
+"""
+
+from gossamer.deployment.runtime.compiling import NoCompilerError
+from gossamer.deployment.runtime.deployed import Deployed, Explanation, compile_plan, deploy, torch_threads
+from gossamer.deployment.runtime.graph import UnsupportedError
+from gossamer.deployment.runtime.native import load_native
+from gossamer.deployment.runtime.native_model import NativeModel, Setting
+
+__all__ = [
+    "Deployed",
+    "Explanation",
+    "NativeModel",
+    "NoCompilerError",
+    "Setting",
+    "UnsupportedError",
+    "compile_plan",
+    "deploy",
+    "load_native",
+    "torch_threads",
+]

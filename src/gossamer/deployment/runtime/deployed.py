@@ -1,0 +1,264 @@
+"""``deploy``: measure what is there, take the fastest, and say so."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
+
+from gossamer._forward import batch_size_of, check_example
+from gossamer.deployment.runtime import memory
+from gossamer.deployment.runtime.capture import capture
+from gossamer.deployment.runtime.compiling import NoCompilerError
+from gossamer.deployment.runtime.fallback import SparseLinears, by_csr, by_native
+from gossamer.deployment.runtime.graph import UnsupportedError
+from gossamer.deployment.runtime.native import Native, load_native
+from gossamer.deployment.runtime.native_model import NativeModel, Setting, possible_lanes
+from gossamer.deployment.runtime.records import Line
+from gossamer.deployment.runtime.tuning import Run, Tuned, race, tune
+
+#: How much faster something has to be before it is called faster.
+WORTH_IT = 1.03
+#: Far above rounding, which stays below 1e-5: a difference that means another function.
+AGREES = 1e-3
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What runs a deployed model, why, and what it took on this machine at the example's batch size."""
+
+    engine: str
+    reason: str
+    batch: int
+    milliseconds: dict[str, float]
+    lines: tuple[Line, ...]
+
+    def __str__(self) -> str:
+        times = ", ".join(f"{name} {ms:.3f} ms" for name, ms in self.milliseconds.items())
+        rows: list[tuple[str, ...]] = [
+            ("layer", "kind", "output", "kernel", "weights", "connections", "kept", "multiplications", "timed")
+        ]
+        for line in self.lines:
+            kept = f"{line.connections / line.weights:.1%}" if line.weights else ""
+            numbers = [f"{n:,}" if n else "" for n in (line.weights, line.connections)]
+            work = f"{line.multiplications:,}" if line.multiplications else ""
+            rows.append((line.name, line.kind, line.shape, line.kernel, *numbers, kept, work, line.reason))
+        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+        table = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+        head = [f"engine: {self.engine} ({self.reason})", *([f"batch {self.batch}: {times}"] if times else [])]
+        return "\n".join([*head, *(table if self.lines else [])])
+
+
+class Deployed:
+    """A network ready to run: call it like the model."""
+
+    def __init__(self, run: Run, explanation: Explanation, native: NativeModel | None) -> None:
+        self._run = run
+        self._explanation = explanation
+        self.native = native
+
+    def __call__(self, *inputs: Tensor) -> Any:
+        return self._run(*inputs)
+
+    def explain(self) -> Explanation:
+        return self._explanation
+
+
+def compile_plan(
+    model: nn.Module,
+    example_input: Tensor | Sequence[Any],
+    *,
+    lanes: int | None = None,
+    variant: str | None = None,
+) -> NativeModel:
+    """The native form of a model, whether or not it is faster.
+
+    Raises ``UnsupportedError`` for a network the kernels cannot express and ``NoCompilerError`` where they
+    cannot be built. ``lanes`` fixes how many samples travel together; ``variant`` the instruction set.
+    """
+    graph = capture(model, _inputs(example_input))
+    return NativeModel(graph, load_native(variant), None if lanes is None else Setting(lanes))
+
+
+def deploy(
+    model: nn.Module,
+    example_input: Tensor | Sequence[Any],
+    *,
+    threads: int = 1,
+    seconds: float = 1.0,
+    remember: bool = True,
+) -> Deployed:
+    """The fastest way found on this machine to run a model on inputs like the example.
+
+    About ``seconds`` are spent on timing: kernels layer by layer, then whole networks against torch, taking
+    turns, at the example's batch size and with at most ``threads`` threads. Other batch sizes work too, at
+    settings that were not timed. What was found is remembered in the user's cache, so the next ``deploy`` of a
+    network with the same shapes and densities takes no time; ``remember=False`` neither reads nor writes it.
+    The weights are taken as they are now; training the model further does not change what was deployed.
+    """
+    if threads < 1 or seconds < 0:
+        raise ValueError(f"expected at least one thread and no negative time, got {threads} threads, {seconds} s")
+    inputs = _inputs(example_input)
+    check_example(model, inputs)
+    dense: Run = _Eager(model)
+    try:
+        native = compile_plan(model, inputs)
+    except UnsupportedError as error:
+        return _by_layers(model, inputs, dense, f"no native form of the whole: {error}", threads, seconds)
+    except NoCompilerError as error:
+        return _by_layers(model, inputs, dense, str(error), threads, seconds)
+    if (problem := _disagreement(native, dense, inputs)) is not None:
+        return _by_layers(model, inputs, dense, problem, threads, seconds)
+    batch = native.example_batch
+    key = memory.key_of(native.graph, native.native, batch, threads)
+    decision = memory.recall(key, native.graph, batch, threads) if remember else None
+    source = "remembered"
+    if decision is None:
+        decision, source = _decide(native, inputs, dense, threads, seconds), "timed now"
+        if remember:
+            memory.remember(key, decision)
+    native.choose(batch, decision.setting)
+    gain = decision.seconds["torch"] / decision.seconds["native"]
+    shown = {name: spent * 1e3 for name, spent in decision.seconds.items()}
+    lines = tuple(_with_reason(line, decision) for line in native.plan_for(batch).lines)
+    if gain < WORTH_IT:
+        reason = f"no gain from sparsity: the native kernels take {1 / gain:.2f} times as long as torch; {source}"
+        return Deployed(dense, Explanation("torch", reason, batch, shown, lines), native)
+    how = f"{_counted(decision.setting.lanes, 'lane')}, {_counted(decision.setting.threads, 'thread')}"
+    reason = f"{gain:.2f} times as fast as torch; {native.native.variant}, {how}; {source}"
+    return Deployed(native, Explanation("native", reason, batch, shown, lines), native)
+
+
+def _decide(native: NativeModel, inputs: tuple[Any, ...], dense: Run, threads: int, seconds: float) -> memory.Decision:
+    """Kernels by layer for each way to cut the batch, then these ways, with one thread and more, against torch."""
+    batch = native.example_batch
+    ways = possible_lanes(native.graph, batch)
+    tuned: dict[int, Tuned] = {}
+    give_up = time.perf_counter() + 3 * seconds + 1  # large networks take long; the best guess came first
+    for lanes in ways:
+        if not tuned or time.perf_counter() < give_up:
+            tuned[lanes] = tune(native, inputs, lanes, 0.5 * seconds / len(ways))
+    settings: dict[str, Setting] = {}
+    for lanes in tuned:
+        for count in range(1, min(threads, -(-batch // lanes)) + 1):
+            settings[f"{lanes}/{count}"] = replace(tuned[lanes].setting, threads=count)
+    candidates: dict[str, Run] = {
+        name: NativeModel(native.graph, native.native, setting) for name, setting in settings.items()
+    }
+    # Ways to cut a batch are often a tenth apart, torch several times: so they race by themselves, for more rounds.
+    samples = race(candidates, inputs, 0.3 * seconds, wanted=7) if len(candidates) > 1 else {}
+    times = {name: median(values) for name, values in samples.items()}
+    # A second thread has to earn its place: a machine that is busier tomorrow makes two slower than one.
+    best = min(settings, key=lambda name: times.get(name, 0.0) * (1 if settings[name].threads == 1 else WORTH_IT))
+    with torch_threads(threads):
+        against = race({"torch": dense, best: candidates[best]}, inputs, 0.2 * seconds)
+    kernels = {number: dict(each) for number, each in tuned[settings[best].lanes].seconds.items()}
+    found = {"torch": median(against["torch"]), "native": median(against[best])}
+    return memory.Decision(settings[best], found, kernels)
+
+
+def _disagreement(native: Run, dense: Run, inputs: tuple[Any, ...]) -> str | None:
+    """What is wrong with the native outputs for the example, if anything: better slow than wrong.
+
+    Where torch's are not finite nothing is compared, since kernels that skip zeros may be so in fewer places.
+    """
+    expected, structure = tree_flatten(dense(*tree_map(torch.clone, inputs)))
+    got, found = tree_flatten(native(*inputs))
+    if structure != found or [y.shape for y in expected] != [y.shape for y in got]:
+        return "the native form gives outputs of other shapes than the model"
+    for want, have in zip(expected, got, strict=True):
+        finite = want.isfinite()
+        largest = float(want[finite].abs().max()) if finite.any() else 0.0
+        difference = float((have - want)[finite].abs().max()) if finite.any() else 0.0
+        if not difference <= AGREES * max(largest, AGREES):
+            return f"the native outputs differ from the model's by {difference:.1e} where the largest is {largest:.1e}"
+    return None
+
+
+def _with_reason(line: Line, decision: memory.Decision) -> Line:
+    tried = decision.kernels.get(line.operation, {})
+    if len(tried) < 2:
+        return line
+    order = sorted(tried, key=lambda kernel: tried[kernel])
+    return replace(line, reason=", ".join(f"{kernel} {_brief(tried[kernel])}" for kernel in order))
+
+
+def _brief(seconds: float) -> str:
+    return f"{seconds * 1e3:.2f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.1f} µs"
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count} {what}" + ("" if count == 1 else "s")
+
+
+@contextmanager
+def torch_threads(count: int) -> Iterator[None]:
+    """Lets torch use this many threads, for a fair race."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+class _Eager:
+    """The model as it was, for inference: a copy, so that the user's own may go on training."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = copy.deepcopy(model).eval()
+
+    def __call__(self, *inputs: Tensor) -> Any:
+        with torch.no_grad():
+            return self._model(*inputs)
+
+
+def _by_layers(
+    model: nn.Module, inputs: tuple[Any, ...], dense: Run, problem: str, threads: int, seconds: float
+) -> Deployed:
+    """torch runs the network; its sparse linear layers are replaced where that is faster."""
+    native = _native_or_none()
+    name = "torch CSR" if native is None else "torch, sparse linear layers native"
+    sparse = SparseLinears(model, by_csr if native is None else by_native(native))
+    batch = batch_size_of(tree_leaves(inputs)[0])
+    if not sparse.sparse:
+        return Deployed(
+            dense, Explanation("torch", f"no linear layer is sparse enough, and {problem}", 0, {}, ()), None
+        )
+    with torch_threads(threads):
+        samples = race({"torch": dense, name: sparse}, inputs, seconds)
+    times = {each: median(values) for each, values in samples.items()}
+    shown = {each: spent * 1e3 for each, spent in times.items()}
+    gain = times["torch"] / times[name]
+    if gain < WORTH_IT:
+        reason = f"sparse linear layers by themselves are no faster here, and {problem}"
+        return Deployed(dense, Explanation("torch", reason, batch, shown, ()), None)
+    layers = "1 layer" if len(sparse.sparse) == 1 else f"{len(sparse.sparse)} layers"
+    reason = f"{gain:.2f} times as fast as torch by {layers} ({', '.join(sparse.sparse[:4])}{_more(sparse.sparse)})"
+    return Deployed(sparse, Explanation(name, f"{reason}; {problem}", batch, shown, ()), None)
+
+
+def _more(names: Sequence[str]) -> str:
+    return ", …" if len(names) > 4 else ""
+
+
+def _native_or_none() -> Native | None:
+    try:
+        return load_native()
+    except NoCompilerError:
+        return None
+
+
+def _inputs(example: Tensor | Sequence[Any]) -> tuple[Any, ...]:
+    inputs = tuple(example) if isinstance(example, tuple | list) else (example,)
+    if not inputs or not all(isinstance(x, Tensor) for x in tree_leaves(inputs)):
+        raise ValueError(f"expected a tensor or a tuple of tensors as example input, got {type(example).__name__}")
+    return inputs

@@ -1,0 +1,103 @@
+"""Where the network as a whole has no native form: torch runs it, and only its sparse linear layers are replaced.
+
+With a compiler they run through the native kernels, one call a layer. Without one they are torch's CSR products,
+which are fast only one way round: 32-bit indices, the weight on the left, the batch as columns in panels of 64.
+Everything else (convolutions, recurrent layers, attention) stays as it is.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from gossamer.deployment.runtime.capture import capture
+from gossamer.deployment.runtime.native import Native
+from gossamer.deployment.runtime.native_model import NativeModel
+
+PANEL = 64
+SPARSE_BELOW = 0.25  # density above which a sparse product has no chance against a dense layer
+Multiply = Callable[[Tensor], Tensor]
+
+
+def csr_linear(weight: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
+    """``x @ weight.T + bias`` for a CSR weight."""
+    flat = x.reshape(-1, x.shape[-1])
+    panels = [(weight @ flat[i : i + PANEL].t().contiguous()).t() for i in range(0, flat.shape[0], PANEL)]
+    y = torch.cat(panels) if panels else flat.new_empty(0, weight.shape[0])
+    y = y if bias is None else y + bias
+    return y.reshape(*x.shape[:-1], weight.shape[0])
+
+
+def to_csr(weight: Tensor) -> Tensor:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Sparse (CSR tensor support is in beta|invariant checks)")
+        wide = weight.detach().to_sparse_csr()
+        columns, rows = wide.col_indices().int(), wide.crow_indices().int()
+        return torch.sparse_csr_tensor(rows, columns, wide.values(), size=weight.shape, check_invariants=True)
+
+
+def by_csr(layer: nn.Linear) -> Multiply:
+    weight = to_csr(layer.weight)
+    return lambda x: csr_linear(weight, x, layer.bias)
+
+
+def by_native(native: Native) -> Callable[[nn.Linear], Multiply]:
+    def make(layer: nn.Linear) -> Multiply:
+        product = NativeModel(capture(layer, (torch.zeros(1, layer.in_features),)), native)
+
+        def multiply(x: Tensor) -> Tensor:
+            y: Tensor = product(x.reshape(-1, layer.in_features))
+            return y.reshape(*x.shape[:-1], layer.out_features)
+
+        return multiply
+
+    return make
+
+
+class _SparseLinear(nn.Module):
+    """Stands where a linear layer was, with its parameters, in case somebody reads them."""
+
+    def __init__(self, layer: nn.Linear, multiply: Multiply) -> None:
+        super().__init__()
+        self.weight, self.bias = layer.weight, layer.bias
+        self._multiply = multiply
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.dtype is not torch.float32 or not x.is_cpu or x.numel() == 0:
+            return F.linear(x, self.weight, self.bias)
+        return self._multiply(x)
+
+
+class SparseLinears:
+    """A copy of a model in which sparse linear layers are multiplied in another way; ``sparse`` has their names."""
+
+    def __init__(self, model: nn.Module, make: Callable[[nn.Linear], Multiply]) -> None:
+        self._model = copy.deepcopy(model).eval()
+        self.sparse: list[str] = []
+        for name, layer in list(self._model.named_modules()):
+            if _can_be_replaced(layer) and isinstance(layer, nn.Linear):
+                self.sparse.append(name)
+                sparse = _SparseLinear(layer, make(layer)).eval()
+                if name:
+                    self._model.set_submodule(name, sparse)
+                else:
+                    self._model = sparse
+
+    def __call__(self, *inputs: Any) -> Any:
+        with torch.no_grad():
+            return self._model(*inputs)
+
+
+def _can_be_replaced(layer: nn.Module) -> bool:
+    """Sparse, and a plain layer: a class derived from it, or hooks, may mean something else."""
+    if type(layer) is not nn.Linear or layer._forward_hooks or layer._forward_pre_hooks:
+        return False
+    weight = layer.weight
+    plain = weight.dtype == torch.float32 and weight.is_cpu
+    return plain and int(torch.count_nonzero(weight)) < SPARSE_BELOW * weight.numel()

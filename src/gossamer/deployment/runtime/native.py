@@ -1,0 +1,122 @@
+"""Loading the native kernels: the library that came with the package, or one compiled now.
+
+Installing the package compiles the kernels and puts the library beside their source (``compiling``). Where that
+was not possible, or the source has changed since, they are compiled on first use and kept in the user's cache
+under the hash of source, flags and compiler. Which of the variants in the library runs is decided by asking the
+processor.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import functools
+import hashlib
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gossamer.deployment.runtime.compiling import (
+    SOURCE,
+    NoCompilerError,
+    build,
+    chosen_compiler,
+    find_compilers,
+    installed_name,
+    no_compiler,
+)
+
+_FEATURE_BITS = {"avx512": 2, "avx2": 1, "portable": 0}
+
+
+@dataclass(frozen=True)
+class Native:
+    """The loaded library: one entry point for a whole network, in the variant chosen for this processor."""
+
+    variant: str
+    library: Path
+    run: Any
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """Hash of the library: timings of one compiler's kernels say nothing about another's."""
+        return hashlib.sha256(self.library.read_bytes()).hexdigest()[:16]
+
+
+def cache_directory() -> Path:
+    if chosen := os.environ.get("GOSSAMER_CACHE"):
+        return Path(chosen)
+    if sys.platform == "darwin":
+        return Path.home() / "Library" / "Caches" / "gossamer"
+    if sys.platform == "win32":
+        return Path(os.environ.get("LOCALAPPDATA", str(Path.home()))) / "gossamer"
+    return Path(os.environ.get("XDG_CACHE_HOME", str(Path.home() / ".cache"))) / "gossamer"
+
+
+@functools.cache
+def _private_directory() -> Path:
+    """For this process alone: code is not loaded from a place that others could have written to."""
+    directory = tempfile.mkdtemp(prefix="gossamer-")
+    atexit.register(shutil.rmtree, directory, ignore_errors=True)
+    return Path(directory)
+
+
+def open_library(path: Path, variant: str | None = None) -> Native:
+    """Loads a library and picks the best variant this processor can run, or the one asked for."""
+    library = ctypes.CDLL(str(path))
+    library.gossamer_features.restype = ctypes.c_int64
+    features = int(library.gossamer_features())
+    runnable = [name for name, bit in _FEATURE_BITS.items() if bit == 0 or features & bit]
+    chosen = variant or os.environ.get("GOSSAMER_VARIANT") or runnable[0]
+    if chosen not in runnable:
+        raise ValueError(f"expected a kernel variant out of {', '.join(runnable)} on this processor, got {chosen!r}")
+    run = getattr(library, f"gossamer_run_{chosen}")
+    run.argtypes = [ctypes.c_void_p]
+    run.restype = ctypes.c_int64
+    return Native(chosen, path, run)
+
+
+def installed_library() -> Path | None:
+    """The library that was made of the present sources when the package was installed, if there is one."""
+    path = SOURCE.with_name(installed_name())
+    return path if path.exists() else None
+
+
+def _libraries() -> Iterator[Callable[[], Path]]:
+    """Ways to come by a library, best first: a compiler that the user names, the installation, any compiler."""
+    chosen, installed = chosen_compiler(), installed_library()
+    yield from _built_by(chosen)
+    if installed is not None:
+        yield lambda: installed
+    yield from _built_by([compiler for compiler in find_compilers() if compiler not in chosen])
+
+
+def _built_by(compilers: Sequence[Sequence[str]]) -> Iterator[Callable[[], Path]]:
+    for compiler in compilers:
+        for directory in (cache_directory, _private_directory):
+            yield functools.partial(_build_in, compiler, directory)
+
+
+def _build_in(compiler: Sequence[str], directory: Callable[[], Path]) -> Path:
+    return build(compiler, directory())
+
+
+@functools.cache
+def _load_cached(variant: str | None) -> Native:
+    problems = []
+    for library in _libraries():
+        try:
+            return open_library(library(), variant)
+        except (NoCompilerError, OSError) as error:
+            problems.append(str(error))
+    raise no_compiler(problems)
+
+
+def load_native(variant: str | None = None) -> Native:
+    """The kernels, compiled if there are none yet; raises ``NoCompilerError`` with advice."""
+    return _load_cached(variant)

@@ -1,0 +1,277 @@
+"""A sparse network that runs in one native call.
+
+Small networks take microseconds, so a call does as little in Python as it can: what depends only on the shape
+of the input is prepared once for each batch size, and a workspace (arena and argument block) is taken from a
+pool, which is also what makes calls from several threads safe.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_unflatten
+
+from gossamer.deployment.runtime.graph import Graph, Recurrent, Source, UnsupportedError, batch_axis
+from gossamer.deployment.runtime.native import Native
+from gossamer.deployment.runtime.plan import choices, make_plan
+from gossamer.deployment.runtime.records import Plan
+from gossamer.deployment.runtime.weights import Kernel
+
+MAX_LANES = 64
+KEPT = 32  # batch sizes that are kept ready, each with its memory; the oldest go first
+_OUTSIDE = "expected tokens inside the table of the embedding, got one outside"
+# Fields of the argument block, in the order of `struct request` in kernels.c.
+_OPS, _N_OPS, _ARENA, _BATCH, _LANES, _FIRST, _LAST, _N_INPUTS, _TIMES, _POINTERS = range(10)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How a batch is run: samples that travel together, threads that share the groups, and the kernels of
+    operations (by number) that do not take the first possible."""
+
+    lanes: int
+    threads: int = 1
+    kernels: tuple[tuple[int, Kernel], ...] = ()
+
+
+def possible_lanes(graph: Graph, batch: int) -> list[int]:
+    """Numbers of lanes worth trying for a batch size, the best guess first.
+
+    Pictures fill vectors by themselves and suffer when a group outgrows the cache; vectors and sequences need
+    samples.
+    """
+    wide = max(16, min(MAX_LANES, -(-batch // 16) * 16))
+    if any(isinstance(operation, Recurrent) for operation in graph.operations):
+        return [1] if batch == 1 else [wide, 1]
+    if all(graph.values[operation.y].pixels == 1 for operation in graph.operations):
+        return [1] if batch == 1 else list(dict.fromkeys([wide, 32, 16, 1]))
+    guess = 1 if batch < 4 else 8 if batch < 16 else 16
+    return [guess, *(lanes for lanes in (1, 2, 4, 8, 16, 32) if lanes != guess and lanes < 2 * batch)]
+
+
+@dataclass(frozen=True, eq=False)
+class _Workspace:
+    arena: Tensor
+    block: Any
+    address: int  # of the block: passing it is quicker than having ctypes ask for it
+
+
+@dataclass(frozen=True, eq=False)
+class _Prepared:
+    """Everything about one batch size that a call needs."""
+
+    plan: Plan
+    records: np.ndarray[tuple[int, ...], np.dtype[np.int64]]
+    outputs: tuple[tuple[int, ...], ...]
+    like: Tensor  # the first output's shape, as torch copies it fastest
+    batch: int
+    shares: tuple[tuple[int, int], ...]  # groups of each thread
+    spare: list[_Workspace] = field(default_factory=list)
+
+
+class NativeModel:
+    """Runs a captured network; shapes are those of the example but for the batch."""
+
+    def __init__(self, graph: Graph, native: Native, setting: Setting | None = None) -> None:
+        self.graph = graph
+        self.native = native
+        self.setting = setting
+        self._dtypes = [torch.int64 if s.form == "tokens" else torch.float32 for s in graph.inputs]
+        self._alone: dict[torch.Size, _Prepared] = {}  # one tensor in, one out, one thread: the short way
+        self._plans: dict[tuple[int, tuple[tuple[int, Kernel], ...]], Plan] = {}
+        self._ready: dict[tuple[torch.Size, ...], _Prepared] = {}
+        self._settings: dict[int, Setting] = {}
+        self._lock = threading.Lock()
+        self._pool: ThreadPoolExecutor | None = None
+        self._pool_of = 0  # process that the pool's threads live in: a fork does not take them along
+
+    def __call__(self, *arguments: Any) -> Any:
+        """Arguments and result as the model has them: tensors, or nested tuples of tensors."""
+        if len(arguments) == 1:  # written out: of a small network this is a third of the time
+            (x,) = arguments
+            ready = self._alone.get(x.shape) if isinstance(x, Tensor) else None
+            if ready is not None and x.dtype is self._dtypes[0] and x.is_cpu and x.is_contiguous():
+                y = torch.empty_like(ready.like)
+                try:
+                    workspace = ready.spare.pop()
+                except IndexError:
+                    workspace = self._workspace(ready)
+                block = workspace.block
+                block[_POINTERS] = x.data_ptr()
+                block[_POINTERS + 1] = y.data_ptr()
+                failed = self.native.run(workspace.address)
+                ready.spare.append(workspace)
+                if failed:
+                    raise IndexError(_OUTSIDE)
+                return y
+        inputs: tuple[Tensor, ...] = tuple(tree_leaves(arguments))
+        for given in inputs:
+            if not isinstance(given, Tensor):
+                raise TypeError(f"expected tensors, got a {type(given).__name__}; convert it first")
+        prepared = self._ready.get(tuple([x.shape for x in inputs]))
+        if prepared is None:
+            prepared = self._prepare(inputs)
+        sources = []
+        for x, dtype in zip(inputs, self._dtypes, strict=True):
+            if x.dtype is not dtype or not x.is_cpu:
+                raise ValueError(f"expected {dtype} on the CPU, got {x.dtype} on {x.device}; convert it first")
+            sources.append(x if x.is_contiguous() else x.contiguous())
+        outputs = [torch.empty(shape) for shape in prepared.outputs]
+        if len(prepared.shares) == 1:
+            failed = self._run(prepared, sources, outputs, *prepared.shares[0])
+        else:
+            pool = self._threads(len(prepared.shares) - 1)
+            rest = [pool.submit(self._run, prepared, sources, outputs, *share) for share in prepared.shares[1:]]
+            failed = max(self._run(prepared, sources, outputs, *prepared.shares[0]), *(r.result() for r in rest))
+        if failed:
+            raise IndexError(_OUTSIDE)
+        return outputs[0] if self.graph.structure is None else tree_unflatten(outputs, self.graph.structure)
+
+    def plan(self, lanes: int, kernels: tuple[tuple[int, Kernel], ...] = ()) -> Plan:
+        """The plan for a number of samples that travel together (1, 2, 4, 8 or a multiple of 16)."""
+        if lanes not in (1, 2, 4, 8) and (lanes < 16 or lanes % 16):
+            raise ValueError(f"expected lanes of 1, 2, 4, 8 or a multiple of 16, got {lanes}")
+        if 1 < lanes < 16 and any(isinstance(operation, Recurrent) for operation in self.graph.operations):
+            raise UnsupportedError(f"recurrent layers with {lanes} lanes; use 1 or a multiple of 16")
+        with self._lock:
+            if (lanes, kernels) not in self._plans:
+                self._plans[lanes, kernels] = make_plan(self.graph, lanes, dict(kernels))
+            return self._plans[lanes, kernels]
+
+    def plan_for(self, batch: int) -> Plan:
+        """The plan that a batch of this size runs with."""
+        setting = self.setting_for(batch)
+        return self.plan(setting.lanes, setting.kernels)
+
+    def setting_for(self, batch: int) -> Setting:
+        """What was chosen for a batch size, or the best guess."""
+        return self.setting or self._settings.get(batch) or self._untimed(batch)
+
+    def _untimed(self, batch: int) -> Setting:
+        lanes = possible_lanes(self.graph, batch)[0]
+        preferred: Kernel = "windows" if self.native.variant == "avx512" else "gather"
+        possible = choices(self.graph, lanes)
+        return Setting(lanes, 1, tuple((number, preferred) for number, each in possible.items() if preferred in each))
+
+    def choose(self, batch: int, setting: Setting) -> None:
+        """Remembers how batches of this size are to be run."""
+        with self._lock:
+            self._settings[batch] = setting
+            self._ready = {shape: ready for shape, ready in self._ready.items() if ready.batch != batch}
+            self._alone = {shape: ready for shape, ready in self._alone.items() if ready.batch != batch}
+
+    def profile(self, *arguments: Any) -> dict[int, float]:
+        """Seconds that each operation takes in one call by one thread, by its number; -1: input and output."""
+        inputs: tuple[Tensor, ...] = tuple(x.contiguous() for x in tree_leaves(arguments))
+        prepared = self._ready.get(tuple([x.shape for x in inputs])) or self._prepare(inputs)
+        outputs = [torch.empty(shape) for shape in prepared.outputs]
+        workspace = self._workspace(prepared)
+        seconds = np.zeros(len(prepared.records))
+        workspace.block[_TIMES] = seconds.ctypes.data
+        own = replace(prepared, spare=[workspace])
+        if self._run(own, inputs, outputs, prepared.shares[0][0], prepared.shares[-1][1]):
+            raise IndexError(_OUTSIDE)
+        found: dict[int, float] = {}
+        for owner, spent in zip(prepared.plan.owners, seconds.tolist(), strict=True):
+            found[owner] = found.get(owner, 0.0) + spent
+        return found
+
+    @property
+    def example_batch(self) -> int:
+        first = self.graph.inputs[0]
+        return first.shape[self._axis(first)]
+
+    def _axis(self, source: Source) -> int:
+        return batch_axis(source.form, self.graph.time_major)
+
+    def _with_batch(self, source: Source, batch: int) -> tuple[int, ...]:
+        axis = self._axis(source)
+        return (*source.shape[:axis], batch, *source.shape[axis + 1 :])
+
+    def _prepare(self, inputs: Sequence[Tensor]) -> _Prepared:
+        if len(inputs) != len(self.graph.inputs):
+            raise ValueError(f"expected {len(self.graph.inputs)} inputs, got {len(inputs)}; pass what the example had")
+        batches = set()
+        for x, source in zip(inputs, self.graph.inputs, strict=True):
+            batch = x.shape[self._axis(source)] if x.dim() == len(source.shape) else 0
+            if batch == 0 or tuple(x.shape) != self._with_batch(source, batch):
+                wanted = self._with_batch(source, -1)
+                raise ValueError(
+                    f"expected an input of shape {wanted}, any batch from 1 for -1, got {tuple(x.shape)}; "
+                    "deploy again with an example of this shape"
+                )
+            batches.add(batch)
+        if len(batches) != 1:
+            raise ValueError(f"expected inputs of one batch size, got {sorted(batches)}")
+        batch = batches.pop()
+        setting = self.setting_for(batch)
+        plan = self.plan(setting.lanes, setting.kernels)
+        groups = -(-batch // plan.lanes)
+        edges = [groups * i // setting.threads for i in range(setting.threads + 1)]
+        shares = tuple((a, b) for a, b in pairwise(edges) if a < b)
+        shapes = self._output_shapes(batch)
+        prepared = _Prepared(plan, plan.for_batch(batch), shapes, torch.empty(shapes[0]), batch, shares)
+        with self._lock:
+            while len(self._ready) >= KEPT:
+                oldest = next(iter(self._ready))
+                del self._ready[oldest]
+                self._alone.pop(oldest[0], None)
+            self._ready[tuple([x.shape for x in inputs])] = prepared
+            if len(inputs) == len(prepared.outputs) == len(shares) == 1 and self.graph.structure is None:
+                self._alone[inputs[0].shape] = prepared
+        return prepared
+
+    def _output_shapes(self, batch: int) -> tuple[tuple[int, ...], ...]:
+        shapes: list[tuple[int, ...]] = []
+        for form, shape in zip(self.graph.forms, self.graph.shapes, strict=True):
+            if form == "sequence" and len(shape) == 2:  # steps and samples in one dimension
+                shapes.append((shape[0] // self.example_batch * batch, shape[1]))
+            else:
+                shapes.append(self._with_batch(Source(form, shape), batch))
+        return tuple(shapes)
+
+    def _run(
+        self, prepared: _Prepared, inputs: Sequence[Tensor], outputs: Sequence[Tensor], first: int, last: int
+    ) -> int:
+        try:
+            workspace = prepared.spare.pop()  # atomic: no other thread gets the same one
+        except IndexError:
+            workspace = self._workspace(prepared)
+        block = workspace.block
+        block[_FIRST], block[_LAST] = first, last
+        place = _POINTERS
+        for x in inputs:
+            block[place] = x.data_ptr()
+            place += 1
+        for y in outputs:
+            block[place] = y.data_ptr()
+            place += 1
+        failed: int = self.native.run(workspace.address)
+        prepared.spare.append(workspace)
+        return failed
+
+    def _workspace(self, prepared: _Prepared) -> _Workspace:
+        plan = prepared.plan
+        arena = torch.zeros(plan.arena)
+        block = (ctypes.c_int64 * (_POINTERS + len(self.graph.inputs) + len(prepared.outputs)))()
+        block[_OPS], block[_N_OPS] = prepared.records.ctypes.data, len(prepared.records)
+        block[_ARENA], block[_BATCH], block[_LANES] = arena.data_ptr(), prepared.batch, plan.lanes
+        block[_N_INPUTS] = len(self.graph.inputs)
+        block[_FIRST], block[_LAST] = prepared.shares[0]
+        return _Workspace(arena, block, ctypes.addressof(block))
+
+    def _threads(self, count: int) -> ThreadPoolExecutor:
+        with self._lock:
+            if self._pool is None or self._pool._max_workers < count or self._pool_of != os.getpid():
+                self._pool, self._pool_of = ThreadPoolExecutor(count, thread_name_prefix="gossamer"), os.getpid()
+            return self._pool

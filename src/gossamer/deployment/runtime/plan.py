@@ -1,0 +1,395 @@
+"""From a placed graph to the records that one native call runs: codes, offsets, pointers, sizes.
+
+A plan is for one number of lanes (samples that travel together). Its arrays are laid out as the structs of
+kernels.c expect them; the order of the fields here is the order there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from gossamer.deployment.runtime.graph import (
+    GATES,
+    Affine,
+    Cell,
+    Concat,
+    Embed,
+    Graph,
+    Input,
+    Normalise,
+    Pointwise,
+    Pool,
+    Product,
+    Recurrent,
+    Softmax,
+    Spread,
+    UnsupportedError,
+    diagonal_taps,
+)
+from gossamer.deployment.runtime.layout import (
+    ARENA_TAIL,
+    CHUNK,
+    Phases,
+    Placed,
+    chunk_places,
+    is_single,
+    place,
+    shifts,
+)
+from gossamer.deployment.runtime.plan_pointwise import normalise_fields, pointwise_fields, softmax_fields
+from gossamer.deployment.runtime.plan_shifted import shifted_blocks
+from gossamer.deployment.runtime.plan_windows import channel_blocks, phases_fields, pool_fields, spread_fields
+from gossamer.deployment.runtime.records import (
+    AFFINE,
+    COPY,
+    EMBED,
+    GRU,
+    LOAD,
+    LSTM,
+    NORMALISE,
+    PHASES,
+    POINTWISE,
+    POOL,
+    PRODUCT,
+    PRODUCT_DENSE,
+    PRODUCT_FOUR,
+    PRODUCT_ONE,
+    RECORD,
+    RNN_RELU,
+    RNN_TANH,
+    SHIFTS,
+    SOFTMAX,
+    SPREAD,
+    STORE,
+    Line,
+    Plan,
+)
+from gossamer.deployment.runtime.weights import WAYS, Kept, Kernel, dense_panels, one_vector, panels, possible_kernels
+
+_CODES: dict[Cell, int] = {"lstm": LSTM, "gru": GRU, "rnn_tanh": RNN_TANH, "rnn_relu": RNN_RELU}
+RECURRENT_COLUMNS = 128  # steps times lanes whose input part is computed ahead of the recurrence
+
+
+def make_plan(graph: Graph, lanes: int, kernels: Mapping[int, Kernel] | None = None) -> Plan:
+    """The plan for a number of lanes; ``kernels`` says by operation which kernel runs it, where that is not the
+    first that could."""
+    kernels = kernels or {}
+    chosen = [op for number, op in enumerate(graph.operations) if kernels.get(number) == "shifted"]
+    shifted = frozenset(op for op in chosen if isinstance(op, Product) and shifts(op, graph.values, lanes))
+    return _Planner(place(graph, lanes, shifted), kernels).plan()
+
+
+def choices(graph: Graph, lanes: int) -> dict[int, tuple[Kernel, ...]]:
+    """By operation, the kernels that could run it."""
+    found: dict[int, tuple[Kernel, ...]] = {}
+    for number, operation in enumerate(graph.operations):
+        if isinstance(operation, Product):
+            one = is_single(operation, graph.values, lanes)
+            shifted = shifts(operation, graph.values, lanes)
+            found[number] = possible_kernels(operation.taps, one_vector=one, shifts=shifted)
+        elif isinstance(operation, Recurrent) and lanes == 1:
+            found[number] = possible_kernels(operation.hidden_taps, one_vector=True)
+    return found
+
+
+def _rounded(size: int) -> int:
+    return -(-size // CHUNK) * CHUNK
+
+
+class _Planner:
+    def __init__(self, placed: Placed, kernels: Mapping[int, Kernel]) -> None:
+        self.placed = placed
+        self.kernels = kernels
+        self.numbers = {operation: number for number, operation in enumerate(placed.graph.operations)}
+        self.lanes = placed.lanes
+        self.records: list[list[int]] = []
+        self.batch_fields: list[tuple[int, int, int]] = []
+        self.lines: list[Line] = []
+        self.kept = Kept()
+        self.owners: list[int] = []  # operation behind each record
+        self.owner = -1
+        self.states = 0  # floats of recurrent layers' states, behind the values
+        self.shared = 0  # floats of scratch behind those, for one operation at a time
+        self.shared_fields: list[tuple[int, int, int]] = []
+
+    def plan(self) -> Plan:
+        phases = {(s.x, s.stride): s.y for s in self.placed.steps if isinstance(s, Phases)}
+        for step in self.placed.steps:
+            self.owner = -1 if isinstance(step, Phases) else self.numbers[step]
+            match step:
+                case Input():
+                    self._load(step)
+                case Embed():
+                    self._embed(step)
+                case Product():
+                    self._product(step, phases.get((step.x, step.stride)))
+                case Affine():
+                    self._affine(step)
+                case Normalise():
+                    self._emit(NORMALISE, step.x, step.y, step.add, normalise_fields(self.kept, self.placed, step))
+                    self._line(step, "normalisation", "vectors")
+                case Pointwise():
+                    self._emit(POINTWISE, step.x, step.y, None, pointwise_fields(self.kept, self.placed, step))
+                    self._line(step, "element-wise", step.function.replace("_", " "))
+                case Softmax():
+                    self._emit(SOFTMAX, step.x, step.y, None, softmax_fields(self.kept, self.placed, step))
+                    self._line(step, "softmax", "vectors")
+                case Pool():
+                    self._planes(POOL, step, pool_fields(self.placed, step))
+                    self._line(step, f"{step.kind} pooling", "vectors" if self.lanes > 1 else "plain")
+                case Spread():
+                    self._planes(SPREAD, step, spread_fields(self.placed, step))
+                    self._line(step, "upsampling" if step.copies else "interleaving", "plain")
+                case Phases():
+                    self._emit(PHASES, step.x, step.y, None, phases_fields(self.placed, step))
+                case Concat():
+                    self._concat(step)
+                case Recurrent():
+                    self._recurrent(step)
+        self.owner = -1
+        for slot, output in enumerate(self.placed.graph.outputs):
+            self._store(slot, output)
+        scratch = self.placed.arena + self.states
+        for record, field, offset in self.shared_fields:
+            self.records[record][field] = scratch + offset
+        arena = scratch + self.shared + ARENA_TAIL
+        if arena >= 1 << 31:
+            raise UnsupportedError(f"an arena of {arena} floats; offsets have 31 bits: use a smaller input")
+        records = np.array(self.records, np.int64).reshape(-1, RECORD)
+        fields, lines, kept = tuple(self.batch_fields), tuple(self.lines), tuple(self.kept.arrays)
+        return Plan(self.lanes, records, fields, arena, lines, kept, tuple(self.owners))
+
+    # ------------------------------------------------------------------------------------------ small helpers
+
+    def _emit(self, code: int, x: int, y: int, add: int | None, fields: Sequence[int]) -> None:
+        offsets = self.placed.offsets
+        place = [
+            code,
+            offsets[x] if x >= 0 else 0,
+            offsets[y] if y >= 0 else 0,
+            -1 if add is None else offsets[add],
+        ]
+        self.records.append([*place, *fields, *[0] * (RECORD - 4 - len(fields))])
+        self.owners.append(self.owner)
+
+    def _chosen(self, default: Kernel) -> Kernel:
+        return self.kernels.get(self.owner, default)
+
+    def _line(
+        self, step: Any, kind: str, kernel: str, weights: int = 0, connections: int = 0, multiplies: bool = True
+    ) -> None:
+        value = self.placed.values[step.y]
+        shape = f"{value.channels}x{value.height}x{value.width}" if value.pixels > 1 else str(value.channels)
+        work = connections * value.pixels if multiplies else 0
+        self.lines.append(Line(step.name, kind, shape, kernel, weights, connections, work, self.owner))
+
+    def _chunks(self, y: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], int, int]:
+        """Pixels of the output chunks, their places, and the addresses of places and mask."""
+        layout = self.placed.layouts[y]
+        pixels, mask = chunk_places(self.placed.values[y], layout, self.lanes)
+        at = layout.base + (pixels[:, 0] * layout.pitch + pixels[:, 1]) * self.lanes + pixels[:, 2]
+        return pixels, at, self.kept.keep(at.astype(np.int32)), 0 if mask is None else self.kept.keep(mask)
+
+    # --------------------------------------------------------------------------------------- input and output
+
+    def _runs(self, slot: int, item: int, form: str, shape: tuple[int, ...]) -> list[int]:
+        """How a sample's floats, contiguous for the caller, are spread over the planes."""
+        value, layout, lanes = self.placed.values[item], self.placed.layouts[item], self.lanes
+        plane, row = layout.plane, layout.pitch * lanes
+        if form == "state":  # (layers, batch, units)
+            layers, units = shape[0], shape[2]
+            self.batch_fields.append((len(self.records), 4 + 5, units))
+            return [slot, units, units, plane, layers, units, units * plane, 1, 0, 0]
+        features, sample = value.channels, value.channels * value.pixels
+        if form == "sequence" and self.placed.graph.time_major:
+            self.batch_fields.append((len(self.records), 4 + 5, features))
+            return [slot, features, features, plane, value.width, features, lanes, 1, 0, 0]
+        if form in ("sequence", "turned"):  # channels come last
+            outer = [value.height, value.width * features, row, value.width, features, lanes]
+            return [slot, sample, features, plane, *outer]
+        if value.pixels == 1:
+            return [slot, sample, sample, plane, 1, 0, 0, 1, 0, 0]
+        outer = [value.channels, value.pixels, plane, value.height, value.width, row]
+        return [slot, sample, value.width, lanes, *outer]
+
+    def _load(self, step: Input) -> None:
+        source = self.placed.graph.inputs[step.slot]
+        runs = self._runs(step.slot, step.y, source.form, source.shape)
+        self._emit(LOAD, -1, step.y, None, runs)
+        self.records[-1][2] += self.placed.layouts[step.y].base
+
+    def _store(self, slot: int, item: int) -> None:
+        graph = self.placed.graph
+        runs = self._runs(slot, item, graph.forms[slot], graph.shapes[slot])
+        self._emit(STORE, item, -1, None, runs)
+        self.records[-1][1] += self.placed.layouts[item].base
+
+    def _embed(self, step: Embed) -> None:
+        value, plane = self.placed.values[step.y], self.placed.layouts[step.y].plane
+        tokens, features = step.table.shape
+        strides = [value.width, 1]
+        if self.placed.graph.time_major:
+            strides = [1, 0]
+            self.batch_fields.append((len(self.records), 4 + 3, 1))
+        fields = [step.slot, value.width, *strides, tokens, features, self.kept.keep(step.table), plane]
+        self._emit(EMBED, -1, step.y, None, fields)
+        self.records[-1][2] += self.placed.layouts[step.y].base
+        self._line(step, "embedding", "look-up", step.table.size, int(np.count_nonzero(step.table)), multiplies=False)
+
+    # ----------------------------------------------------------------------------------------------- products
+
+    def _product(self, step: Product, phases: int | None) -> None:
+        if is_single(step, self.placed.values, self.lanes):
+            self._product_one(step)
+            return
+        if step in self.placed.shifted:
+            self._product_shifted(step)
+            return
+        x, y = self.placed.layouts[step.x], self.placed.layouts[step.y]
+        taps, lanes, (sy, sx), (py, px) = step.taps, self.lanes, step.stride, step.padding
+        pixels, at, y_at, mask = self._chunks(step.y)
+        if phases is not None:
+            source = self.placed.layouts[phases]
+            dy, dx = taps.dy - py + x.top, taps.dx - px + x.left
+            plane = taps.channel * sy * sx + (dy % sy) * sx + dx % sx
+            offsets = plane * source.plane + ((dy // sy) * source.pitch + dx // sx) * lanes
+            x_at = at - y.base
+        else:
+            offsets = taps.channel * x.plane + (taps.dy * x.pitch + taps.dx) * lanes
+            first = (pixels[:, 0] * sy - py) * x.pitch + pixels[:, 1] * sx - px
+            x_at = x.base + first * lanes + pixels[:, 2]
+        places = self.kept.keep(x_at.astype(np.int32))
+        dense = self._chosen("panels") == "dense"
+        blocks = channel_blocks(self.placed, step)
+        for number, (begin, end) in enumerate(pairwise(blocks)):
+            inside = (taps.channel >= begin) & (taps.channel < end)
+            bias = step.bias if number == 0 else np.zeros_like(step.bias)
+            part, at_part = taps.chosen(inside), offsets[inside]
+            if dense:
+                weight = dense_panels(self.kept, part, at_part, bias)
+            else:
+                weight = panels(self.kept, part, at_part, bias, lanes)
+            last = end == blocks[-1]
+            fields = [weight, len(at), places, y_at, mask, y.plane, int(step.relu and last)]
+            add = step.add if number == 0 else step.y
+            self._emit(PRODUCT_DENSE if dense else PRODUCT, step.x if phases is None else phases, step.y, add, fields)
+        kernel = "dense" if dense else f"panels of {lanes}" if lanes >= CHUNK else f"planes of {lanes}"
+        self._product_line(step, kernel, taps.count)
+
+    def _product_shifted(self, step: Product) -> None:
+        _, at, y_at, mask = self._chunks(step.y)
+        blocks = shifted_blocks(self.kept, self.placed, step)
+        for number, block in enumerate(blocks):
+            self.shared_fields += [(len(self.records), 2, 0), (len(self.records) + 1, 1, 0)]
+            self._emit(SHIFTS, step.x, -1, None, block.copies)
+            relu = int(step.relu and number == len(blocks) - 1)
+            fields = [block.weight, len(at), block.places, y_at, mask, self.placed.layouts[step.y].plane, relu]
+            add = step.add if number == 0 else step.y
+            self._emit(PRODUCT_FOUR if block.four else PRODUCT, -1, step.y, add, fields)
+            self.shared = max(self.shared, block.size)
+        self._product_line(step, "shifted planes", step.taps.count)
+
+    def _product_one(self, step: Product) -> None:
+        x, y, value = self.placed.layouts[step.x], self.placed.layouts[step.y], self.placed.values[step.x]
+        taps = step.taps
+        row, column = taps.dy - step.padding[0], taps.dx - step.padding[1]
+        inside = (row >= 0) & (row < value.height) & (column >= 0) & (column < value.width)
+        taps, row, column = taps.chosen(inside), row[inside], column[inside]
+        offsets = x.base + taps.channel * x.plane + row * x.pitch + column
+        kernel = self._chosen("gather")
+        weight, begin = one_vector(self.kept, kernel, taps, offsets, step.bias, self.placed.spare[step.x])
+        fields = [weight, 0, 0, 0, 0, y.plane, int(step.relu), WAYS[kernel], begin]
+        self._emit(PRODUCT_ONE, step.x, step.y, step.add, fields)
+        self.records[-1][2] += y.base
+        self.records[-1][3] += 0 if step.add is None else y.base
+        self._product_line(step, f"one vector, {kernel}", taps.count)
+
+    def _product_line(self, step: Product, kernel: str, connections: int) -> None:
+        layer = step.kind in ("linear", "convolution")
+        self._line(step, step.kind, kernel, step.dense_size if layer else 0, connections if layer else 0)
+
+    def _affine(self, step: Affine) -> None:
+        value, layout = self.placed.values[step.y], self.placed.layouts[step.y]
+        if self.lanes == 1 and value.pixels == 1:
+            pairs = np.arange(value.channels)[:, None].repeat(2, 1)
+            scale = np.ones(value.channels, np.float32) if step.scale is None else step.scale
+            shift = np.zeros(value.channels, np.float32) if step.shift is None else step.shift
+            taps = diagonal_taps(value.channels, pairs, scale)
+            one = Product(
+                *(step.x, step.y, taps, shift, (1, 1), (0, 0), value.channels, step.name),
+                add=step.add,
+                relu=step.relu,
+                kind="element-wise",
+            )
+            self._product_one(one)
+            return
+        _, at, y_at, mask = self._chunks(step.y)
+        scale_at = 0 if step.scale is None else self.kept.keep(step.scale)
+        shift_at = 0 if step.shift is None else self.kept.keep(step.shift)
+        fields = [value.channels, len(at), y_at, mask, layout.plane, int(step.relu), scale_at, shift_at]
+        self._emit(AFFINE, step.x, step.y, step.add, fields)
+        self._line(step, "element-wise", "vectors")
+
+    # ----------------------------------------------------------------------------------------------- the rest
+
+    def _planes(self, code: int, step: Pool | Spread, fields: Sequence[int]) -> None:
+        """A record whose places are those of the first pixels."""
+        self._emit(code, step.x, step.y, None, fields)
+        self.records[-1][1] += self.placed.layouts[step.x].base
+        self.records[-1][2] += self.placed.layouts[step.y].base
+
+    def _concat(self, step: Concat) -> None:
+        plane = self.placed.layouts[step.y].plane
+        for x, channel in self.placed.copies.get(step.y, []):
+            self._emit(COPY, x, step.y, None, [self.placed.values[x].channels * plane])
+            self.records[-1][2] += channel * plane
+        self._line(step, "concatenation", "copied" if step.y in self.placed.copies else "in place")
+
+    def _state(self, step: Recurrent) -> list[int]:
+        """Places of h and c before and after, -1 where there is none; and floats between units."""
+        found, row = [], self.lanes
+        for items in (step.state.before, step.state.after):
+            layouts = [self.placed.layouts[item] for item in items]
+            row = next((layout.plane for layout in layouts), row)  # the same for all
+            starts = [self.placed.offsets[item] + layout.base for item, layout in zip(items, layouts, strict=True)]
+            found += [*(start + step.state.first * row for start in starts), -1, -1][:2]
+        return [*found, row]
+
+    def _recurrent(self, step: Recurrent) -> None:
+        x, y, value = self.placed.layouts[step.x], self.placed.layouts[step.y], self.placed.values[step.x]
+        lanes, units, gates = self.lanes, step.units, GATES[step.kind]
+        steps = min(value.width, max(1, RECURRENT_COLUMNS // lanes))
+        columns = -(-steps * lanes // CHUNK) * CHUNK
+        # One sample's gates are wanted a step at a time, several samples' packed for one step.
+        input_gates = gates * units * columns * (2 if lanes == 1 else 1)
+        shared = [input_gates, gates * units * lanes * (2 if step.kind == "gru" and lanes > 1 else 1)]
+        self.shared = max(self.shared, _rounded(shared[0]) + _rounded(shared[1]))
+        # The state has a place of its own, and behind it a chunk of zeros that filled-up rows read.
+        state = _rounded(units * lanes) + CHUNK
+        state_places = [self.placed.arena + self.states, self.placed.arena + self.states + state]
+        self.states += 2 * state
+        taps, kernel = step.hidden_taps, self._chosen("gather")
+        into = panels(self.kept, step.input_taps, step.input_taps.channel * x.plane, step.input_bias, lanes)
+        across = alone = begin = 0
+        if lanes == 1:
+            alone, begin = one_vector(self.kept, kernel, taps, taps.channel, step.hidden_bias, _rounded(units))
+        else:
+            across = panels(self.kept, taps, taps.channel * lanes, step.hidden_bias, lanes)
+        places = self.kept.keep(np.arange(0, columns, CHUNK, dtype=np.int32))
+        fields = [value.width, units, gates, into, across, alone, x.plane, y.plane, steps, int(step.reverse)]
+        fields += [0, 0, *state_places, places, *self._state(step), WAYS[kernel], begin]
+        self._emit(_CODES[step.kind], step.x, step.y, None, fields)
+        self.shared_fields += [
+            (len(self.records) - 1, 14, 0),
+            (len(self.records) - 1, 15, _rounded(shared[0])),
+        ]
+        self.records[-1][1] += x.base
+        self.records[-1][2] += y.base + step.channel * y.plane
+        connections = step.input_taps.count + step.hidden_taps.count
+        how = f"panels of {lanes}" if lanes > 1 else f"steps together, then one vector a step, {kernel}"
+        self._line(step, step.kind.replace("_", " "), how, step.dense_size, connections)

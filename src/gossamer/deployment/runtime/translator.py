@@ -1,0 +1,339 @@
+"""The walk over an exported program: inputs and outputs, the values made so far, arguments of a call."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, cast
+
+import numpy as np
+import torch
+from torch import Tensor, fx
+
+from gossamer.deployment.runtime.graph import (
+    Affine,
+    Floats,
+    Graph,
+    Input,
+    Operation,
+    Product,
+    Source,
+    Taps,
+    UnsupportedError,
+    Value,
+    batch_axis,
+)
+
+Form = Literal["picture", "turned", "grouped", "signal", "vector", "flat", "sequence", "state", "bare"]
+aten = torch.ops.aten
+RECURRENT_LAYERS = (aten.lstm.input, aten.gru.input, aten.rnn_tanh.input, aten.rnn_relu.input)
+TRANSPOSITIONS = (aten.transpose.int, aten.permute.default)
+#: What takes an input of three dimensions for (batch, channels, steps), and for (batch, steps, channels).
+_OF_SIGNALS = (
+    *(aten.conv1d.default, aten.conv1d.padding, aten.conv_transpose1d.default, aten.batch_norm.default),
+    *(aten.group_norm.default, aten.instance_norm.default, aten.channel_shuffle.default),
+    *(aten.max_pool1d.default, aten.avg_pool1d.default, aten.adaptive_avg_pool1d.default),
+    *(aten.adaptive_max_pool1d.default, aten.upsample_nearest1d.vec),
+)
+_OF_SEQUENCES = (*RECURRENT_LAYERS, aten.linear.default, aten.layer_norm.default)
+
+
+@dataclass(frozen=True)
+class Handle:
+    """A value of the graph, and how the network sees it: a sequence is (batch, steps, channels), or its steps come
+    first, a signal is (batch, channels, steps), and ``flat`` is a picture or signal spread out to a vector. A picture
+    is ``turned`` when its channels come last, and ``grouped`` when they have two axes. ``bare`` is a picture or vector
+    of one channel without the axis of channels: (batch, height, width) or (batch,)."""
+
+    value: int
+    form: Form
+
+
+@dataclass(frozen=True)
+class Tokens:
+    slot: int
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Zeros:
+    """An initial state of zeros, the only one a recurrent layer may have here."""
+
+
+class Translator:
+    """Walks an exported program; what each call means is looked up in ``translations``."""
+
+    def __init__(
+        self,
+        program: torch.export.ExportedProgram,
+        translations: Mapping[Any, Callable[[Translator, fx.Node], Any]],
+    ) -> None:
+        self.program = program
+        self.translations = translations
+        self.values: list[Value] = []
+        self.operations: list[Operation] = []
+        self.env: dict[fx.Node, Any] = {}
+        self.inputs: list[Source] = []
+        self.memory: dict[fx.Node, fx.Node] = {}  # whose memory a call's result lies in, where not its own
+        recurrent = [n for n in program.graph.nodes if n.target in RECURRENT_LAYERS]
+        majors = {not n.args[8] for n in recurrent}
+        if len(majors) > 1:
+            raise UnsupportedError("recurrent layers with and without batch_first in one network")
+        self.time_major = majors == {True}
+
+    def translate(self) -> Graph:
+        signature = self.program.graph_signature
+        state = {**self.program.state_dict, **self.program.constants}
+        names = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
+        names |= dict(signature.inputs_to_lifted_tensor_constants)
+        self.names = names
+        outputs: tuple[Any, ...] = ()
+        shapes: tuple[tuple[int, ...], ...] = ()
+        for node in self.program.graph.nodes:
+            if node.op == "placeholder":
+                self.env[node] = state[names[node.name]] if node.name in names else self._input(node)
+            elif node.op == "output":
+                outputs = tuple(self._get(n) for n in node.args[0])
+                shapes = tuple(tuple(n.meta["val"].shape) for n in node.args[0] if isinstance(n, fx.Node))
+            elif self._is_constant(node):
+                self.env[node] = self._computed(node)
+            elif node.target not in self.translations:
+                raise UnsupportedError(f"no native kernel for {node.target} (node {node.name})")
+            else:
+                self._call(node)
+        if not outputs or not all(isinstance(out, Handle) for out in outputs):
+            raise UnsupportedError("outputs that are not activations of the network")
+        places, forms = tuple(o.value for o in outputs), tuple(o.form for o in outputs)
+        spec = self.program.call_spec.out_spec
+        structure = None if spec is None or spec.is_leaf() else spec
+        inputs = tuple(self.inputs)
+        return Graph(self.values, self.operations, places, forms, shapes, inputs, self.time_major, structure)
+
+    def _is_constant(self, node: fx.Node) -> bool:
+        """Whether a call has tensors of the model as inputs, and nothing else: its result is always the same."""
+        known = [self._get(each) for each in node.all_input_nodes]
+        return bool(known) and all(isinstance(each, Tensor) for each in known)
+
+    def _computed(self, node: fx.Node) -> Any:
+        if _mutates(node) and node.target is not aten.detach_.default:
+            raise UnsupportedError(f"a change in place of a tensor of the model (node {node.name})")
+        if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+            raise UnsupportedError(f"random numbers (node {node.name})")
+        with torch.no_grad():
+            return cast(Any, node.target)(*fx.map_arg(node.args, self._get), **fx.map_arg(node.kwargs, self._get))
+
+    def _call(self, node: fx.Node) -> None:
+        made = self.env[node] = self.translations[node.target](self, node)
+        source = node.args[0] if node.args else None
+        part = node.target is operator.getitem and source in self.memory  # of a split
+        if isinstance(source, fx.Node) and (part or _aliases(node)):
+            self.memory[node] = self.memory.get(source, source)
+            if _mutates(node):
+                self._written(node, source)
+        if isinstance(made, Handle) and node.meta["val"].dtype is not torch.float32:
+            raise UnsupportedError(f"{node.target} that makes {node.meta['val'].dtype} (node {node.name})")
+        for handle, shape in _with_shapes(made, node):
+            if handle is not None and shape not in self._shapes(handle):
+                raise UnsupportedError(f"{node.target} that makes {shape} of a {handle.form} (node {node.name})")
+
+    def _written(self, node: fx.Node, source: fx.Node) -> None:
+        """After a call in place, who reads the old name sees the new; a part or view of it has no new value here."""
+        old, new, memory = self.env[source], self.env[node], self.memory[node]
+        order = {each: place for place, each in enumerate(self.program.graph.nodes)}
+        family = [each for each in self.env if self.memory.get(each, each) is memory and each is not node]
+        for each in family:
+            if self.env[each] == old:
+                self.env[each] = new
+            elif any(order[user] > order[node] for user in each.users):
+                raise UnsupportedError(f"a change in place of a part of {each.name} (node {node.name})")
+
+    def _shapes(self, handle: Handle) -> list[tuple[int, ...]]:
+        """The shapes that the network may see a value in; anything else would mix samples, pixels or steps."""
+        value, batch = self.values[handle.value], self._batch()
+        match handle.form:
+            case "picture":
+                return [(batch, value.channels, value.height, value.width)]
+            case "turned":
+                return [(batch, value.height, value.width, value.channels)]
+            case "grouped":
+                groups = [n for n in range(1, value.channels + 1) if value.channels % n == 0]
+                return [(batch, n, value.channels // n, value.height, value.width) for n in groups]
+            case "signal":
+                return [(batch, value.channels, value.width)]
+            case "sequence":
+                steps = (value.width, batch) if self.time_major else (batch, value.width)
+                return [(*steps, value.channels), (batch * value.width, value.channels)]
+            case "state":
+                layers = [n for n in range(1, value.channels + 1) if value.channels % n == 0]
+                return [(n, batch, value.channels // n) for n in layers]
+            case "bare":
+                return [(batch, value.height, value.width), *([(batch,)] if value.pixels == 1 else [])]
+        return [(batch, value.channels * value.pixels)]
+
+    def _batch(self) -> int:
+        sizes = {each.shape[batch_axis(each.form, self.time_major)] for each in self.inputs}
+        if len(sizes) != 1:
+            raise UnsupportedError(f"inputs of batches of {sorted(sizes)}; the kernels know one batch size a call")
+        return sizes.pop()
+
+    def _input(self, node: fx.Node) -> Handle | Tokens:
+        slot = len(self.inputs)
+        example = cast(Tensor, node.meta["val"])
+        shape = tuple(example.shape)
+        if example.dtype == torch.int64:
+            self.inputs.append(Source("tokens", shape))
+            return Tokens(slot, shape)
+        form: Form
+        if any(user.target in RECURRENT_LAYERS and node in _states(user) for user in node.users):
+            self.inputs.append(Source("state", shape))
+            handle = self.new(Value(shape[0] * shape[2], 1, 1), "state")
+            self.operations.append(Input(handle.value, slot, node.name))
+            return handle
+        if example.dtype != torch.float32 or len(shape) not in (2, 3, 4):
+            raise UnsupportedError(f"input {node.name} of shape {shape} and dtype {example.dtype}")
+        if len(shape) == 4:
+            form, value = "picture", Value(shape[1], shape[2], shape[3])
+        elif len(shape) == 3 and _is_signal(node):
+            form, value = "signal", Value(shape[1], 1, shape[2])
+        elif len(shape) == 3:
+            form, value = "sequence", Value(shape[2], 1, shape[0] if self.time_major else shape[1])
+        else:
+            form, value = "vector", Value(shape[1], 1, 1)
+        handle = self.new(value, form)
+        self.inputs.append(Source(form, shape))
+        self.operations.append(Input(handle.value, slot, node.name))
+        return handle
+
+    def new(self, value: Value, form: Form) -> Handle:
+        self.values.append(value)
+        return Handle(len(self.values) - 1, form)
+
+    def _get(self, node: Any) -> Any:
+        return self.env[node] if isinstance(node, fx.Node) else node
+
+    def arguments(self, node: fx.Node, *defaults: Any) -> list[Any]:
+        """Arguments of a call with their values; ``defaults`` stand for those left out at the end."""
+        given = list(node.args)
+        if node.kwargs:
+            schema = cast(Any, node.target)._schema
+            names = [argument.name for argument in schema.arguments]
+            for name in names[len(given) :]:
+                if name in node.kwargs:
+                    given.append(node.kwargs[name])
+                elif len(given) < len(defaults):
+                    given.append(defaults[len(given)])
+        if defaults and any(extra is not None for extra in given[len(defaults) :]):
+            raise UnsupportedError(f"{node.target} with {given[len(defaults) :]} (node {node.name})")
+        given = [*given, *defaults[len(given) :]][: len(defaults) or None]
+        return [self._resolve(argument) for argument in given]
+
+    def _resolve(self, argument: Any) -> Any:
+        if isinstance(argument, list | tuple):
+            return [self._resolve(a) for a in argument]
+        return self._get(argument)
+
+    def parameter_name(self, node: Any) -> str:
+        """What a layer is called; where its weight is computed of others, what the first of these is called."""
+        first = node
+        while isinstance(first, fx.Node) and first.name not in self.names and first.all_input_nodes:
+            first = first.all_input_nodes[0]
+        name = self.names.get(first.name, node.name) if isinstance(first, fx.Node) else str(node)
+        return name.partition(".parametrizations.")[0].removesuffix(".weight")
+
+
+Translation = Callable[[Translator, fx.Node], Any]
+
+
+def shape_of(node: Any) -> tuple[int, ...]:
+    """The shape that a value had when the example was traced."""
+    return tuple(cast(fx.Node, node).meta["val"].shape)
+
+
+def _mutates(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+
+
+def _aliases(node: fx.Node) -> bool:
+    """Whether the result may lie in the memory of the first argument: in place, views, dropout in evaluation."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    schema = node.target._schema
+    return "dropout" in schema.name or any(each.alias_info is not None for each in schema.returns)
+
+
+def _with_shapes(made: Any, node: fx.Node) -> list[tuple[Handle | None, tuple[int, ...]]]:
+    """The activations among the results of a call, each with its shape."""
+    if isinstance(made, Handle):
+        return [(made, shape_of(node))]
+    if isinstance(made, tuple) and all(isinstance(each, Handle | None) for each in made):
+        return [(each, tuple(val.shape)) for each, val in zip(made, node.meta["val"], strict=False)]
+    return []
+
+
+def _is_signal(node: fx.Node) -> bool:
+    """Whether an input of three dimensions has its channels before its steps: what comes first of all that is done
+    with it, and can be done one way only, decides."""
+    paths, seen = [(node, False)], {node}
+    for current, turned in paths:
+        for user in current.users:
+            if user.target in _OF_SIGNALS:
+                return not turned
+            if user.target in _OF_SEQUENCES:
+                return turned
+            if user not in seen:
+                seen.add(user)
+                paths.append((user, turned != (user.target in TRANSPOSITIONS)))
+    return False
+
+
+def _states(node: fx.Node) -> list[Any]:
+    """The initial states that a recurrent call is given."""
+    state = node.args[1]
+    return list(state) if isinstance(state, list | tuple) else [state]
+
+
+def to_floats(tensor: Tensor) -> Floats:
+    if tensor.dtype != torch.float32:
+        raise UnsupportedError(f"parameters of dtype {tensor.dtype}; the kernels work in float32")
+    return tensor.detach().cpu().contiguous().numpy()
+
+
+def activation(handle: Any, node: fx.Node, *forms: str) -> Handle:
+    if not isinstance(handle, Handle) or (forms and handle.form not in forms):
+        raise UnsupportedError(f"{node.target} on {getattr(handle, 'form', type(handle).__name__)} (node {node.name})")
+    return handle
+
+
+def bias_or_zeros(tensor: Tensor | None, rows: int) -> Floats:
+    return np.zeros(rows, np.float32) if tensor is None else to_floats(tensor)
+
+
+def append_affine(t: Translator, x: Handle, **parts: Any) -> Handle:
+    y = t.new(t.values[x.value], x.form)
+    t.operations.append(Affine(x.value, y.value, **parts))
+    return y
+
+
+def as_vector(t: Translator, handle: Any) -> Any:
+    """A picture that was flattened, with its pixels as channels of one pixel."""
+    if not isinstance(handle, Handle) or handle.form != "flat":
+        return handle
+    value = t.values[handle.value]
+    size = value.channels * value.pixels
+    y = t.new(Value(size, 1, 1), "vector")
+    if not loaded_as(t, handle, y):
+        channel, dy, dx = np.indices((value.channels, value.height, value.width)).reshape(3, -1)
+        taps = Taps(size, np.arange(size), channel, dy, dx, np.ones(size, np.float32))
+        bias = np.zeros(size, np.float32)
+        flat = Product(handle.value, y.value, taps, bias, (1, 1), (0, 0), size, "flatten", kind="copy")
+        t.operations.append(flat)
+    return y
+
+
+def loaded_as(t: Translator, handle: Handle, y: Handle) -> bool:
+    """Where a value is an input, nothing has to be moved to see it in another shape, only loaded in another way."""
+    source = next((op for op in t.operations if isinstance(op, Input) and op.y == handle.value), None)
+    if source is not None:
+        t.operations.append(Input(y.value, source.slot, source.name))
+    return source is not None

@@ -1,0 +1,164 @@
+"""How the weights of a layer are laid out for each kernel that could run it.
+
+Every function here returns the address of a struct of products.h or one_vector.h, made of arrays that ``Kept``
+holds for as long as the plan lives. The order of the fields is the order there.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, get_args
+
+import numpy as np
+import numpy.typing as npt
+
+from gossamer.deployment.runtime.graph import Floats, Integers, Taps
+from gossamer.deployment.runtime.layout import CHUNK
+
+#: Sparse products for many values at once (panels, shifted), or for one vector (the next three); dense ones for both.
+Kernel = Literal["panels", "shifted", "gather", "loads", "windows", "dense"]
+KERNELS: tuple[Kernel, ...] = get_args(Kernel)
+#: Codes of the kernels for one vector, as in one_vector.h.
+WAYS: dict[Kernel, int] = {"gather": 0, "loads": 1, "windows": 2, "dense": 3}
+LINE = 64  # bytes of a cache line
+ROWS = 4  # rows that a dense product does together, as in vectors.h
+WINDOW = 32  # values that the kernel of windows has at hand in a step
+DENSE_ABOVE = 0.1  # share of connections below which no dense kernel has a chance
+
+
+class Kept:
+    """Arrays that native code points to."""
+
+    def __init__(self) -> None:
+        self.arrays: list[npt.NDArray[Any]] = []
+
+    def keep(self, array: npt.NDArray[Any]) -> int:
+        """Address of a copy that lives as long as this and begins with a cache line: vectors that straddle two
+        take twice as long to load."""
+        room = np.empty(array.nbytes + LINE, np.uint8)
+        begin = -room.ctypes.data % LINE
+        aligned = room[begin : begin + array.nbytes].view(array.dtype)
+        aligned[:] = array.ravel()
+        self.arrays.append(aligned)
+        return int(aligned.ctypes.data)
+
+    def struct(self, *fields: int) -> int:
+        return self.keep(np.array(fields, np.int64))
+
+    def offsets(self, offsets: Integers, shift: int = 0) -> tuple[int, int]:
+        """Addresses of the offsets in 16 bits, where they fit, or in 32."""
+        if offsets.max(initial=0) >> shift < 1 << 16:
+            return self.keep((offsets >> shift).astype(np.uint16)), 0
+        return 0, self.keep(offsets.astype(np.int32))
+
+
+def possible_kernels(taps: Taps, *, one_vector: bool, shifts: bool = False) -> tuple[Kernel, ...]:
+    """Kernels worth timing for a layer; the first is the one to take untimed."""
+    many: tuple[Kernel, ...] = ("panels", "shifted") if shifts else ("panels",)
+    sparse: tuple[Kernel, ...] = ("gather", "loads", "windows") if one_vector else many
+    if taps.count == 0:
+        return sparse[:1]
+    used = np.zeros((int(taps.channel.max()) + 1, int(taps.dy.max()) + 1, int(taps.dx.max()) + 1), np.bool_)
+    used[taps.channel, taps.dy, taps.dx] = True
+    places = int(np.count_nonzero(used))
+    return (*sparse, "dense") if taps.count >= DENSE_ABOVE * taps.rows * places else sparse
+
+
+def _starts(counts: Integers) -> Integers:
+    return np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
+
+
+def panels(kept: Kept, taps: Taps, offsets: Integers, bias: Floats, step: int) -> int:
+    """Rows of weights and offsets; all of these are multiples of ``step``, a power of two or a multiple of 16."""
+    starts = _starts(np.bincount(taps.row, minlength=taps.rows))
+    shift = 4 if step >= CHUNK else step.bit_length() - 1
+    near, far = kept.offsets(offsets, shift)
+    pointers = [kept.keep(starts), kept.keep(taps.weight), kept.keep(bias.astype(np.float32))]
+    return kept.struct(taps.rows, *pointers, near, far, shift)
+
+
+def dense_panels(kept: Kept, taps: Taps, offsets: Integers, bias: Floats) -> int:
+    """All rows with all places that any row has a weight for; rows in blocks, the last one filled up."""
+    used = np.zeros(int(offsets.max(initial=-1)) + 1, np.bool_)
+    used[offsets] = True
+    places = np.flatnonzero(used)
+    column = (np.cumsum(used) - 1)[offsets]
+    blocks = -(-taps.rows // ROWS)
+    weight = np.zeros((blocks * ROWS, places.size), np.float32)
+    weight[taps.row, column] = taps.weight
+    filled = np.zeros(blocks * ROWS, np.float32)
+    filled[: taps.rows] = bias
+    packed = weight.reshape(blocks, ROWS, places.size).transpose(0, 2, 1)
+    pointers = [kept.keep(places.astype(np.int32)), kept.keep(packed), kept.keep(filled)]
+    return kept.struct(taps.rows, places.size, *pointers)
+
+
+def one_vector(kept: Kept, kernel: Kernel, taps: Taps, offsets: Integers, bias: Floats, zero: int) -> tuple[int, int]:
+    """Struct of a weight for one vector, and where the vector begins; ``zero`` is where a 0 is to be read."""
+    bias = bias.astype(np.float32)
+    match kernel:
+        case "windows":
+            return _windows(kept, taps, offsets, bias), 0
+        case "dense":
+            first = int(offsets.min(initial=0))
+            weight = np.zeros((taps.rows, int(offsets.max(initial=0)) - first + 1), np.float32)
+            weight[taps.row, offsets - first] = taps.weight
+            return kept.struct(taps.rows, weight.shape[1], kept.keep(weight), kept.keep(bias)), first
+        case _:
+            return _gather(kept, taps, offsets, bias, zero), 0
+
+
+def _slices(rows: int, lengths: Integers) -> tuple[Integers, Integers]:
+    """Rows by falling length, and which row is in which lane (-1: none), sixteen a slice."""
+    order = np.argsort(-lengths, kind="stable")
+    lanes = np.full(-(-rows // CHUNK) * CHUNK, -1, np.int64)
+    lanes[:rows] = order
+    return order, lanes
+
+
+def _gather(kept: Kept, taps: Taps, offsets: Integers, bias: Floats, zero: int) -> int:
+    """Rows sorted by length, sixteen side by side; what is filled up reads ``zero``, where a 0 is."""
+    lengths = np.bincount(taps.row, minlength=taps.rows)
+    order, lanes = _slices(taps.rows, lengths)
+    starts = _starts(lengths[order[::CHUNK]])
+    lane_of = np.empty(taps.rows, np.int64)
+    lane_of[order] = np.arange(taps.rows)
+    first = _starts(lengths)[:-1]
+    step = starts[lane_of[taps.row] // CHUNK] + np.arange(taps.count) - first[taps.row]
+    cell = step * CHUNK + lane_of[taps.row] % CHUNK
+    columns = np.full(int(starts[-1]) * CHUNK, zero, np.int64)
+    weights = np.zeros(columns.size, np.float32)
+    columns[cell], weights[cell] = offsets, taps.weight
+    near, far = kept.offsets(columns)
+    rest = [kept.keep(a) for a in (weights, lanes.astype(np.int32), bias)]
+    return kept.struct(len(lanes) // CHUNK, kept.keep(starts), near, far, *rest)
+
+
+def _windows(kept: Kept, taps: Taps, offsets: Integers, bias: Floats) -> int:
+    """Sixteen rows walk over the vector together: the window begins where the row that is furthest behind has
+    its next weight, and every row that has one inside takes it. All slices walk at the same time here."""
+    inside = np.lexsort((offsets, taps.row))
+    places, weights = np.append(offsets[inside], 0), np.append(taps.weight[inside], np.float32(0))
+    lengths = np.bincount(taps.row, minlength=taps.rows)
+    _, lanes = _slices(taps.rows, lengths)
+    begin = np.append(_starts(lengths)[:-1], 0)[lanes].reshape(-1, CHUNK)  # lane -1 reads the 0 appended
+    end = begin + np.append(lengths, 0)[lanes].reshape(-1, CHUNK)
+    nowhere = np.iinfo(np.int64).max // 2
+    steps: list[tuple[Integers, Integers, npt.NDArray[np.uint8], Floats]] = []
+    while (begin < end).any():
+        following = np.where(begin < end, places[np.minimum(begin, len(places) - 1)], nowhere)
+        at = following.min(1) // CHUNK * CHUNK
+        active = np.flatnonzero((begin < end).any(1))
+        taken = (following < at[:, None] + WINDOW) & (begin < end)
+        picks = np.where(taken, following - at[:, None], 0).astype(np.uint8)
+        values = np.where(taken, weights[np.minimum(begin, len(weights) - 1)], 0).astype(np.float32)
+        steps.append((active, at[active], picks[active], values[active]))
+        begin = begin + taken
+    count = len(lanes) // CHUNK
+    owner = np.concatenate([np.zeros(0, np.int64), *(step[0] for step in steps)])
+    order = np.argsort(owner, kind="stable")  # slice after slice, each in the order of its steps
+    at = np.concatenate([np.zeros(0, np.int64), *(step[1] for step in steps)])[order]
+    picks = np.concatenate([np.zeros((0, CHUNK), np.uint8), *(step[2] for step in steps)])[order]
+    values = np.concatenate([np.zeros((0, CHUNK), np.float32), *(step[3] for step in steps)])[order]
+    starts = _starts(np.bincount(owner, minlength=count))
+    arrays = (starts, at.astype(np.int32), picks, values, lanes.astype(np.int32), bias)
+    return kept.struct(count, *(kept.keep(a) for a in arrays))

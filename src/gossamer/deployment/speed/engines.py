@@ -1,0 +1,232 @@
+"""The engines of the race, each made ready for one network, one batch and a number of threads.
+
+An engine that is not installed says so in its row. Every dense engine is given its best: static shapes, inputs
+already in its own type, folded weights, no threads beyond those asked for.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import logging
+import shutil
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from gossamer.deployment.runtime import deploy
+
+Run = Callable[..., Any]
+Kind = Literal["dense", "int8", "sparse"]
+
+
+class Unavailable(Exception):
+    """The engine cannot take part; the message is for its row."""
+
+
+@dataclass(frozen=True, eq=False)
+class Job:
+    """What an engine is to run."""
+
+    model: nn.Module
+    inputs: tuple[Tensor, ...]
+    threads: int
+    folder: Path  # for files on the way to an engine
+    seconds: float  # that our own runtime may spend on choosing kernels
+    remember: bool = True
+
+    @cached_property
+    def onnx(self) -> Path:
+        """The network as an ONNX file for these very shapes."""
+        _need("onnx", "onnxscript")
+        path = self.folder / f"batch-{'x'.join(map(str, self.inputs[0].shape))}.onnx"
+        if not path.is_file():
+            with warnings.catch_warnings(), torch.no_grad():
+                warnings.simplefilter("ignore")
+                program = torch.onnx.export(copy.deepcopy(self.model), self.inputs, dynamo=True, verbose=False)
+            cast(Any, program).save(str(path))
+        return path
+
+
+@dataclass(frozen=True, eq=False)
+class Ready:
+    """An engine about to run: the call, its float outputs, and bytes of weights and buffers where known."""
+
+    run: Run
+    memory: int | None = None
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Engine:
+    name: str
+    kind: Kind
+    prepare: Callable[[Job], Ready]
+
+
+def _need(*packages: str) -> None:
+    missing = [package for package in packages if importlib.util.find_spec(package) is None]
+    if missing:
+        raise Unavailable(f"not installed (pip install {' '.join(missing)})")
+
+
+def weights_bytes(model: nn.Module) -> int:
+    tensors = {tensor.data_ptr(): tensor for tensor in (*model.parameters(), *model.buffers())}
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+
+
+def outputs(value: Any) -> list[Tensor]:
+    """The tensors that an engine returned, in order."""
+    leaves = [torch.from_numpy(leaf) if not isinstance(leaf, Tensor) else leaf for leaf in tree_leaves(value)]
+    return [leaf.detach() for leaf in leaves]
+
+
+def _torch(job: Job) -> Ready:
+    model = copy.deepcopy(job.model).eval()
+
+    def run(*inputs: Tensor) -> Any:
+        with torch.inference_mode():
+            return model(*inputs)
+
+    return Ready(run, weights_bytes(model))
+
+
+def _compiled(job: Job) -> Ready:
+    if not any(shutil.which(name) for name in ("g++", "clang++")):
+        raise Unavailable("no C++ compiler")
+    torch._dynamo.reset()  # what was compiled for another number of threads keeps it
+    frozen = copy.deepcopy(job.model).eval()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = torch.compile(frozen, options={"freezing": True})
+
+        def run(*inputs: Tensor) -> Any:
+            with torch.inference_mode():
+                return model(*inputs)
+
+        run(*job.inputs)
+    return Ready(run, weights_bytes(frozen))
+
+
+def _session(path: Path, job: Job) -> Ready:
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = job.threads
+    options.inter_op_num_threads = 1
+    # Its threads would go on spinning into the turn of the next engine.
+    options.add_session_config_entry("session.force_spinning_stop", "1")
+    options.log_severity_level = 3
+    session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    names = [each.name for each in session.get_inputs()]
+    feed = {name: x.numpy() for name, x in zip(names, job.inputs, strict=True)}
+    data = path.with_name(path.name + ".data")
+    size = path.stat().st_size + (data.stat().st_size if data.is_file() else 0)
+    return Ready(lambda *_: session.run(None, feed), size)
+
+
+def _onnxruntime(job: Job) -> Ready:
+    _need("onnxruntime")
+    return _session(job.onnx, job)
+
+
+def _onnxruntime_int8(job: Job) -> Ready:
+    """Dense int8: static for convolutions, with scales from the example; dynamic for the rest."""
+    _need("onnxruntime")
+    source = job.onnx
+    import onnx
+    from onnxruntime import quantization
+    from onnxruntime.quantization.shape_inference import quant_pre_process
+
+    target = source.with_suffix(".int8.onnx")
+    if not target.is_file():
+        prepared = source.with_suffix(".prepared.onnx")
+        with warnings.catch_warnings(), _no_remarks():
+            warnings.simplefilter("ignore")
+            quant_pre_process(str(source), str(prepared), skip_symbolic_shape=True)
+            network = onnx.load(str(prepared))
+            del network.graph.value_info[:]  # shapes of weights, which quantising transposes
+            onnx.save(network, str(prepared))
+            kinds = {node.op_type for node in network.graph.node}
+            if "Conv" in kinds:
+                quantization.quantize_static(
+                    str(prepared), str(target), _calibration(prepared, job.inputs), per_channel=True
+                )
+            else:
+                quantization.quantize_dynamic(str(prepared), str(target), per_channel=True)
+    return _session(target, job)
+
+
+@contextmanager
+def _no_remarks() -> Iterator[None]:
+    """The quantiser tells the root logger, weight by weight, what it cannot cut along an axis: a line a batch norm."""
+    root = logging.getLogger()
+    level = root.level
+    root.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        root.setLevel(level)
+
+
+def _calibration(path: Path, inputs: Sequence[Tensor]) -> Any:
+    import onnx
+    from onnxruntime.quantization import CalibrationDataReader
+
+    names = [each.name for each in onnx.load(str(path), load_external_data=False).graph.input]
+
+    class Once(CalibrationDataReader):  # type: ignore[misc]
+        def __init__(self) -> None:
+            self._left = [{name: x.numpy() for name, x in zip(names, inputs, strict=True)}]
+
+        def get_next(self) -> Any:
+            return self._left.pop() if self._left else None
+
+    return Once()
+
+
+def _openvino(job: Job) -> Ready:
+    _need("openvino")
+    import openvino
+
+    settings = {"INFERENCE_NUM_THREADS": job.threads, "INFERENCE_PRECISION_HINT": "f32", "NUM_STREAMS": 1}
+    compiled = openvino.Core().compile_model(str(job.onnx), "CPU", settings)
+    request = compiled.create_infer_request()
+    arrays = [x.numpy() for x in job.inputs]
+
+    def run(*_: Tensor) -> Any:
+        found = request.infer(arrays)
+        return [found[port] for port in compiled.outputs]
+
+    return Ready(run)
+
+
+def _gossamer(job: Job) -> Ready:
+    fast = deploy(job.model, job.inputs, threads=job.threads, seconds=job.seconds, remember=job.remember)
+    explanation = fast.explain()
+    memory = None if fast.native is None else fast.native.plan_for(fast.native.example_batch).nbytes
+    if explanation.engine != "native":
+        memory = weights_bytes(job.model)
+    return Ready(fast, memory, f"runs {explanation.engine}: {explanation.reason}".splitlines()[0])
+
+
+OURS = "gossamer"
+ENGINES: dict[str, Engine] = {
+    engine.name: engine
+    for engine in (
+        Engine("torch", "dense", _torch),
+        Engine("torch.compile", "dense", _compiled),
+        Engine("onnxruntime", "dense", _onnxruntime),
+        Engine("onnxruntime int8", "int8", _onnxruntime_int8),
+        Engine("openvino", "dense", _openvino),
+        Engine(OURS, "sparse", _gossamer),
+    )
+}

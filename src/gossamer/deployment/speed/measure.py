@@ -1,0 +1,171 @@
+"""The race itself: all engines in one process, taking turns, so that a busy machine is busy for all of them."""
+
+from __future__ import annotations
+
+import copy
+import os
+import platform
+import statistics
+import tempfile
+from collections.abc import Callable, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gossamer.deployment.exports import to_dense
+from gossamer.deployment.runtime import torch_threads
+from gossamer.deployment.runtime.memory import processor
+from gossamer.deployment.runtime.tuning import race
+from gossamer.deployment.speed.engines import ENGINES, OURS, Job, Ready, Unavailable, outputs
+from gossamer.deployment.speed.report import Case, Row, SpeedReport
+from gossamer.io.sparse_file import save
+from gossamer.provenance import commit
+from gossamer.prunable import select
+from gossamer.report import report as count
+
+HALF = "half"
+Progress = Callable[[str, float], None]
+
+
+def measure(
+    model: nn.Module,
+    example: Callable[[int], Tensor],
+    *,
+    name: str,
+    batches: Sequence[int] = (1, 64),
+    threads: Sequence[int] = (1,),
+    engines: Sequence[str] = tuple(ENGINES),
+    seconds: float = 5.0,
+    rounds: int = 7,
+    break_even: bool = True,
+    remember: bool = True,
+    progress: Progress | None = None,
+) -> SpeedReport:
+    """Times a network at every batch size and number of threads.
+
+    ``example(batch)`` makes an input. Each case takes at least ``rounds`` rounds and ``seconds`` seconds, besides
+    the time that engines need to get ready. ``progress`` is called with what is going on and the share done.
+    """
+    unknown = sorted(set(engines) - set(ENGINES))
+    if unknown or not engines:
+        raise ValueError(f"expected engines out of {', '.join(ENGINES)}, got {', '.join(unknown) or 'none'}")
+    if min((*batches, *threads), default=0) < 1:
+        raise ValueError(f"expected batch sizes and threads of at least 1, got {list(batches)} and {list(threads)}")
+    if not seconds >= 0:
+        raise ValueError(f"expected seconds of at least 0, got {seconds}")
+    model = copy.deepcopy(model).eval()
+    counted = count(model, example(1)).total
+    dense, sparse = counted.flops_dense or 0, counted.flops_sparse or 0
+    tell = progress or (lambda what, share: None)
+    cases: list[Case] = []
+    total = len(batches) * len(threads) * (len(engines) + 2)
+    with tempfile.TemporaryDirectory() as scratch:
+        small = save(model, Path(scratch) / "sparse", negative_zeros="drop")
+        sizes = to_dense(model, Path(scratch) / "dense").file_bytes, small.file_bytes
+        for batch in batches:
+            torch.manual_seed(0)
+            x = example(batch)
+            for each in threads:
+                first = len(cases) * (len(engines) + 2)
+
+                def step(what: str, number: int, first: int = first, batch: int = batch, each: int = each) -> None:
+                    tell(f"batch {batch}, threads {each}: {what}", (first + number) / total)
+
+                job = Job(model, (x,), each, Path(scratch), min(2.0, seconds), remember)
+                with torch_threads(each):
+                    cases.append(_case(job, batch, engines, seconds, rounds, break_even, sparse / max(1, dense), step))
+    tell("done", 1.0)
+    return SpeedReport(
+        name, counted.weights, counted.connections, dense, sparse, *sizes, tuple(cases), about(seconds=seconds)
+    )
+
+
+def _case(
+    job: Job,
+    batch: int,
+    engines: Sequence[str],
+    seconds: float,
+    rounds: int,
+    break_even: bool,
+    density: float,
+    step: Callable[[str, int], None],
+) -> Case:
+    ready: dict[str, Ready] = {}
+    missing: dict[str, str] = {}
+    differences: dict[str, float] = {}
+    with torch.no_grad():
+        expected = outputs(job.model(*job.inputs))
+    for number, name in enumerate(engines):
+        step(f"{name} gets ready", number)
+        try:
+            ready[name] = ENGINES[name].prepare(job)
+            differences[name] = _difference(outputs(ready[name].run(*job.inputs)), expected)
+        except Unavailable as error:
+            missing[name] = str(error)
+        except Exception as error:  # whatever another engine throws is news for its row, not the end of the report
+            missing[name] = f"failed: {str(error).strip().splitlines()[0] if str(error).strip() else repr(error)}"
+            ready.pop(name, None)
+    candidates = {name: each.run for name, each in ready.items()}
+    if break_even and OURS in ready and density < 0.5:
+        step("half of the connections", len(engines))
+        half = Job(half_full(job.model), job.inputs, job.threads, job.folder, job.seconds, job.remember)
+        candidates[HALF] = ENGINES[OURS].prepare(half).run
+    step("race", len(engines) + 1)
+    samples = race(candidates, job.inputs, seconds, rounds)
+    rows = [
+        _row(name, samples.get(name), ready.get(name), differences.get(name), missing.get(name)) for name in engines
+    ]
+    return Case(
+        batch, job.threads, tuple(rows), 1e3 * statistics.median(samples[HALF]) if HALF in samples else None, density
+    )
+
+
+def _row(
+    name: str, samples: list[float] | None, ready: Ready | None, difference: float | None, problem: str | None
+) -> Row:
+    kind = ENGINES[name].kind
+    if samples is None or ready is None:
+        return Row(name, kind, None, None, None, None, None, problem or "did not run")
+    lower, middle, upper = (1e3 * value for value in statistics.quantiles(samples, n=4, method="inclusive"))
+    return Row(name, kind, middle, lower, upper, ready.memory, difference, ready.note)
+
+
+def _difference(found: list[Tensor], expected: list[Tensor]) -> float:
+    worst = 0.0
+    for out, wanted in zip(found, expected, strict=True):
+        scale = max(float(wanted.abs().max()), 1e-30)
+        worst = max(worst, float((out.reshape(wanted.shape) - wanted).abs().max()) / scale)
+    return worst
+
+
+def half_full(model: nn.Module) -> nn.Module:
+    """A copy in which every weight tensor has half of its connections, at random places beside its own."""
+    filled = copy.deepcopy(model)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for weight in select(filled):
+            tensor = weight.parameter
+            kept = tensor != 0
+            wanted = tensor.numel() // 2 - int(kept.sum())
+            if wanted <= 0:
+                continue
+            order = torch.rand(tensor.shape, generator=generator).masked_fill_(kept, 2.0).flatten()
+            place = order.argsort()[:wanted]
+            spread = float(tensor[kept].std()) if int(kept.sum()) > 1 else 0.01
+            tensor.view(-1)[place] = spread * torch.randn(wanted, generator=generator) + 1e-6
+    return filled
+
+
+def about(**settings: Any) -> dict[str, Any]:
+    """What has to be known to believe a measurement."""
+    found = {"python": platform.python_version()}
+    for package in ("torch", "numpy", "onnx", "onnxruntime", "openvino"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    hardware = f"{processor()}, {os.cpu_count()} cores"
+    return {"settings": settings, "versions": found, "hardware": hardware, "commit": commit()}

@@ -1,0 +1,168 @@
+"""A `Run`, as `gossamer train` knows it, as a lane of a stack; and what a stack cannot do for a run."""
+
+from dataclasses import replace
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from gossamer.lab.batched.lanes import Common, Lane
+from gossamer.lab.batched.training import Training
+from gossamer.lab.data import kind_of
+from gossamer.lab.data.sets import ImageSet
+from gossamer.lab.training.optimise import learning_rate, plan_without_masks
+from gossamer.lab.training.run import Run
+from gossamer.methods import Layout, Options, Request, find, make_options
+from gossamer.methods.dense import Dense
+from gossamer.methods.filters import check_reach
+from gossamer.methods.lottery import rewound
+from gossamer.methods.scl import SCLOptions
+from gossamer.schedule import Plan, make_plan
+from gossamer.settings import Settings
+
+_DEFAULT = Run()
+# What runs of one stack may differ in. Everything else they share.
+_RATES = ("lr", "schedule", "lr_warmup", "lr_drops", "lr_factor", "lr_restart")
+_REQUEST = ("method", "sparsity", "decay")
+_OWN = (*_REQUEST, "preset", "settings", "seed", "momentum", "weight_decay", "weight_decay_power", *_RATES)
+# What has to stay as it is by default.
+_NOT_IN_A_STACK = ("flops", "leave_at", "include", "exclude", "optimizer", "nesterov", "clip", "sharding", "distil")
+
+
+def why_not(run: Run) -> list[str]:
+    """The settings of a run that a stack cannot follow."""
+    told = [
+        f"{name}={getattr(run, name)!r}" for name in _NOT_IN_A_STACK if getattr(run, name) != getattr(_DEFAULT, name)
+    ]
+    if run.schedule == "plateau":
+        told.append("schedule='plateau'")
+    if run.model == "indrnn":  # whose recurrence is bounded after every step of the optimizer
+        told.append("model='indrnn'")
+    if kind_of(run.data) in ("folder", "text"):
+        told.append(f"data={run.data!r}")
+    if run.method == "scl":
+        settings = run.mask_settings
+        told += ["settings.scale='per_sample'"] if settings.scale == "per_sample" else []
+        told += [f"settings.mask_momentum={settings.mask_momentum}"] if settings.mask_momentum else []
+    elif run.method != "dense" and run.sparsity is None:
+        told.append(f"decay={run.decay} with method={run.method}")
+    return told
+
+
+def check(runs: list[Run]) -> None:
+    """Refuse, all at once, the runs that have to be trained by themselves."""
+    problems = [f"run {run.run_id}: {', '.join(told)}" for run in runs if (told := why_not(run))]
+    if problems:
+        raise ValueError(
+            "a stack of runs cannot do all that a run alone can; train such a run by itself (gossamer train):\n  "
+            + "\n  ".join(problems)
+        )
+
+
+def check_reachable(runs: list[Run], layout: Layout) -> None:
+    """Refuse, before anything is trained, what whole filters are too coarse for or the floor does not allow."""
+    problems = []
+    for run in runs:
+        if run.sparsity is None:
+            continue
+        try:
+            if find(run.method).structured:
+                check_reach(layout, run.sparsity)
+            else:
+                check_floor(layout, run.sparsity, run.mask_settings.floor)
+        except ValueError as error:
+            problems.append(f"run {run.run_id}, method={run.method}: {error}")
+    if problems:
+        raise ValueError("runs that cannot be trained:\n  " + "\n  ".join(problems))
+
+
+def check_floor(layout: Layout, sparsity: float, floor: float) -> None:
+    if not 0 <= sparsity < 1:
+        raise ValueError(f"expected sparsity to be a share from 0 to below 1, such as 0.95, got {sparsity}")
+    least, left = sum(layout.floors(floor)), layout.keep(sparsity)
+    if least > left:
+        raise ValueError(
+            f"sparsity={sparsity} leaves {left} connections, but the floor keeps {least} of them: ask for less, or "
+            "lower the floor (settings.floor=0 in a run, scl:floor=0 in a comparison)"
+        )
+
+
+def shared(run: Run) -> Run:
+    """What all runs of its stack have in common, as a run."""
+    common = {name: getattr(_DEFAULT, name) for name in _OWN}
+    return replace(run, **common)
+
+
+def common_of(run: Run) -> Common:
+    return Common(run.epochs, run.batch_size, run.label_smoothing)
+
+
+def images_of(run: Run, images: ImageSet) -> ImageSet:
+    """The images that a run trains on, of its data set."""
+    images = images.split(run.validation) if run.validation else images
+    return images if run.augment else replace(images, padding=0, flip=False)
+
+
+def lane_of(run: Run, steps_per_epoch: int) -> Lane:
+    """A run that `check` has nothing against."""
+    total, rule, settings = run.epochs * steps_per_epoch, find(run.method), run.mask_settings
+    if rule is Dense:
+        plan = plan_without_masks(run, total, steps_per_epoch)
+    else:
+        plan = rule.phases(_plan(settings, total, steps_per_epoch))
+    followed = replace(_DEFAULT, **{name: getattr(run, name) for name in (*_REQUEST, *_RATES)})
+    return Lane(
+        name=run.run_id,
+        identity=run.run_id,
+        rule=rule,
+        request=Request(run.sparsity or 0.0, run.seed, _options(run, settings)),
+        plan=None if rule is Dense else plan,
+        rates=_rates(followed, plan, total, steps_per_epoch, rule.rewinds),
+        weight_decay=run.weight_decay,
+        momentum=run.momentum,
+        floor=settings.floor,
+        training=Training() if rule is Dense else Training(weight_decay_power=run.weight_decay_power),
+    )
+
+
+def _options(run: Run, settings: Settings) -> Options:
+    if run.method != "scl":
+        return make_options(find(run.method), run.method_settings)
+    return learned(settings, decay=run.decay, momentum=run.momentum)
+
+
+def learned(settings: Settings, *, decay: float | None = None, momentum: float = 0.9) -> SCLOptions:
+    """The settings of learned masks, as a stack knows them."""
+    return SCLOptions(
+        mask_lr=settings.mask_lr,
+        global_power=settings.power if settings.scale == "global" else 0.0,
+        feature_power=settings.power if settings.scale == "batch" else 0.0,
+        estimator=settings.estimator,
+        alpha=settings.alpha,
+        anneal=settings.anneal,
+        start_value=settings.start_value if settings.start == "constant" else None,
+        decay=decay,
+        l2=settings.l2,
+        anchor=settings.anchor,
+        anchor_cap=settings.anchor_cap,
+        removed_gradient=settings.removed_gradient,
+        midpoint=0.5 / (1.0 - momentum) if settings.halfway else 0.0,
+    )
+
+
+def _plan(settings: Settings, total: int, steps_per_epoch: int) -> Plan:
+    durations = {"warmup": settings.warmup, "sparsify": settings.sparsify, "stabilise": settings.stabilise}
+    return make_plan(total, steps_per_epoch=steps_per_epoch, **durations)
+
+
+# Many runs follow the same rates, and steps are many.
+@lru_cache(maxsize=64)
+def _rates(run: Run, plan: Plan | None, total: int, steps_per_epoch: int, rewinds: bool) -> Tensor:
+    def usual(step: int) -> float:
+        return learning_rate(run, plan, step, total_steps=total, steps_per_epoch=steps_per_epoch)
+
+    def again(step: int) -> float:
+        assert plan is not None
+        return rewound(plan, step, shared=usual, peak=run.lr)
+
+    return torch.tensor([again(step) if rewinds else usual(step) for step in range(total)], dtype=torch.float64)

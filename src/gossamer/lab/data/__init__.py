@@ -1,0 +1,26 @@
+"""Data sets, found on disk or fetched, and batches of them on the device."""
+
+from gossamer.lab.data.batches import Batches, Position
+from gossamer.lab.data.files import CorruptData, DataNotFound
+from gossamer.lab.data.folder import FolderBatches, FolderSet
+from gossamer.lab.data.registry import DataSet, kind_of, load, names, table
+from gossamer.lab.data.sets import ImageSet, Labelled, TextSet
+from gossamer.lab.data.text import TextBatches
+
+__all__ = [
+    "Batches",
+    "CorruptData",
+    "DataNotFound",
+    "DataSet",
+    "FolderBatches",
+    "FolderSet",
+    "ImageSet",
+    "Labelled",
+    "Position",
+    "TextBatches",
+    "TextSet",
+    "kind_of",
+    "load",
+    "names",
+    "table",
+]

@@ -1,0 +1,359 @@
+"""An ImageNet-style folder, streamed by worker processes.
+
+The layout is train/<class>/*.JPEG and val/<class>/*.JPEG, in a folder or in an uncompressed tar archive,
+which is read in place. Classes are numbered in the order of their sorted names. Too large for the device's
+memory, images are decoded, cropped and mirrored by worker processes and travel as bytes; only normalisation
+happens on the device. Crops and mirrors are drawn from (seed, epoch, index of the image) alone, so the
+number of workers and the place where a run was interrupted change nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import math
+import os
+import signal
+import tarfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from gossamer.lab.data.augment import normalise, scale_and_shift
+from gossamer.lab.data.batches import BatchSource, Position, epoch_plan
+from gossamer.lab.data.files import CorruptData, DataNotFound, File, read_checked
+from gossamer.lab.data.locate import search_folders
+from gossamer.lab.data.pixels import centre_crop, decode, random_crop_flip
+from gossamer.lab.data.sets import split_indices
+
+__all__ = ["FolderBatches", "FolderPart", "FolderSet", "advice_on_lost_workers", "load_folder"]
+
+_SUFFIXES = (".jpeg", ".jpg", ".png", ".bmp", ".webp")
+_KNOWN = ("imagenet", "imagenette-mini", "imagenette-mini.tar")
+_MINI = File(
+    "imagenette-mini.tar",
+    "sha256:f30d4d6c1f77bbc850a6da3f2b02e45106509071a74eac7d95360647d248c7df",
+    15_749_120,
+)
+_TRAIN, _VALIDATION = "train", "val"
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class FolderPart:
+    """The images of one part. `source` is their folder, or an archive where image i is at `spans[i]`.
+
+    A span is an offset and a size in bytes.
+    """
+
+    source: Path
+    names: tuple[str, ...]
+    labels: Tensor
+    spans: Tensor | None = None
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def read(self, index: int) -> bytes:
+        """The encoded image; one that has gone since the folder was listed is an error that names it."""
+        try:
+            if self.spans is None:
+                return (self.source / self.names[index]).read_bytes()
+            offset, size = self.spans[index].tolist()
+            with open(self.source, "rb") as archive:
+                archive.seek(offset)
+                return archive.read(size)
+        except OSError as error:
+            raise OSError(
+                f"{self.describe(index)} was there when the folder was listed, but cannot be read now "
+                f"({error.strerror or error}); put it back, see that it can be read, and go on"
+            ) from error
+
+    def describe(self, index: int) -> str:
+        """The name of an image for a message."""
+        return f"{self.source / self.names[index]}" if self.spans is None else f"{self.source}:{self.names[index]}"
+
+    def take(self, indices: Tensor) -> FolderPart:
+        """Some of the images."""
+        names = tuple(self.names[index] for index in indices.tolist())
+        spans = None if self.spans is None else self.spans[indices]
+        return FolderPart(self.source, names, self.labels[indices], spans)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class FolderSet:
+    """An image folder with its classes; `mean` and `std` are those customary for ImageNet.
+
+    `validation` is the part that the folder calls val; `held_out` is there only after `split`.
+    """
+
+    name: str
+    train: FolderPart
+    validation: FolderPart
+    class_names: tuple[str, ...]
+    held_out: FolderPart | None = None
+    mean: tuple[float, ...] = (0.485, 0.456, 0.406)
+    std: tuple[float, ...] = (0.229, 0.224, 0.225)
+
+    @property
+    def num_classes(self) -> int:
+        return len(self.class_names)
+
+    def digest(self) -> str:
+        """Of the names and classes of all images, wherever the folder lies: no file has a checksum here."""
+        names = (*self.train.names, "", *self.validation.names)
+        return hashlib.sha256("\n".join(names).encode("utf-8", "surrogateescape")).hexdigest()
+
+    def split(self, held_out: int, seed: int = 0) -> FolderSet:
+        """Hold training images out, drawn by `seed`, as `ImageSet.split` does."""
+        train, validation = split_indices(len(self.train), held_out, seed, self.name)
+        return dataclasses.replace(self, train=self.train.take(train), held_out=self.train.take(validation))
+
+
+def load_folder(root: Path | str | None = None) -> FolderSet:
+    """Index an image folder or a tar archive of one; without `root`, the first one in the search folders."""
+    if root is not None:
+        return _index(Path(root).expanduser())
+    folders = search_folders()
+    for folder in folders:
+        for name in _KNOWN:
+            if (folder / name).exists():
+                return _index(folder / name)
+    raise DataNotFound(
+        f"no image folder was found: searched {', '.join(map(str, folders))} for {', '.join(_KNOWN)}; "
+        f"give its path as root, data_root of a run (a folder with {_TRAIN}/<class>/ and {_VALIDATION}/<class>/ in it)"
+    )
+
+
+def _index(root: Path) -> FolderSet:
+    if root.is_file():
+        if root.name == _MINI.path:
+            read_checked(root.parent, _MINI)
+        files = _files_of_archive(root)
+    elif root.is_dir():
+        files = {part: _files_of_folder(root / part) for part in (_TRAIN, _VALIDATION)}
+    else:
+        raise DataNotFound(f"expected root to be an image folder or a tar archive of one, got {root}, which is neither")
+    classes = sorted({name.partition("/")[0] for name in files[_TRAIN]})
+    strange = sorted({name.partition("/")[0] for name in files[_VALIDATION]} - set(classes))
+    if strange:
+        raise CorruptData(
+            f"{root}: the classes {', '.join(strange[:5])} are in {_VALIDATION} but not in {_TRAIN}: "
+            "put images of them there, or remove them"
+        )
+    parts = {part: _part(root, part, files[part], classes) for part in files}
+    return FolderSet(root.name.removesuffix(".tar"), parts[_TRAIN], parts[_VALIDATION], tuple(classes))
+
+
+def _part(root: Path, part: str, files: dict[str, tuple[int, int]], classes: list[str]) -> FolderPart:
+    if not files:
+        raise DataNotFound(
+            f"expected images under {part}/<class>/ in {root}, found none; put them there "
+            f"with names ending in {', '.join(_SUFFIXES)}"
+        )
+    numbers = {name: number for number, name in enumerate(classes)}
+    names = sorted(files)
+    labels = torch.tensor([numbers[name.partition("/")[0]] for name in names])
+    if root.is_dir():
+        return FolderPart(root / part, tuple(names), labels)
+    return FolderPart(root, tuple(names), labels, torch.tensor([files[name] for name in names]))
+
+
+def _files_of_folder(folder: Path) -> dict[str, tuple[int, int]]:
+    """The images in the subfolders of `folder`, named relative to it."""
+    found: dict[str, tuple[int, int]] = {}
+    if not folder.is_dir():
+        return found
+    for entry in os.scandir(folder):
+        if entry.is_dir():
+            with os.scandir(entry) as images:
+                found.update(
+                    (f"{entry.name}/{image.name}", (0, 0))
+                    for image in images
+                    if image.name.lower().endswith(_SUFFIXES) and image.is_file()  # a pipe would be waited for
+                )
+    return found
+
+
+def _files_of_archive(path: Path) -> dict[str, dict[str, tuple[int, int]]]:
+    """The images of both parts with the place of their bytes in the tar; a leading folder is skipped."""
+    found: dict[str, dict[str, tuple[int, int]]] = {_TRAIN: {}, _VALIDATION: {}}
+    length = path.stat().st_size
+    try:
+        with tarfile.open(path, "r:") as archive:
+            for member in archive:
+                *_, part, label, name = ("", "", *member.name.split("/"))
+                if part not in found or not member.isreg() or not name.lower().endswith(_SUFFIXES):
+                    continue
+                if member.offset_data + member.size > length:
+                    raise CorruptData(f"{path} is truncated inside {member.name}; delete it and fetch it again")
+                found[part][f"{label}/{name}"] = (member.offset_data, member.size)
+    except tarfile.TarError as error:
+        raise CorruptData(f"{path} is not an uncompressed tar archive ({error}); fetch it again") from error
+    return found
+
+
+# What can be wrong with an image, or with the machine that reads it.
+_Problem: TypeAlias = CorruptData | OSError | ImportError
+_PROBLEMS = (CorruptData, OSError, ImportError)
+_Sample: TypeAlias = tuple[Tensor, int] | _Problem
+
+
+class _Images(Dataset[_Sample]):
+    """Decoded crops by (epoch, index): what the worker processes run.
+
+    A bad file comes back as a value: raised in a worker, its message would drown in the worker's traceback.
+    """
+
+    def __init__(self, part: FolderPart, *, size: int, resize: int, training: bool, seed: int) -> None:
+        self.part, self.size, self.resize, self.training, self.seed = part, size, resize, training, seed
+
+    def __len__(self) -> int:
+        return len(self.part)
+
+    def __getitem__(self, key: tuple[int, int]) -> _Sample:
+        epoch, index = key
+        try:
+            image = decode(self.part.read(index), self.part.describe(index))
+        except _PROBLEMS as error:
+            return error
+        if self.training:
+            random = np.random.default_rng((self.seed, epoch, index))
+            pixels = random_crop_flip(image, self.size, random)
+        else:
+            pixels = centre_crop(image, self.size, self.resize)
+        return torch.from_numpy(pixels), int(self.part.labels[index])
+
+
+def _collate(samples: list[_Sample]) -> tuple[Tensor, Tensor] | _Problem:
+    """One batch, or the first error in it."""
+    images, labels = [], []
+    for sample in samples:
+        if isinstance(sample, _PROBLEMS):
+            return sample
+        images.append(sample[0])
+        labels.append(sample[1])
+    empty = torch.empty(0, 3, 1, 1, dtype=torch.uint8)  # where other processes have all images of a short batch
+    return torch.stack(images) if images else empty, torch.tensor(labels, dtype=torch.int64)
+
+
+class FolderBatches(BatchSource):
+    """Iterate over normalised (images, labels) batches of a part, decoded by `workers` processes.
+
+    Training: a random crop of 8 to 100 % of the area and 3:4 to 4:3 in shape, scaled to `size` and mirrored
+    at random; shuffled, a short last batch dropped. Evaluation: the shorter side scaled to `resize`, the
+    centre cropped; in order. `state` works like that of `Batches`. Where several processes share every batch,
+    `slice_of` says which part of so many images is this one's, and no other is decoded here; it may be empty.
+    """
+
+    def __init__(
+        self,
+        dataset: FolderSet,
+        part: FolderPart,
+        batch_size: int,
+        *,
+        training: bool,
+        size: int = 224,
+        resize: int = 256,
+        seed: int = 0,
+        workers: int = 0,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+        channels_last: bool = False,
+        slice_of: Callable[[int], slice] = slice,
+    ) -> None:
+        if batch_size < 1 or workers < 0 or seed < 0:
+            raise ValueError(
+                f"expected batch_size ≥ 1, workers ≥ 0 and seed ≥ 0, got {batch_size}, {workers} and {seed}"
+            )
+        if not 0 < size <= resize:
+            raise ValueError(f"expected 0 < size ≤ resize, got size {size} and resize {resize}")
+        if training and len(part) < batch_size:
+            raise ValueError(f"expected at least one batch of {batch_size}, got {len(part)} images; lower batch_size")
+        self._images = _Images(part, size=size, resize=resize, training=training, seed=seed)
+        self.batch_size, self.training, self.seed, self.workers = batch_size, training, seed, workers
+        self.device, self.dtype, self.channels_last = torch.device(device), dtype, channels_last
+        self._scale, self._shift = scale_and_shift(dataset.mean, dataset.std, self.device)
+        self._slice_of = slice_of
+        self._position = Position()
+
+    def __len__(self) -> int:
+        """Batches an epoch."""
+        count = len(self._images)
+        return count // self.batch_size if self.training else math.ceil(count / self.batch_size)
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        position = self._position
+        order = epoch_plan(
+            len(self._images), seed=self.seed, epoch=position.epoch, shuffle=self.training
+        ).order.tolist()
+        keys = [(position.epoch, index) for index in order]
+        starts = range(position.step * self.batch_size, len(self) * self.batch_size, self.batch_size)
+        batches = [keys[start : start + self.batch_size] for start in starts]
+        loader = DataLoader(
+            self._images,
+            batch_sampler=[batch[self._slice_of(len(batch))] for batch in batches],
+            num_workers=self.workers,
+            collate_fn=_collate,
+            pin_memory=self.device.type == "cuda",
+            multiprocessing_context=self._start_method(),
+            worker_init_fn=_leave_signals_to_the_trainer,
+        )
+        stream = iter(loader)
+        try:
+            for loaded in stream:
+                if isinstance(loaded, _PROBLEMS):
+                    raise loaded
+                images, labels = loaded
+                batch = normalise(images.to(self.device, non_blocking=True), self._scale, self._shift, dtype=self.dtype)
+                if self.channels_last:
+                    batch = batch.contiguous(memory_format=torch.channels_last)
+                position = position.next(len(self))
+                self._position = position
+                yield batch, labels.to(self.device, non_blocking=True)
+        finally:
+            if self.workers:
+                _end_workers(stream)
+
+    def _start_method(self) -> str | None:
+        """Beside the threads that talk to other processes a plain fork can come to a standstill, as a lock that one of
+        them holds is copied without its holder."""
+        several = torch.distributed.is_available() and torch.distributed.is_initialized()
+        return "forkserver" if self.workers and several else None
+
+
+def _leave_signals_to_the_trainer(worker: int) -> None:
+    """A terminal or a scheduler sends a signal to all the processes of a run, but the one that trains still wants
+    images to finish its step. Workers end when it tells them so, or is gone."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+
+
+def _end_workers(stream: Any) -> None:
+    """Let the workers of a loader end now. A traceback may keep the loader alive until Python exits, and Python then
+    sends them SIGTERM, which they ignore, and waits for them without end."""
+    try:
+        stream._shutdown_workers()  # they finish the batch they are at, for which torch waits a few seconds
+    finally:
+        for worker in stream._workers:
+            worker.kill()
+
+
+@contextmanager
+def advice_on_lost_workers() -> Iterator[None]:
+    """Say what to do about a worker that was killed. Its end is noticed wherever the program is at that moment."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "DataLoader worker" not in str(error):
+            raise
+        raise RuntimeError(
+            f"a process that decodes images has died, perhaps for want of memory ({str(error).rstrip('. ')}): set "
+            "fewer workers=, allow more memory or more shared memory (/dev/shm), or set workers=0, which needs no such "
+            "process, and go on"
+        ) from error

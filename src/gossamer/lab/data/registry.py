@@ -1,0 +1,78 @@
+"""The data sets by name."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal, TypeAlias, overload
+
+from gossamer.lab.data.cifar import CIFAR10, CIFAR100, load_cifar
+from gossamer.lab.data.digits import load_digits
+from gossamer.lab.data.folder import FolderSet, load_folder
+from gossamer.lab.data.idx import FASHION_MNIST, MNIST, load_idx
+from gossamer.lab.data.sets import ImageSet, TextSet
+from gossamer.lab.data.text import PTB, WIKITEXT2, load_text
+
+__all__ = ["DATA_SETS", "DataEntry", "DataSet", "kind_of", "load", "names", "table"]
+
+DataSet: TypeAlias = ImageSet | TextSet | FolderSet
+
+
+@dataclasses.dataclass(frozen=True)
+class DataEntry:
+    """A registered set: its name, what it is, how it is read from a root (None: wherever it is found), and whether it
+    is images that fit the device, a folder of images that is streamed, or text."""
+
+    name: str
+    description: str
+    load: Callable[[Path | str | None], DataSet]
+    kind: Literal["images", "folder", "text"] = "images"
+
+
+DATA_SETS: tuple[DataEntry, ...] = (
+    DataEntry("digits", "1,437 + 360 grey images, 8 × 8, of scikit-learn", load_digits),
+    DataEntry("mnist", "60,000 + 10,000 grey images, 28 × 28", lambda root: load_idx(MNIST, root)),
+    DataEntry("fashion_mnist", "60,000 + 10,000 grey images, 28 × 28", lambda root: load_idx(FASHION_MNIST, root)),
+    DataEntry("cifar10", "50,000 + 10,000 colour images, 32 × 32", lambda root: load_cifar(CIFAR10, root)),
+    DataEntry("cifar100", "50,000 + 10,000 colour images, 32 × 32", lambda root: load_cifar(CIFAR100, root)),
+    DataEntry("imagefolder", "colour images in train/<class>/ and val/<class>/", load_folder, "folder"),
+    DataEntry(
+        "wikitext2", "2,088,628 training words, 33,278 different", lambda root: load_text(WIKITEXT2, root), "text"
+    ),
+    DataEntry("ptb", "929,589 training words, 10,000 different", lambda root: load_text(PTB, root), "text"),
+)
+
+
+def names() -> tuple[str, ...]:
+    return tuple(entry.name for entry in DATA_SETS)
+
+
+def kind_of(name: str) -> Literal["images", "folder", "text"] | None:
+    """What a set consists of, None for one that is not there."""
+    return next((entry.kind for entry in DATA_SETS if entry.name == name), None)
+
+
+def table() -> list[tuple[str, str]]:
+    """One row a set, (name, description), for listings."""
+    return [(entry.name, entry.description) for entry in DATA_SETS]
+
+
+@overload
+def load(
+    name: Literal["digits", "mnist", "fashion_mnist", "cifar10", "cifar100"], root: Path | str | None = None
+) -> ImageSet: ...
+@overload
+def load(name: Literal["wikitext2", "ptb"], root: Path | str | None = None) -> TextSet: ...
+@overload
+def load(name: Literal["imagefolder"], root: Path | str | None = None) -> FolderSet: ...
+@overload
+def load(name: str, root: Path | str | None = None) -> DataSet: ...
+def load(name: str, root: Path | str | None = None) -> DataSet:
+    """Load a set by name from `root`, or from the first place that has it (see `gossamer.lab.data.locate`)."""
+    for entry in DATA_SETS:
+        if entry.name == name:
+            return entry.load(root)
+    nearest = difflib.get_close_matches(name, names(), n=3) or names()
+    raise ValueError(f"expected the name of a data set, got {name!r}; did you mean {', '.join(nearest)}?")

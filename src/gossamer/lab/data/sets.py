@@ -1,0 +1,104 @@
+"""What a loaded data set is: frozen values, with pixels still as bytes.
+
+An image set keeps the original uint8 pixels; normalisation and augmentation happen later, batch by batch and
+on the device (see `gossamer.lab.data.batches`). A text set keeps token ids. Neither knows where it came from.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+__all__ = ["ImageSet", "Labelled", "TextSet"]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Labelled:
+    """Images (uint8, N × C × H × W) and their labels (int64, N)."""
+
+    images: Tensor
+    labels: Tensor
+
+    def __post_init__(self) -> None:
+        if self.images.dtype != torch.uint8 or self.images.ndim != 4:
+            raise ValueError(
+                f"expected uint8 images of shape (N, C, H, W), got {self.images.dtype} {tuple(self.images.shape)}"
+            )
+        if self.labels.dtype != torch.int64 or self.labels.shape != self.images.shape[:1]:
+            raise ValueError(
+                f"expected {len(self.images)} int64 labels, got {self.labels.dtype} {tuple(self.labels.shape)}"
+            )
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def to(self, device: torch.device | str) -> Labelled:
+        return Labelled(self.images.to(device), self.labels.to(device))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ImageSet:
+    """A classification set. `mean` and `std` are per channel, of the training pixels scaled to 0…1.
+
+    `padding` and `flip` are the augmentation customary for the set (CIFAR: crop after padding by 4, mirror);
+    0 and False mean none. `validation` is there only after `split`.
+    """
+
+    name: str
+    train: Labelled
+    test: Labelled
+    class_names: tuple[str, ...]
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    padding: int = 0
+    flip: bool = False
+    validation: Labelled | None = None
+
+    @property
+    def num_classes(self) -> int:
+        return len(self.class_names)
+
+    @property
+    def input_shape(self) -> tuple[int, ...]:
+        return tuple(self.train.images.shape[1:])
+
+    def split(self, validation: int = 5000, seed: int = 0) -> ImageSet:
+        """Hold `validation` training images out, drawn by `seed`; the test set stays untouched.
+
+        The result's `train` and `validation` are disjoint and together are this set's `train`.
+        """
+        if self.validation is not None:
+            raise ValueError(f"{self.name} has been split already; split the set that load() returned instead")
+        kept, held_out = split_indices(len(self.train), validation, seed, self.name)
+        return dataclasses.replace(
+            self,
+            train=Labelled(self.train.images[kept], self.train.labels[kept]),
+            validation=Labelled(self.train.images[held_out], self.train.labels[held_out]),
+        )
+
+    def to(self, device: torch.device | str) -> ImageSet:
+        """The same set with its pixels and labels on `device`, to be shared by several runs there."""
+        validation = None if self.validation is None else self.validation.to(device)
+        return dataclasses.replace(self, train=self.train.to(device), test=self.test.to(device), validation=validation)
+
+
+def split_indices(count: int, held_out: int, seed: int, name: str) -> tuple[Tensor, Tensor]:
+    """Which of `count` training images of a set are kept, and which are held out, drawn by `seed`."""
+    if not 0 < held_out < count:
+        raise ValueError(f"expected 1 to {count - 1} images to hold out of {name}, got {held_out}")
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(seed))
+    # Sorted, so that both parts keep the order of the original and a batch reads memory forwards.
+    return order[held_out:].sort().values, order[:held_out].sort().values
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class TextSet:
+    """A language-modelling set: one long stream of int64 token ids a part, and the words they stand for."""
+
+    name: str
+    train: Tensor
+    validation: Tensor
+    test: Tensor
+    vocabulary: tuple[str, ...]

@@ -1,0 +1,140 @@
+"""The networks by name, each with the number of its connections."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gossamer.lab.models.densenet import densenet40, densenet_bc100
+from gossamer.lab.models.digits_cnn import QUICK_START, DigitsNet
+from gossamer.lab.models.fc_densenet import fc_densenet_mnist
+from gossamer.lab.models.imagenet import efficientnet_b0, resnet50, vgg16
+from gossamer.lab.models.indrnn import indrnn
+from gossamer.lab.models.lenet import lenet5, lenet300
+from gossamer.lab.models.lstm_lm import lstm_lm
+from gossamer.lab.models.map_fit import map_fit
+from gossamer.lab.models.resnet import resnet20, resnet56, resnet110
+from gossamer.lab.models.vgg import vgg16_cifar, vgg19_cifar
+from gossamer.lab.models.wide_resnet import wrn28_10
+
+__all__ = ["MODELS", "ModelEntry", "create", "entry", "example_input", "names", "table"]
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelEntry:
+    """A registered network.
+
+    `connections` counts the weights of convolutions, linear and recurrent layers and embeddings at the
+    default number of classes, shared weights once; no biases, no normalisation. `input_shape` is the shape
+    of one sample. `tokens` says that the input is word ids with time first, (steps, batch).
+    """
+
+    name: str
+    builder: Callable[..., nn.Module]
+    data: str
+    input_shape: tuple[int, ...]
+    num_classes: int
+    connections: int
+    description: str
+    tokens: bool = False
+
+
+_GREY, _CIFAR, _IMAGENET = (1, 28, 28), (3, 32, 32), (3, 224, 224)
+
+MODELS: tuple[ModelEntry, ...] = (
+    ModelEntry(QUICK_START, DigitsNet, "digits", (1, 8, 8), 10, 58_144, "three convolutions"),
+    ModelEntry(
+        "fc_densenet_mnist",
+        fc_densenet_mnist,
+        "mnist",
+        _GREY,
+        10,
+        117_152,
+        "fully connected DenseNet, 16 layers, growth 8",
+    ),
+    ModelEntry("lenet300", lenet300, "mnist", _GREY, 10, 266_200, "LeNet-300-100, fully connected"),
+    ModelEntry("lenet5", lenet5, "mnist", _GREY, 10, 430_500, "LeNet-5 with 20 and 50 filters"),
+    ModelEntry("vgg16_cifar", vgg16_cifar, "cifar10", _CIFAR, 10, 14_977_728, "VGG-16, two-layer classifier"),
+    ModelEntry("vgg19_cifar", vgg19_cifar, "cifar10", _CIFAR, 10, 20_024_000, "VGG-19, one-layer classifier"),
+    ModelEntry("resnet20", resnet20, "cifar10", _CIFAR, 10, 268_336, "ResNet-20, zero-pad shortcuts"),
+    ModelEntry("resnet56", resnet56, "cifar10", _CIFAR, 10, 848_944, "ResNet-56, zero-pad shortcuts"),
+    ModelEntry("resnet110", resnet110, "cifar10", _CIFAR, 10, 1_719_856, "ResNet-110, zero-pad shortcuts"),
+    ModelEntry("densenet40", densenet40, "cifar10", _CIFAR, 10, 1_040_568, "DenseNet-40, growth 12"),
+    ModelEntry("densenet_bc100", densenet_bc100, "cifar10", _CIFAR, 10, 745_164, "DenseNet-BC-100, growth 12"),
+    ModelEntry("wrn28_10", wrn28_10, "cifar10", _CIFAR, 10, 36_461_232, "wide ResNet, depth 28, width 10"),
+    ModelEntry("vgg16", vgg16, "imagefolder", _IMAGENET, 1000, 138_344_128, "VGG-16 of torchvision"),
+    ModelEntry("resnet50", resnet50, "imagefolder", _IMAGENET, 1000, 25_502_912, "ResNet-50 of torchvision"),
+    ModelEntry(
+        "efficientnet_b0",
+        efficientnet_b0,
+        "imagefolder",
+        _IMAGENET,
+        1000,
+        5_236_192,
+        "EfficientNet-B0 of torchvision",
+    ),
+    ModelEntry(
+        "lstm_lm",
+        lstm_lm,
+        "wikitext2",
+        (35,),
+        33_278,
+        85_917_000,
+        "word language model, 2 × LSTM 1500, tied embedding",
+        tokens=True,
+    ),
+    ModelEntry("indrnn", indrnn, "mnist", _GREY, 10, 86_784, "six IndRNN layers of 128, images row by row"),
+    ModelEntry("map_fit", map_fit, "random", (64,), 64, 12_288, "three layers of 64, for the map-fitting test"),
+)
+
+
+def names() -> tuple[str, ...]:
+    return tuple(model.name for model in MODELS)
+
+
+def entry(name: str) -> ModelEntry:
+    """The entry of a name; an unknown name is an error that suggests the nearest ones."""
+    for model in MODELS:
+        if model.name == name:
+            return model
+    nearest = difflib.get_close_matches(name, names(), n=3) or names()
+    raise ValueError(f"expected the name of a model, got {name!r}; did you mean {', '.join(nearest)}?")
+
+
+def create(name: str, num_classes: int | None = None, **options: Any) -> nn.Module:
+    """Build a network with fresh random weights. `num_classes` changes the last layer only.
+
+    `options` are those of the network's builder, e.g. dropout=0.5 for `lstm_lm`.
+    """
+    model = entry(name)
+    allowed = inspect.signature(model.builder).parameters
+    if unknown := sorted(options.keys() - allowed.keys()):
+        near = difflib.get_close_matches(unknown[0], allowed, n=1)
+        hint = f"did you mean {near[0]}?" if near else "correct or drop it"
+        raise TypeError(f"{name} takes the options {', '.join(allowed)}, got {', '.join(unknown)}; {hint}")
+    classes = model.num_classes if num_classes is None else num_classes
+    if not hasattr(classes, "__index__") or isinstance(classes, bool):
+        raise TypeError(f"expected a whole number as num_classes, got {classes!r}")
+    if classes < 1:
+        raise ValueError(f"expected num_classes of at least 1, got {classes}")
+    return model.builder(num_classes=classes, **options)
+
+
+def table() -> list[tuple[str, str, int]]:
+    """One row a network, (name, data set, connections), for listings."""
+    return [(model.name, model.data, model.connections) for model in MODELS]
+
+
+def example_input(name: str, batch: int = 2, *, num_classes: int | None = None) -> Tensor:
+    """A random batch of the kind the network takes; for a language model, word ids below `num_classes`."""
+    model = entry(name)
+    if model.tokens:
+        words = model.num_classes if num_classes is None else num_classes
+        return torch.randint(words, (*model.input_shape, batch))
+    return torch.randn(batch, *model.input_shape)

@@ -1,0 +1,43 @@
+"""Recipes by name: every exhibit of the paper as a value, with the paper's numbers beside it."""
+
+import difflib
+from pathlib import Path
+
+from gossamer.lab.recipes import cifar, digits, imagenet, mnist, wikitext
+from gossamer.lab.recipes.recipe import Published, Recipe
+from gossamer.lab.training.result import RESULT, RUN, read_run
+
+__all__ = ["RECIPES", "Published", "Recipe", "find", "names"]
+
+RECIPES: tuple[Recipe, ...] = (
+    *digits.RECIPES,
+    *mnist.RECIPES,
+    *cifar.RECIPES,
+    *wikitext.RECIPES,
+    *imagenet.RECIPES,
+)
+
+
+def names() -> tuple[str, ...]:
+    return tuple(recipe.name for recipe in RECIPES)
+
+
+def find(name: str) -> Recipe:
+    """The recipe of a name, or of a JSON file such as the run.json or result.json that every run leaves behind; the
+    folder of a run stands for its run.json."""
+    for recipe in RECIPES:
+        if recipe.name == name:
+            return recipe
+    path = Path(name).expanduser()
+    if name and path.is_dir() and (path / RUN).is_file():
+        path = path / RUN
+    if path.suffix == ".json":
+        if not path.is_file():
+            raise FileNotFoundError(f"expected the path of a recipe file, got {name}, which does not exist")
+        own_name = path.resolve().parent.name if path.name in (RUN, RESULT) else path.stem
+        return Recipe(own_name, f"from {name}", read_run(path))
+    if name and path.is_dir():
+        raise ValueError(f"expected the name of a recipe or the folder of a run, got {name}, which has no {RUN}")
+    near = difflib.get_close_matches(name.lower(), names(), n=3)
+    hint = f"did you mean {', '.join(near)}?" if near else f"the recipes are {', '.join(names())}"
+    raise ValueError(f"expected the name of a recipe or a .json file, got {name!r}: {hint}")

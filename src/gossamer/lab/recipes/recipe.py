@@ -1,0 +1,78 @@
+"""A recipe is a value: a run, and what the paper reports for it."""
+
+from dataclasses import dataclass, replace
+
+from gossamer.lab.training.run import Run
+
+
+@dataclass(frozen=True)
+class Published:
+    """What the paper prints, as shares: 0.9008 is 90.08 %. A perplexity is what it is."""
+
+    table: str
+    accuracy: float | None = None
+    perplexity: float | None = None
+    sparsity: float | None = None
+    decay: float | None = None  # the λ1 it belongs to, where the paper names one
+
+    @property
+    def value(self) -> float:
+        found = self.accuracy if self.accuracy is not None else self.perplexity
+        if found is None:
+            raise ValueError(f"{self.table}: expected an accuracy or a perplexity, got neither")
+        return found
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A run with a name, one line about it, and the published numbers it is held against.
+
+    A result agrees when it is at most `tolerance` worse than the published value: in accuracy as a share, or in
+    perplexity.
+    """
+
+    name: str
+    about: str
+    run: Run
+    published: tuple[Published, ...] = ()
+    tolerance: float = 0.005
+
+    def expected(self) -> Published | None:
+        """The published number for the sparsity or λ1 of this run, where the paper has one."""
+        wanted = 0.0 if self.run.method == "dense" else self.run.sparsity
+        for each in self.published:
+            if self.run.decay is not None and each.decay == self.run.decay:
+                return each
+            if self.run.decay is None and wanted is not None and each.sparsity == wanted:
+                return each
+        return None
+
+    def agrees(self, metric: str, value: float) -> bool | None:
+        """Whether a result is as good as the paper's, within the tolerance; None where the paper has no number."""
+        expected = self.expected()
+        if expected is None:
+            return None
+        worse = value - expected.value if metric == "perplexity" else expected.value - value
+        return worse <= self.tolerance
+
+
+def share(epochs: int, *, of: int) -> str:
+    """A duration that is so many epochs in a run of its own length, and follows the length of any other."""
+    return f"{epochs / of:.9f}".rstrip("0").rstrip(".") + "run"
+
+
+def variants(
+    base: Run, name: str, about: str, *, sparsity: float, paper: Run, published: tuple[Published, ...], tolerance: float
+) -> tuple[Recipe, ...]:
+    """The three runs of one network: dense, with our default method, and with the settings of the paper."""
+    return (
+        Recipe(f"{name}-dense", f"{about}, dense", base, published, tolerance),
+        Recipe(
+            name,
+            f"{about}, {sparsity:.0%} sparse, our defaults",
+            replace(base, method="scl", sparsity=sparsity),
+            published,
+            tolerance,
+        ),
+        Recipe(f"{name}-paper", f"{about}, as in the paper", paper, published, tolerance),
+    )

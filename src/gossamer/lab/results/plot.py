@@ -1,0 +1,191 @@
+"""Plots of records: accuracy against sparsity, a line a method; learning curves of map fitting. Need matplotlib."""
+
+import importlib.util
+import statistics
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gossamer.lab.results.exhibits import best_of, rates_of
+from gossamer.lab.results.races import Block, Group, race_blocks
+from gossamer.lab.results.records import Record
+
+_COLLAPSED = 20.0  # points below the best at the same sparsity
+_MARKERS = "osD^v<>PXp"  # with the ten colours twice, so that each of twenty lines has its own pair
+
+
+@dataclass(frozen=True)
+class Line:
+    """One method, or one of its settings: mean and spread of the test accuracy at each sparsity."""
+
+    method: str
+    label: str
+    sparsity: tuple[float, ...]  # in percent, rising
+    accuracy: tuple[float, ...]
+    spread: tuple[float, ...]
+
+
+def can_draw() -> bool:
+    return importlib.util.find_spec("matplotlib") is not None
+
+
+def check(path: Path | None = None) -> None:
+    """Raise an error that says what to do where matplotlib is not installed, or knows no such kind of file."""
+    if not can_draw():
+        raise ImportError("a plot needs matplotlib, which is not installed: pip install 'gossamer[plot]'")
+    if path is not None:
+        from matplotlib.figure import Figure  # optional
+
+        kinds = Figure().canvas.get_supported_filetypes()
+        if path.suffix.removeprefix(".").lower() not in kinds:
+            raise ValueError(f"expected a plot whose name ends in one of {', '.join(kinds)}, got {path.name!r}")
+
+
+@dataclass(frozen=True)
+class Panel:
+    """Methods that are compared with each other."""
+
+    title: str
+    dense: tuple[Line, ...]  # in every panel
+    sparse: tuple[Line, ...]  # the best first, as in the table
+    sparsity: tuple[float, ...]  # in percent, rising
+
+
+def panels(records: Sequence[Record]) -> list[Panel]:
+    """What is drawn."""
+    blocks = race_blocks(records)
+    dense = [group for block in blocks for group in block.groups if group.method == "dense"]
+    found = [_panel(block, dense) for block in blocks]
+    return [panel for panel in found if panel.sparse] or found
+
+
+def _panel(block: Block, dense: Sequence[Group]) -> Panel:
+    sparse = tuple(_line(group, block) for group in block.groups if group.method != "dense")
+    at = sorted({each for line in sparse for each in line.sparsity})
+    zeros = f"{at[0]:g} % zeros" if len(at) == 1 else ""
+    title = ", ".join(filter(None, (block.kind, zeros, block.about_all)))
+    return Panel(title, tuple(_line(group, block) for group in dense), sparse, tuple(at))
+
+
+def _line(group: Group, block: Block) -> Line:
+    points = {100 * at: [run["accuracy"] for run in runs] for at, runs in sorted(group.runs.items())}
+    mean = [statistics.mean(each) for each in points.values()]
+    spread = [statistics.stdev(each) if len(each) > 1 else 0.0 for each in points.values()]
+    return Line(group.method, group.label(block.shared), tuple(points), tuple(mean), tuple(spread))
+
+
+def accuracy_against_sparsity(records: Sequence[Record], path: Path) -> None:
+    """Draw the records into a file; what kind of file its name says. Whole filters have a panel of their own."""
+    check()
+    from matplotlib.figure import Figure  # optional
+
+    drawn = panels(records)
+    rows = max(len(panel.sparse) for panel in drawn)
+    lines = any(len(panel.sparsity) != 1 for panel in drawn)
+    figure = Figure(figsize=(8 * len(drawn), 7 if lines else min(7, 2 + 0.5 * rows)), layout="constrained")
+    for axes, panel in zip(figure.subplots(1, len(drawn), squeeze=False)[0], drawn, strict=True):
+        draw = _draw_rows if len(panel.sparsity) == 1 else _draw
+        draw(axes, panel)
+    first = records[0]
+    run = f"{first['tier']}: {first['net']} on {first['data']}, {first['epochs']} epochs"
+    figure.suptitle(f"{run}, mean ± standard deviation over seeds")
+    _write(figure, path)
+
+
+def map_fitting_curves(records: Sequence[Record], path: Path) -> None:
+    """The figure of the paper: errors by estimator, normalised (solid) and raw (dashed), mean over seeds.
+
+    At the rate of the table, 0.1 and constant, and at the best rate of each on a cosine.
+    """
+    check()
+    from matplotlib.figure import Figure  # optional
+
+    figure = Figure(figsize=(12, 5), layout="constrained")
+    panels = zip(figure.subplots(1, 2, sharey=True), ("constant", "cosine"), strict=True)
+    for axes, anneal in panels:
+        for number, record in enumerate(records):
+            for scale, style in (("batch", "-"), ("none", "--")):
+                groups = rates_of(record, scale, anneal)
+                chosen = groups[0.1] if anneal == "constant" else best_of(groups)
+                curve = [statistics.mean(errors) for errors in zip(*(each["curve"] for each in chosen), strict=True)]
+                steps = [record["steps"] * point / len(curve) for point in range(len(curve))]
+                label = f"{chosen[0]['fit']['estimator']}, {'normalised' if scale == 'batch' else 'raw'}"
+                axes.plot(steps, curve, style, color=f"C{number}", linewidth=1.5, label=label)
+        axes.set_title("mask rate 0.1, constant" if anneal == "constant" else "best mask rate of each, cosine to zero")
+        axes.set_yscale("log")
+        axes.set_xlabel("steps")
+        axes.grid(alpha=0.3)
+        axes.set_ylabel("mean squared error" if anneal == "constant" else "")
+    axes.legend(fontsize="small", loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
+    _write(figure, path)
+
+
+def _wrapped(text: str, width: int = 60) -> str:
+    """Long names would leave no room for the plot."""
+    return textwrap.fill(text, width, break_on_hyphens=False)
+
+
+def _write(figure: Any, path: Path) -> None:
+    """The same records give the same file."""
+    from matplotlib import rc_context
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with rc_context({"svg.hashsalt": "gossamer", "svg.fonttype": "none"}):
+        figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+
+
+def _draw_rows(axes: Any, panel: Panel) -> None:
+    """At a single sparsity there are no lines to draw: a row a method, the best on top."""
+    for line in panel.dense:
+        axes.axvline(line.accuracy[0], color="black", linewidth=1, linestyle=":", label=_wrapped(line.label))
+    ranked = panel.sparse[::-1]
+    for place, line in enumerate(ranked):
+        ours = line.method == "scl"
+        style = {"color": "C0" if ours else "C7", "linewidth": 2.5 if ours else 1}
+        axes.errorbar(line.accuracy, [place], xerr=line.spread, marker="o", markersize=5, capsize=3, **style)
+    axes.set_yticks(range(len(ranked)), [_wrapped(line.label, 50) for line in ranked])
+    axes.set_ylim(-0.5, len(ranked) - 0.5)
+    axes.set_title(_wrapped(panel.title, 40))  # half of the width is for the names of the rows
+    axes.set_xlabel("test accuracy, %")
+    axes.grid(alpha=0.3)
+    if panel.dense:
+        axes.legend(fontsize="small", loc="upper left", frameon=False)
+
+
+def lowest(panel: Panel) -> float:
+    """The lower end of the axis. A line may leave it: one run that has collapsed would press all others together."""
+    points = [each for line in panel.sparse for each in zip(line.sparsity, line.accuracy, line.spread, strict=True)]
+    best = {sparsity: max(mean for at, mean, _ in points if at == sparsity) for sparsity, _, _ in points}
+    return min(mean - spread for at, mean, spread in points if mean > best[at] - _COLLAPSED) - 0.5
+
+
+def _draw(axes: Any, panel: Panel) -> None:
+    """The axis of sparsity shows the logarithm of what is left, as 90 and 95 % are farther apart than 50 and 55 %."""
+    for line in panel.dense:
+        axes.axhline(line.accuracy[0], color="black", linewidth=1, linestyle=":", label=_wrapped(line.label))
+    for number, line in enumerate(panel.sparse):
+        axes.errorbar(
+            [100 - each for each in line.sparsity],
+            line.accuracy,
+            yerr=line.spread,
+            linestyle="-" if number < 10 else "--",
+            marker=_MARKERS[number % len(_MARKERS)],
+            color=f"C{number % 10}",
+            markersize=4,
+            capsize=2,
+            linewidth=2.5 if line.method == "scl" else 1,
+            label=_wrapped(line.label),
+        )
+    if panel.sparse:
+        axes.set_ylim(bottom=lowest(panel))
+    axes.set_xscale("log")
+    axes.invert_xaxis()
+    axes.set_xticks([100 - each for each in panel.sparsity], [f"{each:g}" for each in panel.sparsity])
+    axes.minorticks_off()
+    axes.set_title(_wrapped(panel.title))
+    axes.set_xlabel("zeros, %")
+    axes.set_ylabel("test accuracy, %")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize="small", loc="upper center", bbox_to_anchor=(0.5, -0.1), ncols=2, frameon=False)

@@ -1,0 +1,178 @@
+"""A network from a file: the tensors of a safetensors file put into the architecture they belong to.
+
+A file holds tensors, not code. Which network they belong to is said on the command line, or by the file itself
+(``network`` in its metadata, see ``gossamer.save``), or by the run.json that `gossamer train` leaves beside
+it. Only the command line can name a function to call: a file that could would be a program.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gossamer._json import read_object
+from gossamer.io.container import read_header
+from gossamer.io.sparse_file import load
+from gossamer.lab import models
+from gossamer.lab.models.digits_cnn import QUICK_START, DigitsNet
+
+# What `gossamer train` leaves in its folder: the network, and what it is.
+MODEL = "model.safetensors"
+RUN = "run.json"
+
+
+@dataclass(frozen=True, eq=False)
+class Stored:
+    """A network with its weights, and how inputs for it are made."""
+
+    name: str
+    model: nn.Module
+    path: Path
+    input_shape: tuple[int, ...]
+    tokens: int
+    """Size of the vocabulary where inputs are words with time first, (steps, batch); else 0."""
+
+    @property
+    def batch_axis(self) -> int:
+        return 1 if self.tokens else 0
+
+    def example(self, batch: int) -> Tensor:
+        """A random batch."""
+        if self.tokens:
+            return torch.randint(0, self.tokens, (*self.input_shape, batch))
+        return torch.randn(batch, *self.input_shape)
+
+
+def open_network(
+    path: str | os.PathLike[str],
+    net: str | None = None,
+    *,
+    shape: tuple[int, ...] | None = None,
+    otherwise: tuple[str, Mapping[str, Any]] | None = None,
+) -> Stored:
+    """The network of a file, in evaluation mode.
+
+    ``net`` is a name out of `gossamer list`, or ``module:function`` for a network of your own, whose function is
+    called without arguments; ``shape`` is then the shape of one sample. ``otherwise`` is the name of a network, and its
+    options, for a file that nobody says anything about.
+    """
+    source = Path(path)
+    if not source.is_file():
+        problem = f"is a folder: name a file, such as {source / MODEL}" if source.is_dir() else "does not exist"
+        raise FileNotFoundError(f"expected a safetensors file, got {source}, which {problem}")
+    state = load(source)
+    name, options = _named(source, net, otherwise)
+    if net is not None and ":" in net:
+        if shape is None:
+            raise ValueError(
+                f"expected the shape of one sample for {name}, got none: add --shape, e.g. --shape 3 32 32"
+            )
+        model, tokens = _own(name), 0
+        _check(model, state, source, name)
+    elif ":" in name:
+        raise ValueError(
+            f"expected a name out of gossamer list in {source} or the {RUN} beside it, got {name!r}, which asks to run "
+            f"code: if you trust that, say so by --net {name}"
+        )
+    else:
+        model, known, tokens = _registered(name, options, state, source)
+        shape = shape or known
+    model.load_state_dict(state, strict=False)  # strict would miss the second names of tied weights
+    return Stored(name, model.eval(), source, shape, tokens)
+
+
+def _named(
+    path: Path, net: str | None, otherwise: tuple[str, Mapping[str, Any]] | None
+) -> tuple[str, Mapping[str, Any]]:
+    """The name of the network and its options."""
+    if net is not None:
+        return net, {}
+    with path.open("rb") as file:
+        _, metadata = read_header(path, file)
+    if "network" in metadata:
+        return metadata["network"], {}
+    run = path.with_name(RUN)
+    if run.is_file():
+        values = read_object(run)
+        if isinstance(values.get("model"), str):
+            options = values.get("model_options", {})
+            return values["model"], options if isinstance(options, dict) else {}
+    if otherwise is not None:
+        return otherwise
+    raise ValueError(
+        f"expected to know which network {path} belongs to, got a file without its name and no {RUN} beside it: "
+        "add --net NAME (see gossamer list), or save the file with network=NAME"
+    )
+
+
+def _registered(
+    name: str, options: Mapping[str, Any], state: Mapping[str, Tensor], path: Path
+) -> tuple[nn.Module, tuple[int, ...], int]:
+    """A network of the list with as many classes as the file has."""
+    try:
+        with torch.device("meta"):  # sizes out of a file are held against its tensors before memory is asked for
+            build, shape, tokens = _builder(name, options, state)
+            _check(build(), state, path, name)
+    except TypeError as error:
+        raise ValueError(f"expected options of {name} in {path.with_name(RUN)}, got others ({error})") from error
+    return build(), shape, tokens
+
+
+def _builder(
+    name: str, options: Mapping[str, Any], state: Mapping[str, Tensor]
+) -> tuple[Callable[[], nn.Module], tuple[int, ...], int]:
+    """How to make the network, the shape of one sample, and the size of its vocabulary."""
+    entry = models.entry(name)
+    if name == QUICK_START:
+        first, last = (state.get(f"{layer}.weight") for layer in ("features.0", "classifier"))
+        width, answers = (each.shape[0] if each is not None and each.ndim else 0 for each in (first, last))
+        return partial(DigitsNet, answers or entry.num_classes, width or 32), entry.input_shape, 0
+    build = partial(models.create, name, **options)
+    classes = _classes(build(), state)
+    return partial(build, num_classes=classes), entry.input_shape, (classes or entry.num_classes) if entry.tokens else 0
+
+
+def _classes(default: nn.Module, state: Mapping[str, Tensor]) -> int | None:
+    """The number of classes, from the tensors that do not fit the default; None for the default."""
+    found = {
+        state[name].shape[0]
+        for name, tensor in default.state_dict().items()
+        if name in state and state[name].shape != tensor.shape and state[name].ndim
+    }
+    return found.pop() if len(found) == 1 else None
+
+
+def _own(name: str) -> nn.Module:
+    module, _, function = name.partition(":")
+    here = os.getcwd()
+    if here not in sys.path:
+        sys.path.insert(0, here)  # a module in the folder one works in; the installed command does not look there
+    try:
+        made = getattr(importlib.import_module(module), function)()
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"expected --net module:function, got {name!r}, which cannot be imported ({error})") from error
+    if not isinstance(made, nn.Module):
+        raise ValueError(f"expected {name} to return a torch.nn.Module, got {type(made).__name__}")
+    return made
+
+
+def _check(model: nn.Module, state: Mapping[str, Tensor], path: Path, name: str) -> None:
+    """The file has the tensors of the model; one that it has under its other name (tied) is not missing."""
+    wanted = model.state_dict(keep_vars=True)
+    stored = {id(tensor) for key, tensor in wanted.items() if key in state}
+    missing = [key for key, tensor in wanted.items() if key not in state and id(tensor) not in stored]
+    foreign = [key for key in state if key not in wanted]
+    shapes = [key for key in state if key in wanted and state[key].shape != wanted[key].shape]
+    problems = {"missing": missing, "unknown": foreign, "of another shape": shapes}
+    if any(problems.values()):
+        listed = "; ".join(f"{what}: {', '.join(keys[:4])}" for what, keys in problems.items() if keys)
+        raise ValueError(f"expected the tensors of {name} in {path}, got others ({listed}): is it another network?")

@@ -1,0 +1,193 @@
+"""What is wrong with a run, all of it at once, before anything is trained."""
+
+import re
+from dataclasses import fields
+from typing import TYPE_CHECKING
+
+import torch
+
+from gossamer.lab.data import kind_of
+from gossamer.lab.training.durations import PHASES, phases_too_long
+from gossamer.lab.training.keys import SHARED_BY_ALL, setting_types, shares_all_settings
+from gossamer.lab.training.values import Scalar, typed
+from gossamer.methods import ALIASES, METHODS, make_options
+from gossamer.schedule import steps_of
+from gossamer.settings import PRESETS, choose
+
+if TYPE_CHECKING:  # which checks itself by what is here
+    from gossamer.lab.training.run import Run
+
+OPTIMIZERS = ("sgd", "adamw")
+SCHEDULES = ("constant", "cosine", "steps", "phases", "phases_cosine", "restart", "plateau")
+TRUNK = "trunk"  # the teacher that is the network itself, as it was after the warm-up
+AUTO = "auto"
+PRECISIONS = (AUTO, "float32", "bf16")
+SHARDINGS = ("ddp", "fsdp2")
+_LARGEST = torch.finfo(torch.float32).max  # of numbers that weights and masks are computed with
+# How messages about single settings begin, several of which may stand in one line.
+_NAMED, _NEXT = re.compile(r"\w+: "), re.compile(r"; (?=\w+: )")
+
+
+def problems_of(run: "Run") -> list[str]:
+    """Why a run cannot be trained; empty where nothing is against it so far."""
+    problems = [*_wrong_choices(run), *_wrong_numbers(run), *_wrong_request(run), *_wrong_durations(run)]
+    return [*problems, *_wrong_data(run), *_wrong_teacher(run), *_without_warmup(run)]
+
+
+def _wrong_choices(run: "Run") -> list[str]:
+    table = (
+        ("optimizer", OPTIMIZERS),
+        ("schedule", SCHEDULES),
+        ("precision", PRECISIONS),
+        ("sharding", SHARDINGS),
+        ("preset", tuple(PRESETS)),
+    )
+    wrong = [
+        f"{name}: expected one of {', '.join(choices)}, got {getattr(run, name)!r}"
+        for name, choices in table
+        if getattr(run, name) not in choices
+    ]
+    if run.preset in PRESETS:
+        wrong += _wrong_settings(run)
+    return wrong
+
+
+def _wrong_settings(run: "Run") -> list[str]:
+    kinds, wrong = setting_types(run.method), []
+    for name, value in run.settings.items():
+        if name in kinds and name not in PHASES:  # durations have a better message of their own
+            try:
+                typed(kinds[name], f"settings.{name}", value)
+            except ValueError as error:
+                wrong.append(str(error))
+    if wrong:
+        return wrong
+    try:
+        settings = choose(run.preset, shared_settings(run))
+        rule = METHODS.get(ALIASES.get(run.method, run.method))
+        if rule is not None:
+            make_options(rule, run.method_settings)
+    except (TypeError, ValueError) as error:
+        head, *problems = str(error).splitlines()
+        problems = problems or _NEXT.split(head)
+        return [f"settings{'.' if _NAMED.match(each.strip()) else ': '}{each.strip()}" for each in problems]
+    too_long = None if run.method == "dense" else phases_too_long(settings, run.preset, run.epochs)
+    return [too_long] if too_long else []
+
+
+def _wrong_numbers(run: "Run") -> list[str]:
+    table = (
+        ("epochs", "at least 1 and below 2^31", 1 <= run.epochs < 2**31),
+        ("batch_size", "at least 1", run.batch_size >= 1),
+        ("bptt", "at least 1", run.bptt >= 1),
+        ("seed", "a whole number from 0 to below 2^63", 0 <= run.seed < 2**63),
+        ("image_size", "at least 1 pixel", run.image_size >= 1),
+        ("workers", "at least 0", run.workers >= 0),
+        ("validation", "at least 0 images", run.validation >= 0),
+        ("sparsity", "a share from 0 to below 1, such as 0.95", run.sparsity is None or 0 <= run.sparsity < 1),
+        ("flops", "the share that is left, above 0 and up to 1, such as 0.1", run.flops is None or 0 < run.flops <= 1),
+        ("decay", "a number of at least 0, such as 0.03", run.decay is None or run.decay >= 0),
+        ("leave_at", "a sparsity between 0 and 1, such as 0.94", run.leave_at is None or 0 < run.leave_at < 1),
+        ("lr", "a number above 0", run.lr > 0),
+        ("momentum", "from 0 to below 1", 0 <= run.momentum < 1),
+        ("nesterov", "false where momentum is 0", not run.nesterov or run.momentum > 0),
+        ("weight_decay", "at least 0", run.weight_decay >= 0),
+        ("weight_decay_power", "from 0 to 10", 0 <= run.weight_decay_power <= 10),
+        ("clip", "a norm above 0, or none", run.clip is None or run.clip > 0),
+        ("label_smoothing", "from 0 to below 1", 0 <= run.label_smoothing < 1),
+        ("lr_factor", "above 0 and up to 1", 0 < run.lr_factor <= 1),
+        ("lr_restart", "a number above 0, or none", run.lr_restart is None or run.lr_restart > 0),
+        ("distil", "a share from 0 to 1", 0 <= run.distil <= 1),
+        ("temperature", "a number above 0", run.temperature > 0),
+        ("evaluate_every", "at least 1 epoch", run.evaluate_every >= 1),
+        ("checkpoint_minutes", "at least 0", run.checkpoint_minutes >= 0),
+        ("checkpoint_steps", "at least 0", run.checkpoint_steps >= 0),
+        ("log_steps", "at least 1", run.log_steps >= 1),
+    )
+    wrong = [f"{name}: expected {what}, got {getattr(run, name)!r}" for name, what, good in table if not good]
+    numbers = {each.name: getattr(run, each.name) for each in fields(run)}
+    numbers |= {
+        f"{name}.{key}": value for name in ("settings", "model_options") for key, value in getattr(run, name).items()
+    }
+    infinite = (name for name, value in numbers.items() if isinstance(value, float) and abs(value) > _LARGEST)
+    return wrong + [f"{name}: expected a finite number (float32), got {numbers[name]!r}" for name in infinite]
+
+
+def _wrong_request(run: "Run") -> list[str]:
+    given = [name for name in ("sparsity", "flops", "decay") if getattr(run, name) is not None]
+    if run.method == "dense":
+        return [
+            f"method=dense: expected no {name}, got {getattr(run, name)}; set {name}=none for a dense network, or "
+            "method=scl for a sparse one"
+            for name in given
+        ]
+    if len(given) == 1:
+        return []
+    expected = f"method={run.method}: expected one of sparsity, flops and decay, got"
+    if not given:
+        return [f"{expected} none of them; set sparsity=0.95, for example, or method=dense"]
+    return [f"{expected} {', '.join(given)}; set what you do not mean to none, such as {given[0]}=none"]
+
+
+def _wrong_data(run: "Run") -> list[str]:
+    """What means nothing for the data of a run, and would only make another run of it."""
+    kind = kind_of(run.data)
+    table = (
+        ("validation", ("images", "folder"), "text brings a part of its own"),
+        ("augment", ("images",), "text is read as it is, and an image folder is always cropped at random"),
+        ("image_size", ("folder",), "only the images of a folder are brought to a size"),
+        ("bptt", ("text",), "only text is read in portions of so many words"),
+    )
+    return [
+        f"{name}: expected {getattr(type(run), name)} with data={run.data}, got {getattr(run, name)}: {why}"
+        for name, meant_for, why in table
+        if kind is not None and kind not in meant_for and getattr(run, name) != getattr(type(run), name)
+    ]
+
+
+def _wrong_durations(run: "Run") -> list[str]:
+    wrong = []
+    for name, durations in (("lr_warmup", (run.lr_warmup,)), ("lr_drops", run.lr_drops)):
+        for duration in durations:
+            try:
+                steps_of(duration, total_steps=1, steps_per_epoch=1)
+            except ValueError as error:
+                wrong.append(f"{name}: {error}")
+    if (run.schedule == "steps") != bool(run.lr_drops):
+        wrong.append(f"lr_drops go with schedule=steps, got schedule={run.schedule} and lr_drops={run.lr_drops}")
+    if run.lr_restart is not None and run.schedule != "restart":
+        wrong.append(f"lr_restart goes with schedule=restart, got schedule={run.schedule}")
+    return wrong
+
+
+def _wrong_teacher(run: "Run") -> list[str]:
+    alone = {"temperature": run.temperature, "teacher": run.teacher} if not run.distil else {}
+    return [
+        f"{name} goes with a share distil above 0, got {name}={value} and distil=0"
+        for name, value in alone.items()
+        if value != getattr(type(run), name)
+    ]
+
+
+def _without_warmup(run: "Run") -> list[str]:
+    """What needs a network that has learned, dense, when masks begin, where there is no such moment."""
+    rule = METHODS.get(ALIASES.get(run.method, run.method))
+    if run.method == "dense":
+        reason = "method=dense has no masks: set method=scl"
+    elif rule is not None and rule.from_start:
+        reason = f"method={run.method} is sparse from its first step on: choose another method"
+    else:
+        return []
+    wrong = []
+    if run.schedule == "restart":
+        wrong.append(f"schedule=restart needs a warm-up before the masks, but {reason}, or schedule=cosine")
+    if run.distil and run.teacher == TRUNK:
+        wrong.append(f"teacher={TRUNK} needs a warm-up before the masks, but {reason}, or give teacher= a file")
+    return wrong
+
+
+def shared_settings(run: "Run") -> dict[str, Scalar]:
+    """The settings that are fields of Settings: all of them, but a peer (gossamer.methods) shares only some."""
+    if shares_all_settings(run.method):
+        return dict(run.settings)
+    return {name: value for name, value in run.settings.items() if name in SHARED_BY_ALL}

@@ -1,0 +1,294 @@
+"""The one training loop. `train` reads from top to bottom: data, model, optimizer, sparsifier, steps, result.
+
+A run can be killed at any moment; the same call goes on from its last checkpoint, and on a CPU ends with the very same
+bits. The test set is looked at once, after the last step.
+"""
+
+import time
+import warnings
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gossamer.lab.data.batches import seed_for
+from gossamer.lab.data.folder import advice_on_lost_workers
+from gossamer.lab.training import modes, networks, result, snapshot
+from gossamer.lab.training.checkpoint import Checkpoints
+from gossamer.lab.training.lock import only_one
+from gossamer.lab.training.methods import SparseTraining, method_of
+from gossamer.lab.training.optimise import (
+    learning_rate,
+    make_optimizer,
+    out_of_reach,
+    plan_without_masks,
+    set_weight_decay,
+    taken_learning_rate,
+    weight_decay,
+)
+from gossamer.lab.training.place import (
+    Place,
+    advice_on_lost_processes,
+    fast_algorithms,
+    forward_of,
+    join,
+    no_farewell_after_an_error,
+    shard_,
+    synchronise_batch_norm,
+    whole_state,
+)
+from gossamer.lab.training.progress import JsonLines, Observer, Observers, Status
+from gossamer.lab.training.run import Run
+from gossamer.lab.training.snapshot import Parts
+from gossamer.lab.training.step import Meter, Step, check_last_step
+from gossamer.lab.training.stopping import Interrupted, StopSignal
+from gossamer.lab.training.task import make_task, perplexity
+from gossamer.lab.training.teacher import make_teacher
+from gossamer.schedule import Phase
+from gossamer.sparsifier import Sparsifier
+
+# When several processes ask each other whether to stop or to write a checkpoint: a launcher kills who takes too long.
+_ASK_EVERY = 10  # steps, or
+_ASK_AFTER = 2.0  # seconds
+
+
+@no_farewell_after_an_error()
+@advice_on_lost_workers()
+@advice_on_lost_processes()
+def train(run: Run, out: Path | str, *, observers: Sequence[Observer] = ()) -> dict[str, Any]:
+    """Train `run`, or go on with it, in the folder `out`. Returns what is in result.json; `observers` are told how it
+    goes, beside the log in that folder."""
+    if not isinstance(run, Run):
+        raise TypeError(
+            f"expected a Run, got {run!r}: Run(model=…), or that of a recipe, gossamer.lab.recipes.find('digits').run"
+        )
+    if out == "":
+        raise ValueError("expected a folder for the run, got an empty name: write . for the current folder")
+    with ExitStack() as held:
+        return _train(run, Path(out), observers, held)
+
+
+def _train(run: Run, folder: Path, observers: Sequence[Observer], held: ExitStack) -> dict[str, Any]:
+    build_method = method_of(run)
+    networks.check_options(run)
+    place = join(run.device)
+
+    def look() -> dict[str, Any] | None:
+        return result.read_result(folder, run) if place.leads else None
+
+    done = place.share(place.after_the_leader(look))
+    if done is not None:
+        return dict(done)
+    if run.batch_size < place.world:
+        raise ValueError(f"expected a batch_size of at least one sample a process ({place.world})")
+    chosen = modes.resolve(run, place)
+    task = place.after_the_leader(lambda: make_task(chosen, place))
+    if run.schedule == "plateau" and not task.has_validation:
+        raise ValueError("schedule=plateau needs a validation part: set validation= to hold some images out")
+    total, per_epoch = len(task.source) * run.epochs, len(task.source)
+    chosen = modes.resolve_compile(chosen, place, total)
+    if chosen.compile and run.compile is None:
+        held.enter_context(modes.tolerate_compiler())
+    for problem in out_of_reach(run, total, per_epoch) if place.leads else ():
+        warnings.warn(problem, stacklevel=3)
+
+    torch.manual_seed(run.seed)
+    model = place.after_the_leader(lambda: networks.create(run, task.num_classes))
+    model = networks.to_layout(model, chosen, place.device).train()
+    networks.check_shapes(run, model, task.example(), task.num_classes)
+    model = synchronise_batch_norm(model, place)
+    shard_(model, run, place)
+    torch.manual_seed(seed_for(run.seed, place.rank))  # of dropout, which each process draws for itself
+
+    optimizer = make_optimizer(chosen, model)
+    networks.keep_stable(model, optimizer, task.example())
+    sparsifier = build_method(run, model, optimizer, total, per_epoch, task.example())
+    forward = forward_of(model, chosen, place)
+    plan = plan_without_masks(run, total, per_epoch, leads=place.leads) if sparsifier is None else sparsifier.plan
+    teacher = make_teacher(chosen, place, task.lesson(), plan)
+
+    def hold() -> dict[str, Any] | None:
+        if place.leads:
+            with result.writing(folder):
+                folder.mkdir(parents=True, exist_ok=True)
+                held.enter_context(only_one(folder))
+        return look()  # once more: another process may have finished meanwhile
+
+    def sign() -> None:
+        if place.leads:
+            with result.writing(folder):
+                result.write_json(folder / result.RUN, run.to_dict())
+
+    done = place.share(place.after_the_leader(hold))
+    if done is not None:
+        return dict(done)
+    checkpoints, parts = Checkpoints(folder), Parts(model, optimizer, sparsifier, task, teacher)
+    clock = _Clock(snapshot.restore(checkpoints, run, place, parts), run.checkpoint_minutes)
+    place.after_the_leader(sign)  # not before a checkpoint of another run has been refused: the folder is still its own
+    step = task.source.state.epoch * per_epoch + task.source.state.step
+    meter = Meter(place, step)
+    take_step = Step(chosen, place, task, model, optimizer, sparsifier, forward, meter, teacher)
+    held.callback(take_step.close)
+
+    def status(*, lr: float, validation: float | None = None) -> Status:
+        loss, right = meter.means()
+        return Status(
+            step=step,
+            total_steps=total,
+            epoch=step / per_epoch,
+            epochs=run.epochs,
+            phase="dense" if sparsifier is None else str(sparsifier.phase),
+            lr=lr,
+            seconds=clock.seconds(),
+            loss=loss,
+            metric=task.metric,
+            train=perplexity(loss) if task.metric == "perplexity" and loss is not None else right,
+            validation=validation,
+            sparsity=None if sparsifier is None else sparsifier.sparsity,
+            decay=_decay(sparsifier),
+        )
+
+    watching_all = Observers([JsonLines(folder), *observers] if place.leads else ())
+    with (
+        fast_algorithms(place),
+        watching_all as watching,
+        StopSignal(launched=place.world > 1) as stop,
+    ):
+
+        def evaluate(part: str, *, at_the_end: bool = False) -> float:
+            def tell(done: int, batches: int) -> None:
+                if at_the_end and task.streamed and asking.turn() and place.agree(stop.asked):
+                    stopped = f"stopped in the evaluation after the last step, {done} of {batches} batches done"
+                    raise Interrupted(f"{stopped}: run the same command again; {checkpoints.next_time()}")
+                doing = f"evaluating {part} {done / batches:.0%}{', then stops' if stop.asked else ''}"
+                watching.move(step, clock.seconds(), doing, at_once=done == 0)
+
+            # Rounding differs between GPUs; one value for all, or their learning rates would part.
+            return float(place.share(task.evaluate(model, part, tell)))
+
+        asking = _Asking(place)
+        watching.begin(status(lr=run.lr))
+        while step < total:
+            if task.source.state.step == 0:
+                task.begin_epoch()
+                if teacher is not None:
+                    teacher.begin_epoch()
+            for batch in task.source:
+                phases = plan if sparsifier is None else sparsifier.plan
+                lr = learning_rate(run, phases, step, total_steps=total, steps_per_epoch=per_epoch)
+                set_weight_decay(optimizer, weight_decay(run, phases, step))
+                lr *= parts.plateau.factor
+                if teacher is not None:
+                    teacher.before(step, model)
+                take_step(batch, lr)
+                step += 1
+                meter.count(step)
+
+                epoch_over = step % per_epoch == 0
+                validation = None
+                if epoch_over and task.has_validation and (step // per_epoch) % run.evaluate_every == 0:
+                    validation = evaluate("validation")
+                    shrinking = sparsifier is not None and sparsifier.phase is Phase.SPARSIFY
+                    parts.plateau = parts.plateau.see(run, task.metric, validation, shrinking=shrinking)
+                if epoch_over or step % run.log_steps == 0:
+                    watching.tell(status(lr=taken_learning_rate(optimizer, lr), validation=validation))
+                else:
+                    watching.move(step, clock.seconds())
+
+                due = run.checkpoint_steps > 0 and step % run.checkpoint_steps == 0
+                stopping = False
+                if asking.turn():
+                    stopping = place.agree(stop.asked)
+                    due = place.agree(due or stopping or clock.checkpoint_is_due())
+                if step == total:
+                    due = task.streamed  # whose evaluation takes long; all others have their result in a moment
+                if due:
+                    meter.check()
+                    saved = snapshot.save(checkpoints, run, place, parts, step=step, seconds=clock.seconds())
+                    clock.checkpoint_written()
+                    if stopping:
+                        raise Interrupted(_farewell(f"stopped after step {step} of {total}", checkpoints, saved))
+
+        meter.check()
+        if sparsifier is not None:
+            sparsifier.finish()
+        validation = evaluate("validation", at_the_end=True) if task.has_validation else None
+        test = evaluate("test", at_the_end=True)
+        watching.move(step, clock.seconds(), at_once=True)
+        counted = result.count(run, model, task.example())
+        finished = result.make_result(
+            run,
+            place,
+            mode=str(modes.mode_of(chosen)),
+            counted=counted,
+            metric=task.metric,
+            test=test,
+            validation=validation,
+            seconds=clock.seconds(),
+            settled=sparsifier.settled if isinstance(sparsifier, Sparsifier) else None,
+            teacher=None if teacher is None else teacher.told(),
+        )
+        tensors = whole_state(model)
+
+        def write() -> None:
+            if place.leads:
+                check_last_step(tensors, test)
+                result.write_all(folder, tensors, counted, finished)
+                checkpoints.clear()
+
+        place.after_the_leader(write)  # nobody leaves, and closes its connections, while another still writes
+        return finished
+
+
+def _farewell(stopped: str, checkpoints: Checkpoints, saved: bool) -> str:
+    if saved:
+        return f"{stopped}; a checkpoint is in {checkpoints.folder}: run the same command again to go on"
+    return f"{stopped}, but no checkpoint could be written: run the same command again; {checkpoints.next_time()}"
+
+
+def _decay(sparsifier: SparseTraining | None) -> float | None:
+    if not isinstance(sparsifier, Sparsifier) or not sparsifier.phase.masks_train:
+        return None
+    trace = sparsifier.health(layers=False).decay
+    return trace[-1] if trace else None
+
+
+class _Asking:
+    """When processes ask each other: all at the same step, whatever their own clocks say."""
+
+    def __init__(self, place: Place) -> None:
+        self._place, self._steps, self._left, self._last = place, 1, 1, time.monotonic()
+
+    def turn(self) -> bool:
+        """Whether it is time to ask; all processes have to call this in every step."""
+        if self._place.world == 1:
+            return True
+        self._left -= 1
+        if self._left > 0:
+            return False
+        now = time.monotonic()
+        fit = int(_ASK_AFTER * self._steps / max(now - self._last, 1e-9))
+        fewest = self._place.least(torch.tensor(min(_ASK_EVERY, max(1, fit)), device=self._place.device))
+        self._steps = self._left = int(fewest)
+        self._last = now
+        return True
+
+
+class _Clock:
+    """Seconds of training over all sittings, and when the next checkpoint is due."""
+
+    def __init__(self, seconds_before: float, checkpoint_minutes: float) -> None:
+        self._start = time.monotonic() - seconds_before
+        self._interval = checkpoint_minutes * 60
+        self._last = time.monotonic()
+
+    def seconds(self) -> float:
+        return time.monotonic() - self._start
+
+    def checkpoint_is_due(self) -> bool:
+        return self._interval > 0 and time.monotonic() - self._last >= self._interval
+
+    def checkpoint_written(self) -> None:
+        self._last = time.monotonic()

@@ -1,0 +1,147 @@
+"""How a step is computed: precision, memory layout, compiled or not, kernel by kernel or replayed as a CUDA graph.
+
+A run may say so itself. What it leaves open is chosen by measurement: `modes.json` holds, for a GPU and a network, the
+simplest mode that was about as fast as the fastest one (`benchmarks/throughput.py --modes`), and the number of steps
+from which on compiling saves more time than it takes. On other devices, and for networks that were not measured,
+everything stays off: float32, PyTorch's usual layout, eager.
+"""
+
+import json
+import os
+import shutil
+import sysconfig
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gossamer.budget import triton_is_there
+from gossamer.lab.models import MODELS
+from gossamer.lab.training.checks import AUTO
+from gossamer.lab.training.place import Place
+from gossamer.lab.training.run import Run
+
+_MEASURED = Path(__file__).with_name("modes.json")
+_RECURRENT = tuple(entry.name for entry in MODELS if entry.tokens)
+_CAPTURED_METHODS = ("dense", "scl")  # whose steps can be replayed without a word from Python
+
+
+@dataclass(frozen=True)
+class Mode:
+    """One way to compute a step; the default is the plain one."""
+
+    precision: str = "float32"
+    channels_last: bool = False
+    compile: bool = False
+    capture: bool = False
+
+    def __str__(self) -> str:
+        named = {"channels-last": self.channels_last, "compiled": self.compile, "graph": self.capture}
+        return ", ".join([self.precision, *(name for name, on in named.items() if on)])
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What the table says of a network."""
+
+    precision: str = "float32"
+    channels_last: bool = False
+    capture: bool = False
+    compile_from: int | None = None  # steps of a run; none: never
+
+
+def resolve(run: Run, place: Place) -> Run:
+    """The run with everything decided that it leaves open, but for `compile`: that is up to its steps, and those up to
+    its data."""
+    obstacle = why_not_captured(run, place)
+    if run.capture and obstacle is not None:
+        raise ValueError(f"capture=true was asked for, but {obstacle}: set capture=auto or capture=false")
+    if run.precision == "bf16" and place.device.type == "cuda" and run.model in _RECURRENT:
+        raise ValueError(
+            f"precision=bf16 was asked for, but under autocast torch computes cuDNN's LSTM of {run.model} in float16, "
+            "whose small gradients vanish: set precision=float32"
+        )
+    best = measured(run.model, place.device)
+    return replace(
+        run,
+        precision=best.precision if run.precision == AUTO else run.precision,
+        channels_last=best.channels_last if run.channels_last is None else run.channels_last,
+        capture=best.capture and obstacle is None if run.capture is None else run.capture,
+    )
+
+
+def resolve_compile(resolved: Run, place: Place, steps: int) -> Run:
+    """A run of so many steps that `resolve` has decided on, with the last decision. Steps are compiled unasked where
+    there is a compiler, and only as they were measured."""
+    if resolved.compile is not None:
+        return resolved
+    best = measured(resolved.model, place.device)
+    pays = best.compile_from is not None and steps >= best.compile_from
+    return replace(resolved, compile=pays and _is_as_measured(resolved, place, best) and _can_compile())
+
+
+def _is_as_measured(resolved: Run, place: Place, best: Measured) -> bool:
+    """The table is of one process that trains one network, dense or with masks that do not watch it."""
+    as_measured = mode_of(resolved) == Mode(best.precision, best.channels_last, capture=best.capture)
+    usual = resolved.method in _CAPTURED_METHODS and not _watches_forward_pass(resolved) and not resolved.distil
+    return as_measured and usual and place.world == 1
+
+
+def tolerate_compiler() -> AbstractContextManager[object]:
+    """Let steps be computed as they are where a compiler that nobody asked for fails; torch tells why in a warning."""
+    import torch._dynamo.config  # takes its time
+
+    return torch._dynamo.config.patch(suppress_errors=True)  # type: ignore[no-any-return]
+
+
+def mode_of(resolved: Run) -> Mode:
+    """The mode of a run that leaves nothing open."""
+    return Mode(
+        precision=resolved.precision,
+        channels_last=bool(resolved.channels_last),
+        compile=bool(resolved.compile),
+        capture=bool(resolved.capture),
+    )
+
+
+def why_not_captured(run: Run, place: Place) -> str | None:
+    """Why the steps of a run cannot be replayed from a graph; None where they can."""
+    if place.device.type != "cuda":
+        return f"there are no CUDA graphs on device={place.device.type}"
+    if place.world > 1:
+        return f"{place.world} processes have to meet in every step"
+    if run.method not in _CAPTURED_METHODS:
+        return f"only steps of {' and '.join(_CAPTURED_METHODS)} can be replayed, not of method={run.method}"
+    if run.leave_at is not None:
+        return "with leave_at the host has to look at the sparsity to end a phase"
+    if _watches_forward_pass(run):
+        return "scale=per_sample watches the forward pass from Python"
+    return None
+
+
+def _watches_forward_pass(run: Run) -> bool:
+    return run.method == "scl" and run.mask_settings.scale == "per_sample"
+
+
+def measured(network: str, device: torch.device) -> Measured:
+    """What to take for a network on a device: the plain mode where nothing was measured."""
+    if device.type != "cuda":
+        return Measured()
+    return Measured(**_table().get(torch.cuda.get_device_name(device), {}).get(network, {}))
+
+
+def _can_compile() -> bool:
+    """torch.compile writes Triton kernels for a GPU, which are started by a piece of C that knows Python."""
+    named = os.environ.get("CC")
+    compiler = any(map(shutil.which, [named] if named else ["gcc", "clang"]))  # where Triton looks
+    return triton_is_there() and compiler and Path(sysconfig.get_path("include"), "Python.h").exists()
+
+
+@cache
+def _table() -> Mapping[str, Mapping[str, Mapping[str, Any]]]:
+    table: dict[str, dict[str, dict[str, Any]]] = json.loads(_MEASURED.read_text())
+    return table

@@ -1,0 +1,224 @@
+"""What a finished run leaves behind: result.json, with everything needed to believe and to repeat it."""
+
+import json
+import platform
+import shlex
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from torch import Tensor, nn
+
+from gossamer._json import read_object
+from gossamer.io.sparse_file import save
+from gossamer.lab import stored
+from gossamer.lab.training.checkpoint import Checkpoints, write_atomically
+from gossamer.lab.training.place import Place
+from gossamer.lab.training.run import Run
+from gossamer.provenance import commit, cpu_name, versions
+from gossamer.report import Report, Row, report
+
+RESULT = "result.json"
+MODEL = stored.MODEL
+SPARSE_MODEL = "model.sparse.safetensors"
+RUN = stored.RUN
+LAYERS = "layers.json"
+
+
+def make_result(
+    run: Run,
+    place: Place,
+    *,
+    mode: str,
+    counted: Report,
+    metric: str,
+    test: float,
+    validation: float | None,
+    seconds: float,
+    settled: Mapping[str, float] | None = None,
+    teacher: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """The result as plain values. `mode` is how steps were computed; `flops` are those of one sample (of a language
+    model: one word). What mask learning `settled` on and a `teacher` are told where there was one."""
+    total = counted.total
+    result: dict[str, Any] = {
+        "run_id": run.run_id,
+        "complete": True,
+        metric: test,
+        f"validation_{metric}": validation,
+        "sparsity": counted.sparsity,
+        "connections": total.connections,
+        "weights": total.weights,
+        "flops": total.flops_sparse,
+        "flops_dense": total.flops_dense,
+        "seed": run.seed,
+        "epochs": run.epochs,
+        "method": run.method,
+        "model": run.model,
+        "data": run.data,
+        "seconds": seconds,
+        "mode": mode,
+        "config": run.to_dict(),
+        "versions": versions(),
+        "commit": commit(),
+        "hardware": hardware(place),
+    }
+    further = {"settled": settled, "teacher": teacher}
+    return {**result, **{name: dict(values) for name, values in further.items() if values is not None}}
+
+
+def count(run: Run, model: nn.Module, example: Tensor) -> Report:
+    return report(model, example, include=run.include or None, exclude=run.exclude or None)
+
+
+@contextmanager
+def writing(folder: Path, content: str = "the run") -> Iterator[None]:
+    """The first writing into the folder of a run, or of other `content`, which fails where it is not a place for it."""
+    files = [each for each in (folder, *folder.parents) if each.exists() and not each.is_dir()]
+    if files:
+        which = "which" if files[0] == folder else f"and {files[0]}"
+        raise ValueError(
+            f"expected a folder for {content}, got {folder}, {which} is a file: choose another name (--out)"
+        )
+    try:
+        yield
+    except OSError as error:
+        raise OSError(
+            f"expected a folder for {content} that can be written, got {folder} ({error}): choose another one, make "
+            "room on its disk, or change its permissions"
+        ) from error
+
+
+def read_result(folder: Path, run: Run) -> dict[str, Any] | None:
+    """The result of this very run, where the folder has it. A folder of another run is an error."""
+    if (folder / RUN).is_file():
+        read_object(
+            folder / RUN, remedy=": if it was damaged, delete it; a checkpoint says as well whose the folder is"
+        )
+        _refuse_another(folder, run, folder / RUN)
+    result = folder / RESULT
+    found = read_object(result, remedy=": if it was damaged, delete it to train again") if result.is_file() else {}
+    if found.get("complete") is not True:
+        return None
+    _refuse_another(folder, run, result)
+    gone = [name for name in (MODEL, SPARSE_MODEL, LAYERS) if not (folder / name).is_file()]
+    if gone:
+        warnings.warn(
+            f"this run has finished, but {', '.join(gone)} is no longer in {folder}: put it back, or delete {result} "
+            "to train again",
+            stacklevel=2,
+        )
+    return found
+
+
+def _refuse_another(folder: Path, run: Run, path: Path) -> None:
+    """An error where a file of the folder tells of another run than the one that is asked for."""
+    other = read_run(path)
+    if other.run_id != run.run_id:
+        command = shlex.join(["gossamer", "train", str(path), "--out", str(folder)])
+        raise ValueError(
+            f"{folder} belongs to run {other.run_id}, which differs from run {run.run_id} in "
+            f"{', '.join(run.differences_from(other))}: choose another folder, or delete this one; "
+            f"{command} goes on with the run that it belongs to"
+        )
+
+
+def read_run(path: Path) -> Run:
+    """The run in a file of its keys, such as a run.json, or in a result.json, which has them as its `config`."""
+    values = read_object(path)
+    config = values.get("config")
+    try:
+        return Run.from_dict(config if isinstance(config, dict) else values)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def read_result_file(path: Path) -> dict[str, Any]:
+    """The result in a file, or in the folder of a run."""
+    file = path / RESULT if path.is_dir() else path
+    if not path.exists():
+        raise FileNotFoundError(f"expected the folder of a finished run, got {path}, which does not exist")
+    if not file.is_file():
+        raise FileNotFoundError(f"expected a finished run with a {RESULT} in it, got {path}: train it to the end first")
+    values = read_object(file)
+    if not {"sparsity", "connections", "weights", "seconds"} <= values.keys():
+        raise ValueError(
+            f"expected the result of a run in {file}, got something else: name folders of gossamer train or sweep; a "
+            "comparison has its table beside its records (screening.md, final.md)"
+        )
+    return values
+
+
+def read_layers(path: Path) -> Report:
+    """The connections of every layer of a finished run, from its folder or its result file."""
+    file = (path if path.is_dir() else path.parent) / LAYERS
+    if not file.is_file():
+        raise FileNotFoundError(
+            f"expected the layers of a finished run in {file}, which does not exist; gossamer train leaves them, a "
+            "sweep does not"
+        )
+    names = {each.name for each in fields(Row)}
+    try:
+        return Report(
+            tuple(
+                Row(**{key: value for key, value in row.items() if key in names} | {"shape": tuple(row["shape"])})
+                for row in read_object(file)["rows"]
+            )
+        )
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"expected the layers of a finished run in {file}, got something else ({error!r})") from error
+
+
+def write_json(path: Path, values: Mapping[str, Any]) -> None:
+    text = json.dumps(values, indent=2, allow_nan=False) + "\n"
+    write_atomically(path, lambda file: file.write(text.encode()))
+
+
+def write_all(folder: Path, tensors: Mapping[str, Tensor], counted: Report, result: Mapping[str, Any]) -> None:
+    """Everything that a run leaves behind. The result comes last: the run is complete when it is there.
+
+    Somebody may have removed the folder meanwhile: it is made again, with the run.json that was written first.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_json(folder / RUN, result["config"])
+        write_model(folder / MODEL, tensors)
+        write_json(folder / LAYERS, counted.to_dict())
+        write_json(folder / RESULT, result)
+    except OSError as error:
+        raise OSError(
+            f"the last step is done, but the result cannot be written to {folder} ({error}): free some space on the "
+            f"disk and run the same command again; {Checkpoints(folder).next_time()}"
+        ) from error
+
+
+def write_model(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """The network as plain safetensors, and beside it as the small sparse file that `gossamer.load` reads; tied weights
+    are written once, under their first name."""
+    seen: dict[tuple[int, int], str] = {}
+    plain: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        place = (tensor.untyped_storage().data_ptr(), int(tensor.storage_offset()))
+        if tensor.numel() and seen.setdefault(place, name) != name:
+            continue
+        plain[name] = tensor.detach().cpu().contiguous()
+    write_atomically(path, lambda file: file.write(safetensors.torch.save(plain)))
+    save(plain, path.with_name(SPARSE_MODEL))
+
+
+def hardware(place: Place) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "device": place.device.type,
+        "processes": place.world,
+        "cpu": cpu_name(),
+        "threads": torch.get_num_threads(),
+        "system": platform.system(),
+    }
+    if place.device.type == "cuda":
+        found["gpu"] = torch.cuda.get_device_name(place.device)
+    return found

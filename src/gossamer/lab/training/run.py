@@ -1,0 +1,306 @@
+"""A run as a frozen value: everything that decides what a training run computes, and its short identity.
+
+A `Run` is built in Python, read from a JSON file, or made from another one by `--set key=value`. Its identity is the
+hash of what differs from the defaults, so that a field added later, whose default means "no effect", leaves the
+identities of old runs as they were. Where and how often things are written, and on which device, is not part of it.
+"""
+
+import hashlib
+import json
+import typing
+import warnings
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from functools import cache
+from types import MappingProxyType
+from typing import Any
+
+from gossamer.lab.training.checks import AUTO, TRUNK, problems_of, shared_settings
+from gossamer.lab.training.keys import did_you_mean, is_known, options_if_known, setting_types
+from gossamer.lab.training.values import Scalar, guess, parse, typed
+from gossamer.settings import Settings, choose
+
+FORMAT = 1  # of the dictionary and of the files that hold it
+
+# Where a run is computed and how often it is written down: the same run, whatever these are.
+_NOT_IN_IDENTITY = frozenset(
+    {"device", "data_root", "workers", "checkpoint_minutes", "checkpoint_steps", "log_steps"}
+    | {"channels_last", "compile", "capture"}
+)
+
+
+def _no_options() -> Mapping[str, Scalar]:
+    return MappingProxyType({})
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training run. Durations carry units: '150ep', '2000it', '0.3run'."""
+
+    # What is trained on what.
+    model: str = "resnet20"
+    model_options: Mapping[str, Scalar] = field(default_factory=_no_options, hash=False)
+    data: str = "cifar10"
+    validation: int = 0  # training images held out to look at while training; text sets bring their own
+    augment: bool = True
+    image_size: int = 224  # of an image folder; other sets have their own
+
+    # How it is made sparse: exactly one request, none for the dense network.
+    method: str = "dense"
+    sparsity: float | None = None
+    flops: float | None = None
+    decay: float | None = None
+    leave_at: float | None = None
+    preset: str = "default"
+    settings: Mapping[str, Scalar] = field(default_factory=_no_options, hash=False)  # fields of Settings
+    include: tuple[str, ...] = ()  # name patterns; nothing means all connections
+    exclude: tuple[str, ...] = ()
+
+    # How long, and in what portions.
+    epochs: int = 1
+    batch_size: int = 64  # over all processes together
+    bptt: int = 35  # steps through which a language model's gradient goes
+    seed: int = 0
+
+    # The optimizer.
+    optimizer: str = "sgd"
+    lr: float = 0.1
+    momentum: float = 0.9
+    nesterov: bool = False
+    weight_decay: float = 1e-4
+    weight_decay_power: float = 0.0  # once connections go: times the share that shall be left, to this power
+    clip: float | None = None  # largest norm of the gradient
+    label_smoothing: float = 0.0
+
+    # Its learning rate: lr times a factor of the step (see gossamer.lab.training.optimise).
+    schedule: str = "cosine"
+    lr_warmup: str = "0it"
+    lr_drops: tuple[str, ...] = ()  # moments of the run, for schedule=steps
+    lr_factor: float = 0.1  # of each drop; of the end of the mask phases for phases_cosine
+
+    lr_restart: float | None = None  # of schedule=restart, where the warm-up ends; none: lr once more
+
+    # Learning from another network as well (see gossamer.lab.training.teacher).
+    distil: float = 0.0  # its share in the loss
+    temperature: float = 4.0
+    teacher: str = TRUNK  # or the folder of a finished run, or a file with a network
+
+    # The arithmetic.
+    precision: str = AUTO  # by measurement, as the switches that are None: see gossamer.lab.training.modes
+    sharding: str = "ddp"  # where there are several processes
+    evaluate_every: int = 1  # epochs between two looks at the validation part
+
+    # Where, how fast, and what is written: not part of the identity.
+    device: str = "auto"
+    channels_last: bool | None = None
+    compile: bool | None = None
+    capture: bool | None = None  # the whole step as one CUDA graph
+    data_root: str | None = None
+    workers: int = 4  # processes that decode the images of a folder
+    checkpoint_minutes: float = 5.0  # 0 switches off
+    checkpoint_steps: int = 0  # 0 switches off
+    log_steps: int = 50
+
+    def __new__(cls, *args: Any, **values: Any) -> "Run":
+        for name in values:
+            try:
+                _check_key(name, str(values.get("method", cls.method)), str(values.get("model", cls.model)))
+            except ValueError as error:
+                raise TypeError(str(error)) from None
+        return super().__new__(cls)
+
+    def __post_init__(self) -> None:
+        problems = self._take_types()
+        if not problems:
+            object.__setattr__(self, "model_options", MappingProxyType(self.model_options))
+            object.__setattr__(self, "settings", MappingProxyType(_as_numbers(self.settings, self.method)))
+            problems = problems_of(self)
+        if problems:
+            raise ValueError("a run that cannot be trained:\n  " + "\n  ".join(problems))
+
+    def _take_types(self) -> list[str]:
+        """Bring every value to the type of its field, so that lr=1 and lr=1.0 are the same run, as in a file. Returns
+        what is wrong with those that have another."""
+        wrong = []
+        for name, kind in _types().items():
+            try:
+                object.__setattr__(self, name, typed(kind, name, getattr(self, name)))
+            except ValueError as error:
+                wrong.append(str(error))
+        return wrong
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Run.from_dict, (self.to_dict(),)  # read-only mappings cannot be pickled
+
+    @property
+    def run_id(self) -> str:
+        """Ten hexadecimal digits that tell this run from every other."""
+        told = {name: value for name, value in self.differences().items() if name not in _NOT_IN_IDENTITY}
+        return hashlib.sha256(_as_text(told).encode()).hexdigest()[:10]
+
+    @property
+    def mask_settings(self) -> Settings:
+        return choose(self.preset, shared_settings(self))
+
+    @property
+    def method_settings(self) -> dict[str, Scalar]:
+        """The settings that only the method of this run knows."""
+        shared = shared_settings(self)
+        return {name: value for name, value in self.settings.items() if name not in shared}
+
+    def differences(self) -> dict[str, Any]:
+        """The fields whose values are not the defaults, as plain values."""
+        defaults = _plain(Run())
+        return {name: value for name, value in _plain(self).items() if value != defaults[name]}
+
+    def differences_from(self, other: "Run") -> list[str]:
+        """Names of the fields, and of single settings, that make this another run than `other`."""
+        found: list[str] = []
+        mine, theirs = _plain(self), _plain(other)
+        for name in mine:
+            if _as_text(mine[name]) == _as_text(theirs[name]) or name in _NOT_IN_IDENTITY:
+                continue
+            if _is_mapping(name):
+                keys = dict.fromkeys([*mine[name], *theirs[name]])
+                told = [
+                    f"{name}.{key}" for key in keys if _as_text(mine[name].get(key)) != _as_text(theirs[name].get(key))
+                ]
+                found += told or [name]
+            else:
+                found.append(name)
+        return found
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every field as a plain value, and the number of the format."""
+        return {"format": FORMAT, **_plain(self)}
+
+    @staticmethod
+    def from_dict(values: Mapping[str, Any]) -> "Run":
+        """A run from `to_dict()` or from a file; what is left out has its default."""
+        version = values.get("format", FORMAT)
+        if type(version) is not int or version < 1:
+            raise ValueError(f"format: expected {FORMAT}, got {version!r}: write {FORMAT}, or leave it out")
+        if version > FORMAT:
+            raise ValueError(
+                f"expected a run in format {FORMAT} or older, got format {version!r}: it was written by a newer "
+                "version of gossamer; install that version (pip install --upgrade gossamer)"
+            )
+        given = {name: value for name, value in values.items() if name != "format"}
+        for name in given:
+            try:
+                _check_key(name, str(given.get("method", Run.method)), str(given.get("model", Run.model)))
+            except ValueError as error:
+                raise ValueError(f"{error} A newer version of gossamer may know it") from None
+        return Run(**given)
+
+    def with_settings(self, assignments: Iterable[str]) -> "Run":
+        """This run with some fields changed by 'key=value', values read by the type of the field.
+
+        A field of the mask settings is 'settings.mask_lr=0.1', an argument of the network 'model_options.hidden=650'.
+        With another `model` or `method` go the arguments and settings of the one before that it does not take, and a
+        warning says so.
+        """
+        if isinstance(assignments, str):
+            raise TypeError(f"expected a list of key=value, got the text {assignments!r}: [{assignments!r}]")
+        given = [_split(assignment) for assignment in assignments]
+        named = {"method": self.method, "model": self.model} | dict(given)
+        method, model = named["method"], named["model"]
+        changes: dict[str, Any] = {}
+        if model != self.model and self.model_options:
+            changes["model_options"] = _still_taken("model_options", self.model_options, model, options_if_known(model))
+        if method != self.method and self.settings and is_known(method):
+            changes["settings"] = _still_taken("settings", self.settings, f"method={method}", setting_types(method))
+        for key, text in given:
+            name, _, option = key.partition(".")
+            _check_key(name, method, model)
+            if option:
+                if not _is_mapping(name):
+                    raise ValueError(f"expected a plain value for {name}, got the part {option!r} of it: {name}=…")
+                if name == "settings" and option in _types() and option not in setting_types(method):
+                    raise ValueError(f"{option} is a key of the run, not of its settings: {option}={text}")
+                before = changes.get(name, getattr(self, name))
+                changes[name] = {**before, option: _option(name, option, text, method)}
+            elif _is_mapping(name):
+                raise ValueError(f"expected {name}.key=value, such as {_EXAMPLES[name]}, got '{key}={text}'")
+            else:
+                changes[name] = parse(_types()[name], name, text)
+        return replace(self, **changes)
+
+
+_EXAMPLES = {"settings": "settings.mask_lr=0.1", "model_options": "model_options.hidden=650"}
+
+
+# --- plain values and text ---
+
+
+@cache
+def _types() -> dict[str, Any]:
+    hints = typing.get_type_hints(Run)
+    return {each.name: hints[each.name] for each in fields(Run)}
+
+
+def _split(assignment: str) -> tuple[str, str]:
+    key, equals, text = assignment.partition("=")
+    if not equals or not key.strip():
+        raise ValueError(f"expected key=value, such as lr=0.05, got {assignment!r}")
+    return key.strip(), text.strip()
+
+
+def _option(name: str, option: str, text: str, method: str) -> Scalar:
+    """One value of a mapping: by the type of the setting where that is known."""
+    kinds = setting_types(method) if name == "settings" else {}
+    if option in kinds:
+        value: Scalar = parse(kinds[option], f"settings.{option}", text)
+        return value
+    return guess(text)
+
+
+def _still_taken(
+    name: str, before: Mapping[str, Scalar], taker: str, taken: Collection[str] | None
+) -> dict[str, Scalar]:
+    """What another network or method takes of the values of the one before; all of them where nobody knows it."""
+    if taken is None:
+        return dict(before)
+    gone = [f"{name}.{key}={value}" for key, value in before.items() if key not in taken]
+    if gone:
+        warnings.warn(
+            f"{taker} does not take {', '.join(gone)}, which the run had before, and goes without", stacklevel=3
+        )
+    return {key: value for key, value in before.items() if key in taken}
+
+
+def _as_numbers(settings: Mapping[str, Scalar], method: str) -> dict[str, Scalar]:
+    """The same settings with 2 written as 2.0 where a setting is a number, so that both are the same run."""
+    kinds = setting_types(method)
+    numbers = {name for name, kind in kinds.items() if float in (kind, *typing.get_args(kind))}
+    return {name: float(value) if name in numbers and type(value) is int else value for name, value in settings.items()}
+
+
+def _as_text(plain: Any) -> str:
+    """What the identity is made of. 4 and 4.0, the same to Python, are different arguments of a network."""
+    return json.dumps(plain, sort_keys=True, separators=(",", ":"))
+
+
+def _is_mapping(name: str) -> bool:
+    return typing.get_origin(_types()[name]) is Mapping
+
+
+def _plain(run: Run) -> dict[str, Any]:
+    plain: dict[str, Any] = {}
+    for each in fields(Run):
+        value = getattr(run, each.name)
+        plain[each.name] = (
+            dict(value) if isinstance(value, Mapping) else list(value) if isinstance(value, tuple) else value
+        )
+    return plain
+
+
+def full_key(name: str) -> str | None:
+    """The key of a run of this name, with what comes before its dot; None where there is none."""
+    return name if name in _types() else f"settings.{name}" if name in setting_types(Run.method) else None
+
+
+def _check_key(name: str, method: str, model: str) -> None:
+    if name not in _types():
+        hint = did_you_mean(name, _types(), method=method, model=model)
+        raise ValueError(f"unknown key {name!r} of a run: {hint}")

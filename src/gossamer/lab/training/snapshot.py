@@ -1,0 +1,105 @@
+"""All that a run has to know to go on: collected into one checkpoint, and put back.
+
+What all processes have alike is written once. What differs between them (random numbers, the hidden state of a
+language model, and with sharded parameters everything) is written for each, so such a run goes on with the same number
+of processes.
+"""
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from gossamer.lab.data import Position
+from gossamer.lab.training.checkpoint import Checkpoints, random_states, reshard, set_random_states, unshard
+from gossamer.lab.training.methods import SparseTraining
+from gossamer.lab.training.optimise import Plateau, load_optimizer_state
+from gossamer.lab.training.place import Place
+from gossamer.lab.training.run import Run
+from gossamer.lab.training.task import Task
+from gossamer.lab.training.teacher import Teacher
+
+_FORMAT = 1
+
+
+@dataclass(eq=False)
+class Parts:
+    """Everything of a run that changes while it is trained."""
+
+    model: nn.Module
+    optimizer: Optimizer
+    sparsifier: SparseTraining | None
+    task: Task
+    teacher: Teacher | None = None
+    plateau: Plateau = field(default_factory=Plateau)
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "sparsifier": None if self.sparsifier is None else self.sparsifier.state_dict(),
+        }
+
+    def load(self, state: dict[str, Any]) -> None:
+        self.model.load_state_dict(state["model"])
+        load_optimizer_state(self.optimizer, state["optimizer"])
+        if self.sparsifier is not None:
+            self.sparsifier.load_state_dict(state["sparsifier"])
+
+    def mesh(self) -> DeviceMesh | None:
+        """The processes over which the parameters are sharded, or None."""
+        sharded = (each.device_mesh for each in self.model.parameters() if isinstance(each, DTensor))
+        return next(sharded, None)
+
+
+def save(checkpoints: Checkpoints, run: Run, place: Place, parts: Parts, *, step: int, seconds: float) -> bool:
+    """Write a checkpoint; all processes have to take part. False where the disk did not take it."""
+    own: dict[str, Any] = {"random": random_states(place.device), "task": unshard(parts.task.state())}
+    alike: dict[str, Any] = {}
+    if parts.teacher is not None:
+        own["teacher"], alike["teacher"] = unshard(parts.teacher.own_state()), parts.teacher.state()
+    if parts.mesh() is not None:
+        own |= unshard(parts.state())
+    elif place.leads:
+        alike |= parts.state()
+    ranks = place.gather(own)
+    written = True
+    if place.leads:
+        told = {"format": _FORMAT, "run": run.to_dict(), "step": step, "seconds": seconds}
+        told["plateau"] = asdict(parts.plateau)
+        written = checkpoints.save({**told, "position": asdict(parts.task.source.state), **alike, "ranks": ranks}, step)
+    return bool(place.share(written))
+
+
+def restore(checkpoints: Checkpoints, run: Run, place: Place, parts: Parts) -> float:
+    """Go on from the newest good checkpoint, if there is one. Returns the seconds trained so far."""
+    state = place.share(checkpoints.load() if place.leads else None)
+    if state is None:
+        return 0.0
+    if state["format"] != _FORMAT:
+        raise ValueError(
+            f"expected a checkpoint in format {_FORMAT}, got {state['format']}: "
+            "go on with the version of gossamer that began this run"
+        )
+    other = Run.from_dict(state["run"])
+    if other.run_id != run.run_id:
+        raise ValueError(
+            f"the checkpoint in {checkpoints.folder} is of another run, which differs in "
+            f"{', '.join(run.differences_from(other))}: choose another folder"
+        )
+    if len(state["ranks"]) != place.world:
+        raise ValueError(
+            f"expected {len(state['ranks'])} processes, as when the run began, got {place.world}: start as many"
+        )
+    own = state["ranks"][place.rank]
+    parts.task.load_state(own["task"])  # first: a network for other data does not take the weights
+    parts.load(reshard(own, parts.mesh()) if "model" in own else state)
+    if parts.teacher is not None:
+        parts.teacher.load_state(state["teacher"], own["teacher"])
+    parts.task.source.state = Position(**state["position"])
+    parts.plateau = Plateau(**state["plateau"])
+    set_random_states(own["random"], place.device)
+    return float(state["seconds"])

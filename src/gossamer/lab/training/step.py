@@ -1,0 +1,187 @@
+"""One step of training: forward, backward, clipping, the optimizer (which the sparsifier hangs on), and the loss noted.
+
+`_compute` is the whole step and never looks at the host, so it can be captured as one CUDA graph and replayed. What
+changes from step to step is then read from fixed places on the device: the batch, the learning rate, the state that the
+task carries along, the counters of the meter, and what `Sparsifier.advance()` sets. Kernels differ between warm-up,
+mask learning and fine-tuning, and where a teacher begins, so each has a graph of its own. A batch of another shape (the
+short end of a text) runs without one.
+"""
+
+import math
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from gossamer.lab.training.capture import Captured
+from gossamer.lab.training.methods import SparseTraining
+from gossamer.lab.training.optimise import set_learning_rate
+from gossamer.lab.training.place import Place
+from gossamer.lab.training.run import Run
+from gossamer.lab.training.task import Task
+from gossamer.lab.training.teacher import Teacher
+from gossamer.schedule import Phase
+from gossamer.sparsifier import Sparsifier
+
+_LOOK_EVERY = 50  # steps after which the loss on an accelerator is looked at, as looking means waiting
+
+Batch = tuple[Tensor, Tensor]
+_Kernels = tuple[Phase, bool, float]
+
+
+_REMEDY = "try a smaller lr, lr_warmup=1ep, clip=1, or precision=float32, in another folder"
+
+
+class LossNotFinite(ArithmeticError):
+    """The loss has become infinite or not a number."""
+
+
+def check_last_step(tensors: Mapping[str, Tensor], test: float) -> None:
+    """Stop where the last step, after which there is no loss to look at, has ruined the network: its tensors, or the
+    `test` metric, are not finite, or so large that two layers multiply to something that is not.
+
+    Accuracy alone does not show it, and answers to the test set can be infinite for want of steps: the statistics of
+    batch norms begin far from those of the data.
+    """
+    floating = {name: tensor for name, tensor in tensors.items() if tensor.is_floating_point()}
+    ruined = [name for name, tensor in floating.items() if not tensor.square().isfinite().all()]
+    if ruined or not math.isfinite(test):
+        what = f"{ruined[0]} is" if ruined else "the answers to the test set are"
+        raise LossNotFinite(f"{what} not finite (infinite, NaN, or too large) after the last step: {_REMEDY}")
+
+
+class Meter:
+    """The mean loss and the share of right answers since they were last read, and the first step after which the sum
+    of the losses was not finite."""
+
+    def __init__(self, place: Place, step: int) -> None:
+        """`step` is the number of steps done so far."""
+        self._place = place
+        self._sums = torch.zeros(2, device=place.device)  # of the loss, and of the share of right answers
+        self._good_steps = torch.full((), step, dtype=torch.int64, device=place.device)  # those before a bad one
+        self._counts_right = False
+        self._count = 0
+
+    def add(self, loss: Tensor, right: Tensor | None = None) -> None:
+        """The part of a step, in place on the device. `right` is the share of the batch that was classified right."""
+        total = self._sums[0].add_(loss.detach())
+        if right is not None:
+            self._sums[1].add_(right)
+            self._counts_right = True
+        # After a loss that is not finite no sum is. A difference, as isfinite would be four kernels on a GPU.
+        self._good_steps.add_(total - total == 0)
+        if self._place.device.type == "cpu" and self._place.world == 1:
+            self.check()  # at once, as it costs nothing there
+
+    def count(self, step: int) -> None:
+        """The part of the host, after each step; `step` is the number of steps done."""
+        self._count += 1
+        if step % _LOOK_EVERY == 0:
+            self.check()
+
+    def check(self) -> None:
+        """Stop where a loss was not finite. All processes have to ask, so that all stop and none waits for another."""
+        none_so_far = torch.iinfo(torch.int64).max
+        bad = int(self._place.least(torch.where(self._sums[0].isfinite(), none_so_far, self._good_steps + 1)))
+        if bad < none_so_far:
+            raise LossNotFinite(
+                f"the loss is not finite (infinite or NaN) at step {bad}: {_REMEDY}; a checkpoint here is from before "
+                "that step"
+            )
+
+    def means(self) -> tuple[float | None, float | None]:
+        """The mean loss and the share of right answers; None of what was not noted."""
+        if self._count == 0:
+            return None, None
+        self.check()  # the device is waited for anyway
+        loss, right = (total / self._count for total in self._place.mean(self._sums).tolist())
+        self._sums.zero_()
+        self._count = 0
+        return loss, right if self._counts_right else None
+
+
+class Step:
+    """Calling it trains on one batch."""
+
+    def __init__(
+        self,
+        run: Run,
+        place: Place,
+        task: Task,
+        model: nn.Module,
+        optimizer: Optimizer,
+        sparsifier: SparseTraining | None,
+        forward: Callable[..., Any],
+        meter: Meter,
+        teacher: Teacher | None = None,
+    ) -> None:
+        """`run` has to be resolved; `forward` is the model, perhaps compiled or wrapped."""
+        self._run, self._device, self._task, self._teacher = run, place.device, task, teacher
+        self._model, self._optimizer, self._sparsifier = model, optimizer, sparsifier
+        self._forward, self._meter = forward, meter
+        self._buffers: Batch | None = None
+        self._captured: Captured | None = None
+        self._captured_in: _Kernels | None = None
+
+    def __call__(self, batch: Batch, lr: float) -> None:
+        set_learning_rate(self._optimizer, lr)
+        if not self._run.capture or not self._fits(batch):
+            self._compute(batch)
+            return
+        captured = self._for_this_phase(batch)
+        if captured.replays:
+            if isinstance(self._sparsifier, Sparsifier):
+                self._sparsifier.advance()  # a step that runs for real advances by itself
+            captured()
+            return
+        with warnings.catch_warnings():
+            # Adam notices that the first steps are not captured, and asks whether that is meant.
+            warnings.filterwarnings("ignore", "This instance was constructed with capturable=True")
+            captured()
+
+    def close(self) -> None:
+        """Let go of the graph and its memory now: it knows this step and this step knows it, so that both would stay
+        until Python looks for such circles, perhaps in the middle of the next run."""
+        self._captured = None
+
+    def _compute(self, batch: Batch) -> None:
+        loss, right = self._task.loss(self._forward, batch, self._teacher)
+        self._meter.add(loss, right)
+        loss.backward()  # type: ignore[no-untyped-call]
+        self._task.carry()
+        if self._teacher is not None:
+            self._teacher.carry()
+        if self._run.clip is not None:
+            nn.utils.clip_grad_norm_(self._model.parameters(), self._run.clip)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+
+    def _fits(self, batch: Batch) -> bool:
+        """Whether a batch has the shape of the one that the buffers were made for."""
+        if self._buffers is None:
+            self._buffers = torch.empty_like(batch[0]), torch.empty_like(batch[1])
+        return all(buffer.shape == part.shape for buffer, part in zip(self._buffers, batch, strict=True))
+
+    def _for_this_phase(self, batch: Batch) -> Captured:
+        assert self._buffers is not None
+        buffers = self._buffers
+        for buffer, part in zip(buffers, batch, strict=True):
+            buffer.copy_(part)
+        kernels = self._kernels_of()
+        if self._captured is None or kernels != self._captured_in:
+            self._captured = Captured(lambda: self._compute(buffers), self._device)
+            self._captured_in = kernels
+        return self._captured
+
+    def _kernels_of(self) -> _Kernels:
+        """The phase of the coming step, as far as kernels differ, whether a teacher speaks in it, and the weight decay,
+        which is a number in a kernel."""
+        taught = self._teacher is not None and self._teacher.teaches
+        weight_decay = float(self._optimizer.param_groups[0]["weight_decay"])
+        if not isinstance(self._sparsifier, Sparsifier):
+            return Phase.WARMUP, taught, weight_decay
+        phase = self._sparsifier.plan.at(self._sparsifier.step).phase
+        return Phase.SPARSIFY if phase.masks_train else phase, taught, weight_decay

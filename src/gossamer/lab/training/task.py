@@ -1,0 +1,280 @@
+"""What a run is trained on: batches, the loss of a batch, and the measure of success.
+
+There are two tasks, classification of images and prediction of the next word. Both are driven by the same loop; what
+they have to carry from step to step (a language model its hidden state) they keep, give away and take back. Where the
+run has a teacher, it adds its part to the loss of a batch.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from gossamer.lab import data
+from gossamer.lab.data import Batches, FolderBatches, FolderSet, ImageSet, Position, TextBatches, TextSet
+from gossamer.lab.training.hidden import Hidden
+from gossamer.lab.training.place import Place, autocast
+from gossamer.lab.training.run import Run
+from gossamer.lab.training.teacher import Lesson, Teacher
+
+_EVALUATION_BATCH = 500
+_EVALUATION_COLUMNS = 10  # as the PyTorch word-language-model example evaluates
+
+Tell = Callable[[int, int], object]  # is told how many batches are done, and how many there are
+Outcome = tuple[Tensor, Tensor | None]  # of a batch: its loss, and the share of right answers
+
+
+class Source(Protocol):
+    """Batches in an order that a position describes."""
+
+    @property
+    def state(self) -> Position: ...
+
+    @state.setter
+    def state(self, position: Position) -> None: ...
+
+    def __len__(self) -> int: ...
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]: ...
+
+
+class Task(Protocol):
+    """What the loop needs to know of its data."""
+
+    metric: str
+    num_classes: int
+    source: Source
+    has_validation: bool
+    streamed: bool  # from files, so that an evaluation takes long
+
+    def example(self) -> Tensor:
+        """A batch of the right shape, of zeros."""
+        ...
+
+    def lesson(self) -> Lesson:
+        """What a teacher has to fit."""
+        ...
+
+    def loss(
+        self, forward: Callable[..., Any], batch: tuple[Tensor, Tensor], teacher: Teacher | None = None
+    ) -> Outcome:
+        """The loss of this process's slice, and the share of it that was classified right (None of text); the means
+        over processes are those of the batch."""
+        ...
+
+    def carry(self) -> None:
+        """After the backward pass of a batch: let the next one go on from where it has ended."""
+        ...
+
+    def begin_epoch(self) -> None: ...
+
+    def evaluate(self, model: nn.Module, part: str, tell: Tell) -> float:
+        """The metric on 'validation' or 'test'; `tell` is called before every batch, in all processes alike."""
+        ...
+
+    def state(self) -> dict[str, Any]: ...
+
+    def load_state(self, state: dict[str, Any]) -> None: ...
+
+
+def make_task(run: Run, place: Place) -> Task:
+    dataset = data.load(run.data, run.data_root)
+    if isinstance(dataset, TextSet):
+        return TextTask(run, place, dataset)
+    return ImageTask(run, place, dataset)
+
+
+class ImageTask:
+    """Classification of images, of a set that lives on the device or of a folder that is streamed."""
+
+    metric = "accuracy"
+
+    def __init__(self, run: Run, place: Place, dataset: ImageSet | FolderSet) -> None:
+        self._run, self._place = run, place
+        self.num_classes = dataset.num_classes
+        self.source: Source
+        self._parts: dict[str, Source]
+        if isinstance(dataset, FolderSet):
+            self.source, self._parts = _of_folder(run, place, dataset)
+            self._shape: tuple[int, ...] = (3, run.image_size, run.image_size)
+            self._mine: Callable[[int], slice] = slice  # all: the source decodes this process's images alone
+        else:
+            self.source, self._parts = _of_images(run, place, dataset)
+            self._shape = dataset.input_shape
+            self._mine = place.slice_of
+        self.has_validation = "validation" in self._parts
+        self.streamed = isinstance(dataset, FolderSet)
+        self._digest = dataset.digest() if isinstance(dataset, FolderSet) else None  # others have checksums
+
+    def example(self) -> Tensor:
+        return torch.zeros(2, *self._shape, device=self._place.device)
+
+    def lesson(self) -> Lesson:
+        return Lesson(self.example(), self.num_classes, hidden=None)
+
+    def loss(
+        self, forward: Callable[..., Any], batch: tuple[Tensor, Tensor], teacher: Teacher | None = None
+    ) -> Outcome:
+        mine = self._mine(len(batch[1]))
+        images, labels = batch[0][mine], batch[1][mine]
+        with autocast(self._run, self._place):
+            logits = forward(images)
+        loss = functional.cross_entropy(logits.float(), labels, label_smoothing=self._run.label_smoothing)
+        if teacher is not None:
+            loss = teacher(loss, logits, images)
+        # While training every batch is a full one.
+        weight = self._place.weight_of(self._run.batch_size)
+        right = (logits.detach().argmax(dim=1) == labels).sum() * (weight / len(labels))
+        return loss * weight if self._place.world > 1 else loss, right
+
+    def carry(self) -> None:
+        pass  # images are independent of each other
+
+    def begin_epoch(self) -> None:
+        pass
+
+    def evaluate(self, model: nn.Module, part: str, tell: Tell) -> float:
+        counts = torch.zeros(2, dtype=torch.int64, device=self._place.device)  # right answers, and all
+        with _evaluating(model), autocast(self._run, self._place):
+            for images, labels in _told(self._parts[part], tell):
+                mine = self._mine(len(labels))
+                images, labels = images[mine], labels[mine]
+                if not len(labels):  # the end of a part has fewer images than there are processes
+                    model(self.example())  # all the same, as sharded parameters are gathered by all together
+                    continue
+                counts[0] += (model(images).argmax(dim=1) == labels).sum()
+                counts[1] += len(labels)
+        right, seen = self._place.total(counts).tolist()
+        return float(right / seen)
+
+    def state(self) -> dict[str, Any]:
+        return {} if self._digest is None else {"images": self._digest}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        if state.get("images", self._digest) != self._digest:
+            raise ValueError(
+                "expected the image folder that this run began with, got one with other images or classes: set "
+                "data_root= to that one, put back what was changed in it, or begin again in another folder (--out)"
+            )
+
+
+def _of_images(run: Run, place: Place, dataset: ImageSet) -> tuple[Source, dict[str, Source]]:
+    dataset = dataset.split(run.validation) if run.validation else dataset
+    if not run.augment:
+        dataset = replace(dataset, padding=0, flip=False)
+    dataset = dataset.to(place.device)
+    named = {"test": dataset.test, "validation": dataset.validation}
+    return Batches.training(dataset, run.batch_size, seed=run.seed, channels_last=bool(run.channels_last)), {
+        name: Batches.evaluation(dataset, part, _EVALUATION_BATCH, channels_last=bool(run.channels_last))
+        for name, part in named.items()
+        if part is not None
+    }
+
+
+def _of_folder(run: Run, place: Place, dataset: FolderSet) -> tuple[Source, dict[str, Source]]:
+    """The part that such a folder calls val is the test set: ImageNet publishes no labels of its own test set."""
+    dataset = dataset.split(run.validation) if run.validation else dataset
+    size = run.image_size
+    common: dict[str, Any] = {
+        "size": size,
+        "resize": size * 256 // 224,
+        "workers": run.workers,
+        "device": place.device,
+        "channels_last": bool(run.channels_last),
+        "slice_of": place.slice_of,
+    }
+    training = FolderBatches(dataset, dataset.train, run.batch_size, training=True, seed=run.seed, **common)
+    named = {"test": dataset.validation, "validation": dataset.held_out}
+    return training, {
+        name: FolderBatches(dataset, part, run.batch_size, training=False, **common)
+        for name, part in named.items()
+        if part is not None
+    }
+
+
+class TextTask:
+    """Prediction of the next word, by truncated back-propagation through time."""
+
+    metric = "perplexity"
+    has_validation = True
+    streamed = False
+
+    def __init__(self, run: Run, place: Place, dataset: TextSet) -> None:
+        self._run, self._place, self._dataset = run, place, dataset
+        self.num_classes = len(dataset.vocabulary)
+        self.source: Source = TextBatches(dataset.train, run.batch_size, length=run.bptt, device=place.device)
+        self._hidden = Hidden(place.device)
+
+    def example(self) -> Tensor:
+        return torch.zeros(1, 2, dtype=torch.int64, device=self._place.device)
+
+    def lesson(self) -> Lesson:
+        return Lesson(self.example(), self.num_classes, Hidden(self._place.device))
+
+    def loss(
+        self, forward: Callable[..., Any], batch: tuple[Tensor, Tensor], teacher: Teacher | None = None
+    ) -> Outcome:
+        count = batch[0].shape[1]
+        tokens, following = (part[:, self._place.slice_of(count)] for part in batch)
+        with autocast(self._run, self._place):
+            logits, hidden = forward(tokens, self._hidden.value)
+        self._hidden.note(hidden)
+        loss = functional.cross_entropy(
+            logits.float().flatten(0, 1), following.flatten(), label_smoothing=self._run.label_smoothing
+        )
+        if teacher is not None:
+            loss = teacher(loss, logits, tokens)
+        return loss * self._place.weight_of(count) if self._place.world > 1 else loss, None
+
+    def carry(self) -> None:
+        self._hidden.carry()
+
+    def begin_epoch(self) -> None:
+        self._hidden.clear()
+
+    def evaluate(self, model: nn.Module, part: str, tell: Tell) -> float:
+        stream = self._dataset.test if part == "test" else self._dataset.validation
+        windows = TextBatches(stream, _EVALUATION_COLUMNS, length=self._run.bptt, device=self._place.device)
+        total = torch.zeros((), dtype=torch.float64, device=self._place.device)
+        words, hidden = 0, None
+        with _evaluating(model), autocast(self._run, self._place):
+            for tokens, following in _told(windows, tell):
+                logits, hidden = model(tokens, hidden)
+                total += functional.cross_entropy(logits.float().flatten(0, 1), following.flatten(), reduction="sum")
+                words += following.numel()
+        return perplexity(float(total) / words)
+
+    def state(self) -> dict[str, Any]:
+        return {"hidden": self._hidden.state()}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        self._hidden.load(state["hidden"])
+
+
+def _told(source: Source, tell: Tell) -> Iterator[tuple[Tensor, Tensor]]:
+    """The batches of an evaluation, before each of which it is told how far it is."""
+    tell(0, len(source))  # before the first one, for which workers have to start
+    for done, batch in enumerate(source):
+        if done:
+            tell(done, len(source))
+        yield batch
+
+
+def perplexity(loss: float) -> float:
+    """Of a mean loss; that of a hopeless model is huge, not an overflow."""
+    return math.exp(min(loss, 700.0))
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train()

@@ -1,0 +1,179 @@
+"""A frozen network beside the one that trains, from whose answers it learns (gossamer.distillation has the loss).
+
+`teacher=trunk` is the network itself as it is when the warm-up ends, so it teaches from there on; with schedule=restart
+its learning rate has then come down to zero, and it is a finished dense network. Any other `teacher` is the folder of
+a finished run or a file with a network, which teaches from the first step on.
+
+A teacher sees the batches of its pupil, augmented alike, in evaluation mode: it answers as it would in use, no dropout
+blurs what it knows, and processes that share a batch get from it what one process gets. Every process has all of it,
+also where the parameters of the pupil are sharded. A language model that teaches carries a hidden state of its own.
+"""
+
+import hashlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gossamer.distillation import distil
+from gossamer.lab import stored
+from gossamer.lab.training import networks
+from gossamer.lab.training.checks import TRUNK
+from gossamer.lab.training.hidden import Hidden
+from gossamer.lab.training.place import Place, autocast, compiled, whole_state
+from gossamer.lab.training.run import Run
+from gossamer.schedule import Plan
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """What a task has that a teacher has to fit."""
+
+    example: Tensor
+    num_classes: int
+    hidden: Hidden | None  # where answers come with a hidden state, a fresh one
+
+
+class Teacher:
+    """Calling it adds what the teacher says to a loss."""
+
+    def __init__(self, run: Run, place: Place, lesson: Lesson, warmup: int) -> None:
+        """`run` has to be resolved; `warmup` is the number of steps after which the trunk is ready."""
+        self._run, self._place, self._classes, self._hidden = run, place, lesson.num_classes, lesson.hidden
+        self._ready_at = warmup
+        self._forward: Callable[..., Any] | None = None
+        self._network: nn.Module | None = None
+        self._told: dict[str, Any] = {"from": run.teacher, "network": run.model}
+        if run.teacher == TRUNK:
+            if warmup < 1:
+                raise ValueError(
+                    f"teacher={TRUNK}: expected a warm-up in which the trunk learns, got one of no steps: raise "
+                    "settings.warmup, train longer, or give teacher= a file"
+                )
+            self._told["steps"] = warmup
+        else:
+            found, self._told["sha256"] = place.after_the_leader(lambda: _opened(run))
+            self._told["network"] = found.name
+            self._take(found.model)
+            _check(found, self._network, lesson, run)
+
+    @property
+    def teaches(self) -> bool:
+        """Whether there is somebody to learn from already."""
+        return self._network is not None
+
+    def before(self, step: int, model: nn.Module) -> None:
+        """Freeze the trunk where its time has come; all processes have to take part."""
+        if self._network is None and step == self._ready_at:
+            self._build_trunk(whole_state(model))
+
+    def __call__(self, loss: Tensor, logits: Tensor, inputs: Tensor) -> Tensor:
+        """The loss of the pupil, whose logits for `inputs` these are, of the right labels and of the teacher."""
+        if self._forward is None:
+            return loss
+        with torch.no_grad(), autocast(self._run, self._place):
+            if self._hidden is None:
+                answer = self._forward(inputs)
+            else:
+                answer, hidden = self._forward(inputs, self._hidden.value)
+                self._hidden.note(hidden)
+        return distil(loss, logits, answer, share=self._run.distil, temperature=self._run.temperature)
+
+    def carry(self) -> None:
+        """After the backward pass of a batch, as `Task.carry`."""
+        if self._hidden is not None and self._network is not None:
+            self._hidden.carry()
+
+    def begin_epoch(self) -> None:
+        if self._hidden is not None:
+            self._hidden.clear()
+
+    def told(self) -> dict[str, Any]:
+        """Who it was, for the result of the run."""
+        return dict(self._told)
+
+    # --- checkpoints ---
+
+    def state(self) -> dict[str, Any]:
+        """What all processes have alike: the trunk, where it is ready; of a file its digest alone."""
+        trunk = self._network if self._run.teacher == TRUNK else None
+        return {"trunk": None if trunk is None else trunk.state_dict(), "sha256": self._told.get("sha256")}
+
+    def own_state(self) -> list[Tensor] | None:
+        """What each process has for itself: the hidden state of its slice."""
+        return None if self._hidden is None else self._hidden.state()
+
+    def load_state(self, state: Mapping[str, Any], own: list[Tensor] | None) -> None:
+        digest = self._told.get("sha256")
+        if state["sha256"] != digest:
+            raise ValueError(
+                f"expected the teacher with which the run began in {self._run.teacher} (SHA-256 "
+                f"{str(state['sha256'])[:12]}…), got another file ({str(digest)[:12]}…): put the old one back, or "
+                "begin again in another folder"
+            )
+        if state["trunk"] is not None:
+            self._build_trunk(state["trunk"])
+        if self._hidden is not None:
+            self._hidden.load(own)
+
+    # --- the network ---
+
+    def _build_trunk(self, tensors: Mapping[str, Tensor]) -> None:
+        """Built anew, as a copy of the pupil would have the hooks that methods have set on it."""
+        with torch.random.fork_rng(devices=[]):  # its first random weights are overwritten, and must not be missing
+            network = networks.create(self._run, self._classes)
+        network.load_state_dict(tensors)
+        self._take(network)
+
+    def _take(self, network: nn.Module) -> None:
+        self._network = networks.to_layout(network, self._run, self._place.device).eval().requires_grad_(False)
+        self._forward = compiled(self._network, self._place) if self._run.compile else self._network
+
+
+def make_teacher(run: Run, place: Place, lesson: Lesson, plan: Plan | None) -> Teacher | None:
+    """The teacher that a run asks for, None where it learns from the labels alone."""
+    return Teacher(run, place, lesson, plan.warmup if plan is not None else 0) if run.distil else None
+
+
+def _opened(run: Run) -> tuple[stored.Stored, str]:
+    """The network of a folder or file, and the digest of that file."""
+    path = Path(run.teacher).expanduser()
+    if path.is_dir() and not (path / stored.MODEL).is_file():
+        raise FileNotFoundError(
+            f"teacher={run.teacher}: expected a folder with a {stored.MODEL}, as a finished run leaves it, got one "
+            "without: train it to the end first"
+        )
+    file = path / stored.MODEL if path.is_dir() else path
+    if not file.is_file():
+        raise FileNotFoundError(
+            f"teacher={run.teacher}: expected {TRUNK!r}, the folder of a finished run or a safetensors file, got a "
+            "path that does not exist"
+        )
+    with torch.random.fork_rng(devices=[]):
+        found = stored.open_network(file, otherwise=(run.model, run.model_options))
+    with file.open("rb") as content:
+        return found, hashlib.file_digest(content, "sha256").hexdigest()
+
+
+def _check(found: stored.Stored, network: nn.Module | None, lesson: Lesson, run: Run) -> None:
+    """Refuse a teacher that does not answer as its pupil does."""
+    assert network is not None
+    expected = f"expected a teacher that gives {lesson.num_classes} logits for batches of {run.data}"
+    try:
+        with torch.no_grad():
+            out = network(lesson.example)
+    except (RuntimeError, ValueError, IndexError, TypeError) as error:
+        first_line = str(error).splitlines()[0]
+        raise ValueError(
+            f"{expected}, got {found.name} from {run.teacher}, which does not take them ({first_line}): choose one "
+            "that was trained on this data"
+        ) from error
+    logits = out[0] if isinstance(out, tuple) else out
+    if isinstance(out, tuple) != (lesson.hidden is not None) or logits.shape[-1] != lesson.num_classes:
+        raise ValueError(
+            f"{expected}, got {found.name} from {run.teacher} with answers of shape {tuple(logits.shape)}: choose one "
+            "that was trained on this data"
+        )

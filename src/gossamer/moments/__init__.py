@@ -1,5 +1,0 @@
-"""Exact per-sample scales of the mask gradient, without storing per-sample gradients."""
-
-from gossamer.moments.watcher import SampleMoments, refuse_unknown
-
-__all__ = ["SampleMoments", "refuse_unknown"]

@@ -1,1 +1,0 @@
-"""The parts of the small sparse file; ``gossamer.checkpoint`` is its front."""

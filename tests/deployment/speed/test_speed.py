@@ -1,0 +1,194 @@
+"""The speed report: what it computes from times, and a small race for real."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gossamer.deployment.runtime import compile_plan, memory
+from gossamer.deployment.speed import ENGINES, Case, Row, SpeedReport, measure
+from gossamer.deployment.speed.engines import Unavailable
+from gossamer.deployment.speed.measure import half_full
+from gossamer.deployment.speed.report import plot
+
+
+@pytest.fixture(autouse=True)
+def _own_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "cache_directory", lambda: tmp_path / "cache")
+
+
+def row(engine: str, milliseconds: float | None, **changes: Any) -> Row:
+    kind = ENGINES[engine].kind
+    return replace(Row(engine, kind, milliseconds, milliseconds, milliseconds, 100, 0.0), **changes)
+
+
+def case(*rows: Row, half: float | None = None, density: float = 0.05) -> Case:
+    return Case(1, 1, rows, half, density)
+
+
+def test_the_baseline_is_the_fastest_dense_float_engine() -> None:
+    found = case(
+        row("torch", 9.0),
+        row("onnxruntime", 6.0),
+        row("onnxruntime int8", 4.0),
+        row("openvino", None),
+        row("gossamer", 2),
+    )
+    assert found.best_dense is not None
+    assert found.best_dense.engine == "onnxruntime"
+    assert found.speedup == 3.0
+    assert found.ratio(found.rows[0]) == pytest.approx(6 / 9)
+    assert found.verdict == "3.00 times as fast as onnxruntime"
+
+
+def test_no_gain_int8_and_a_busy_machine_are_said() -> None:
+    slow = case(row("torch", 2.0), row("onnxruntime int8", 1.0), row("gossamer", 1.98))
+    assert slow.verdict == "no gain over torch; onnxruntime int8 is faster still (1 ms, other numbers)"
+    busy = case(row("torch", 2.0, lower=1.0, upper=4.0), row("gossamer", 1.0))
+    assert busy.verdict == "2.00 times as fast as torch; the machine was busy, measure again"
+    assert case(row("gossamer", 1.0)).verdict == "nothing to compare with"
+
+
+@pytest.mark.parametrize(
+    ("ours", "half", "dense", "expected"),
+    [
+        (1.0, 5.5, 4.0, 1 - (0.1 + 3 / (4.5 / 0.4))),  # by hand: 11.25 ms a unit of density
+        (1.0, 5.5, 100.0, 0.0),  # always faster
+        (1.0, 0.9, 4.0, None),  # more work took less time: no line to speak of
+        (1.0, None, 4.0, None),
+    ],
+)
+def test_break_even_lies_on_the_measured_line(
+    ours: float, half: float | None, dense: float, expected: float | None
+) -> None:
+    found = case(row("torch", dense), row("gossamer", ours), half=half, density=0.1).break_even
+    assert found == (None if expected is None else pytest.approx(expected))
+
+
+def sparse_mlp() -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 10))
+    with torch.no_grad():
+        for layer in (model[0], model[2]):
+            layer.weight.copy_(torch.where(torch.rand_like(layer.weight) < 0.9, 0, layer.weight))  # type: ignore[arg-type, union-attr, operator]
+    return model
+
+
+def example(batch: int) -> Tensor:
+    return torch.randn(batch, 64)
+
+
+def test_half_full_keeps_what_was_there() -> None:
+    model = sparse_mlp()
+    filled = half_full(model)
+    for before, after in zip(model.parameters(), filled.parameters(), strict=True):
+        if before.ndim > 1:
+            assert int(torch.count_nonzero(after)) == before.numel() // 2
+            assert torch.equal(after[before != 0], before[before != 0])
+        else:
+            assert torch.equal(before, after)
+
+
+def test_a_race_for_real(tmp_path: Path) -> None:
+    model = sparse_mlp()
+    shares: list[float] = []
+    found = measure(
+        model,
+        example,
+        name="mlp",
+        batches=(1, 16),
+        threads=(1, 2),
+        engines=("torch", "gossamer"),
+        seconds=0.02,
+        rounds=3,
+        progress=lambda what, share: shares.append(share),
+    )
+    assert [(each.batch, each.threads) for each in found.cases] == [(1, 1), (1, 2), (16, 1), (16, 2)]
+    assert shares == sorted(shares)
+    assert shares[-1] == 1.0
+    assert found.connections == sum(int(torch.count_nonzero(p)) for p in model.parameters() if p.ndim > 1)
+    assert found.flops_sparse == 2 * found.connections
+    assert found.sparse_file < found.dense_file
+    for each in found.cases:
+        assert each.half is not None
+        for part in each.rows:
+            assert part.lower is not None
+            assert part.upper is not None
+            assert 0 < part.lower <= (part.median or 0) <= part.upper
+            assert (part.difference or 0) < 1e-5
+    read = json.loads(found.to_json())
+    assert read["sparsity"] == found.sparsity
+    assert read["cases"][0]["speedup"] == found.cases[0].speedup
+    assert read["about"]["versions"]["torch"] == torch.__version__
+    shown = str(found)
+    assert "batch 16, 2 threads" in shown
+    assert f"{found.connections:,} of {found.weights:,} weights" in shown
+
+
+def test_memory_is_that_of_weights_as_other_engines_tell_it() -> None:
+    plan = compile_plan(nn.Conv2d(1, 1, 3), torch.randn(1, 1, 128, 128)).plan(1)
+    assert 0 < plan.nbytes < 4 * plan.arena
+
+
+def test_an_engine_that_is_missing_or_fails_says_so_in_its_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(_: object) -> Any:
+        raise Unavailable("not installed (pip install openvino)")
+
+    def broken(_: object) -> Any:
+        raise KeyError("Gelu\nof many lines")
+
+    monkeypatch.setitem(ENGINES, "openvino", replace(ENGINES["openvino"], prepare=missing))
+    monkeypatch.setitem(ENGINES, "onnxruntime", replace(ENGINES["onnxruntime"], prepare=broken))
+    engines = ("torch", "onnxruntime", "openvino", "gossamer")
+    found = measure(
+        sparse_mlp(), example, name="mlp", batches=(1,), engines=engines, seconds=0, rounds=3, break_even=False
+    )
+    notes = {each.engine: each.note for each in found.cases[0].rows}
+    assert notes["openvino"] == "not installed (pip install openvino)"
+    assert notes["onnxruntime"].startswith("failed: ")
+    assert "openvino: not installed" in str(found)
+    assert found.cases[0].speedup is not None
+
+
+def test_wrong_arguments_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"expected engines out of torch, .*, got warp"):
+        measure(sparse_mlp(), example, name="mlp", engines=("warp",))
+    with pytest.raises(ValueError, match="at least 1"):
+        measure(sparse_mlp(), example, name="mlp", batches=(0,))
+
+
+@pytest.mark.parametrize("engine", ["onnxruntime", "onnxruntime int8", "openvino"])
+def test_other_engines_compute_the_same_network(engine: str, caplog: pytest.LogCaptureFixture) -> None:
+    pytest.importorskip("onnxscript")
+    pytest.importorskip(engine.split()[0])
+    # A batch norm in front cannot be folded, and its weights have one axis, which a quantiser could remark upon.
+    model = nn.Sequential(
+        nn.BatchNorm2d(3), nn.ReLU(), nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 5)
+    ).eval()
+    found = measure(
+        model,
+        lambda b: torch.randn(b, 3, 8, 8),
+        name="net",
+        batches=(2,),
+        engines=("torch", engine),
+        seconds=0,
+        rounds=3,
+    )
+    (part,) = [each for each in found.cases[0].rows if each.engine == engine]
+    assert part.median is not None, part.note
+    assert part.difference is not None
+    assert part.difference < (0.1 if "int8" in engine else 1e-5)
+    assert not [each for each in caplog.records if each.name == "root"]
+
+
+def test_a_plot_is_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    cases = (case(row("torch", 2.0), row("openvino", None), row("gossamer", 1.0)),)
+    plot(SpeedReport("net", 100, 5, 200, 10, 4000, 300, cases, {}), tmp_path / "speed.png")
+    assert (tmp_path / "speed.png").read_bytes().startswith(b"\x89PNG")

@@ -1,0 +1,398 @@
+import errno
+import io
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from safetensors.torch import load_file
+
+import gossamer
+from gossamer import cli
+from gossamer.lab import data, models, tables
+from gossamer.lab.batched import runs_of
+from gossamer.lab.recipes import RECIPES, find
+from gossamer.lab.training.progress import JsonLines, LiveLine, PlainLines, Status
+
+SHORT = ["--set", "epochs=2", "log_steps=4", "--set", "model_options.width=4"]
+
+
+def run(*arguments: str) -> int:
+    """The exit code of a command line."""
+    with pytest.raises(SystemExit) as stop:
+        cli.main(arguments)
+    return int(stop.value.code or 0)
+
+
+def test_train_writes_the_model_and_shows_the_result(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("train", "digits", "--out", str(tmp_path), *SHORT) == 0
+    shown = capsys.readouterr().out
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert f"{result['accuracy']:.2%}" in shown
+    assert f"{result['connections']:,}" in shown
+    assert result["config"]["epochs"] == 2
+    assert result["config"]["model_options"] == {"width": 4}
+    assert {"log.jsonl", "layers.json", "model.safetensors"} <= {path.name for path in tmp_path.iterdir()}
+
+    assert run("report", str(tmp_path), str(tmp_path / "result.json"), "--layers") == 0
+    shown = capsys.readouterr().out
+    matrices = [tensor for tensor in load_file(tmp_path / "model.safetensors").values() if tensor.ndim > 1]
+    assert len(matrices) == 4
+    for tensor in matrices:
+        assert f" {int(tensor.count_nonzero())} " in shown
+
+
+def test_the_quick_start_compares_dense_and_sparse(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = cli.train._train
+    monkeypatch.setattr(cli.train, "_train", lambda recipe, out, changes=(): whole(recipe, out, ["epochs=4"]))
+    assert run("quickstart", "--out", str(tmp_path)) == 0
+    shown = capsys.readouterr().out
+    assert re.search(r"digits-dense .* 0\.00% +58,144 ", shown)
+    assert re.search(r"digits .* 95\.00% +2,907 ", shown)
+    assert "features.3.weight" in shown
+    assert str(tmp_path / "digits" / "model.safetensors") in shown.replace("\n", "")
+
+
+def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--version") == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith(f"gossamer {gossamer.__version__}, torch {torch.__version__}")
+
+
+def test_a_report_of_a_folder_of_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    values = {"sparsity": 0.5, "connections": 123, "weights": 246, "seconds": 1.0, "accuracy": 0.5}
+    for name in ("one", "two"):
+        (tmp_path / "runs" / name).mkdir(parents=True)
+        (tmp_path / "runs" / name / "result.json").write_text(json.dumps(values))
+    (tmp_path / "sweep").mkdir()
+    (tmp_path / "sweep" / "0123456789.json").write_text(json.dumps(values))
+    assert run("report", str(tmp_path / "runs")) == 0
+    assert capsys.readouterr().out.count(" 123 ") == 2
+    assert run("report", str(tmp_path / "sweep"), str(tmp_path / "runs" / "one")) == 0
+    assert capsys.readouterr().out.count(" 123 ") == 2
+    (tmp_path / "sweep" / "lost.json").write_text(json.dumps(values | {"diverged": True, "connections": 0}))
+    assert run("report", str(tmp_path / "sweep")) == 0
+    assert "diverged – – – – 1 s" in " ".join(capsys.readouterr().out.split())
+    (tmp_path / "begun").mkdir()
+    (tmp_path / "begun" / "run.json").write_text("{}")
+    assert run("report", str(tmp_path / "begun")) == 2
+    assert "train it to the end first" in capsys.readouterr().err
+    assert run("report") == 2
+    assert "expected folders of finished runs, got none" in capsys.readouterr().err
+    (tmp_path / "race").mkdir()
+    (tmp_path / "race" / "0.json").write_text(json.dumps({"tier": "screening", "accuracy": 90.0}))
+    assert run("report", str(tmp_path / "race")) == 2
+    assert "a comparison has its table beside its records" in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_report_of_a_sweep_says_what_its_runs_differ_in(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    values = {"sparsity": 0.5, "connections": 123, "weights": 246, "seconds": 1.0, "validation_accuracy": None}
+    for number, (seed, share) in enumerate([(0, 0.9), (1, 0.9), (0, 0.8)]):
+        told = {"config": {"seed": seed, "sparsity": share}, "accuracy": 0.5 + seed / 10, "train_loss": 0.25}
+        (tmp_path / f"{number}.json").write_text(json.dumps({**values, **told, "diverged": False}))
+    expected = "seeds ─ 0.8 50.00 – 50.00% 0.250 1 0.9 55.00 ± 7.07 – 50.00% 0.250 2"
+    for files in ([str(tmp_path)], [str(each) for each in tmp_path.glob("*.json")]):
+        assert run("report", *files) == 0
+        assert expected in re.sub("─+", "─", " ".join(capsys.readouterr().out.split()))
+    assert run("report", str(tmp_path / "0.json")) == 0
+    assert "seeds" not in capsys.readouterr().out  # one run differs in nothing
+
+
+def test_list_shows_everything_with_its_count(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("list") == 0
+    shown = capsys.readouterr().out
+    for name in (*models.names(), *data.names(), *(recipe.name for recipe in RECIPES), "scl"):
+        assert name in shown
+    assert f"{len(RECIPES)} recipes" in shown
+    assert all(f"{entry.connections:,}" in shown for entry in models.MODELS)
+
+
+def test_signs_that_a_terminal_does_not_know_are_no_error() -> None:
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    shown = subprocess.run([sys.executable, "-m", "gossamer", "list"], env=environment, capture_output=True, text=True)
+    assert (shown.returncode, shown.stderr) == (0, "")
+    assert " 2 ? " in shown.stdout  # 2 × LSTM
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["train", "digitz", "--out", "OUT"], "got 'digitz': did you mean digits"),
+        (
+            ["train", "digits", "--out", "OUT", "--set", "epoch=3"],
+            "unknown key 'epoch' of a run: did you mean 'epochs'?",
+        ),
+        (["train", "digits", "--out", "OUT", "--set", "device=cuda"], "device=cuda was asked for, but torch"),
+        (["train", "digits", "--out", "OUT", "--set", "lr=1e30"], "the loss is not finite"),
+        (["train", "digits", "--out", "OUT", "--set", "model=resnet20"], "resnet20 does not take batches of digits"),
+        (["train", "cifar10-resnet20", "--out", "OUT", "--set", "data_root=OUT"], "to name a folder with data sets"),
+        (["train", "NEW", "--out", "OUT"], "written by a newer version of gossamer"),
+        (["sweep", "digits", "--out", "OUT"], "add --grid seed=0,1,2"),
+        (["train", "digits", "--out", "OUT", "--epochs", "3"], "got --epochs: gossamer train … --set epochs=3"),
+        (
+            ["train", "digits", "--batch-size=8", "--out", "OUT"],
+            "got --batch-size: gossamer train … --set batch_size=8",
+        ),
+        (["sweep", "digits", "--out", "OUT", "--warmup", "1ep"], "gossamer sweep … --set settings.warmup=1ep"),
+        (["train", "digits", "--out", "OUT", "--nesterov", "--debug"], "--set nesterov=VALUE"),
+        (["compare", "--out", "OUT", "--sparsity", "95"], "such as 0.95, got [95.0]"),
+        (["speed", "NEW", "--out", "OUT/nowhere/speed.json"], "make it first"),
+        (["train", "NEW", "--out", "OUT"], "new.json: expected a run in format 1 or older, got format 7"),
+        (["train", "digits", "--out", ""], "expected a folder behind --out, got an empty name: write --out . for"),
+        (["sweep", "digits", "--out=", "--grid", "seed=0"], "expected a folder behind --out, got an empty name"),
+        (["report", "OUT"], "expected the folder of a finished run, got "),
+        (["report", "EMPTY"], "expected a finished run with a result.json in it"),
+        (["train", "digits", "--out", "NEW"], "is a file: choose another name"),
+        (["train", "digits", "--out", "NEW/deeper"], "is a file: choose another name"),
+        (["train", "digits", "--out", "OUT", "--set", ""], "expected key=value, such as lr=0.05, got ''"),
+        (["train", "digits", "--out", "OUT", "--set"], "expected key=value behind --set and --grid, got nothing"),
+        (["sweep", "digits", "--out", "OUT", "--grid"], "expected key=value behind --set and --grid, got nothing"),
+        (
+            ["sweep", "digits", "--out", "OUT", "--seed", "0,1"],
+            "behind --grid, got --seed: gossamer sweep … --grid seed",
+        ),
+        (["sweep", "digits", "--out", "NEW", "--grid", "seed=0"], "which is a file: choose another name (--out)"),
+    ],
+)
+def test_an_error_is_one_message_without_a_traceback(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str],
+    message: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    if "device=cuda" in arguments and torch.cuda.is_available():
+        pytest.skip("there is a GPU here")
+    new = tmp_path / "new.json"
+    new.write_text('{"format": 7}')
+    (tmp_path / "empty").mkdir()
+    for name, place in {"OUT": tmp_path / "out", "NEW": new, "EMPTY": tmp_path / "empty"}.items():
+        arguments = [each.replace(name, str(place)) for each in arguments]
+    assert run(*arguments) == 2
+    said = capsys.readouterr().err
+    assert message in said
+    assert "gossamer: " in said
+    assert "Traceback" not in said
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), "device: free some space on the disk, and give"),
+        (PermissionError(errno.EACCES, "Permission denied", "x"), "'x': choose another place, or change its perm"),
+        (OSError("expected a folder"), "gossamer: expected a folder\n"),
+        (FileNotFoundError(errno.ENOENT, "No such file or directory", "x"), "directory: 'x'\n"),
+    ],
+)
+def test_an_error_of_the_system_comes_with_advice(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, error: OSError, said: str
+) -> None:
+    def fail(self: object, console: object) -> None:
+        raise error
+
+    monkeypatch.setattr(cli.List, "carry_out", fail)
+    assert run("list") == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_run_that_has_finished_before_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["train", "digits", "--out", str(tmp_path), "--set", "epochs=1", "model_options.width=4"]
+    said = "nothing was trained"
+    assert run(*command) == 0
+    shown = capsys.readouterr().out
+    assert said not in shown
+    assert str(tmp_path / "model.safetensors") in shown  # in one piece
+    assert run(*command) == 0
+    assert said in capsys.readouterr().out
+    assert run(*command, "--set", "seed=1") == 2
+    assert f"gossamer train {tmp_path / 'run.json'} --out {tmp_path} goes on" in capsys.readouterr().err
+
+
+@pytest.mark.filterwarnings("always:this run has finished")
+def test_a_model_that_is_gone_is_not_promised(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["train", "digits", "--out", str(tmp_path), "--set", "epochs=1", "model_options.width=4"]
+    assert run(*command) == 0
+    (tmp_path / "model.safetensors").unlink()
+    capsys.readouterr()
+    assert run(*command) == 0
+    said = capsys.readouterr()
+    assert "The model is in" not in said.out
+    assert f"model.safetensors is no longer in {tmp_path}: put it back, or delete {tmp_path}/result.json" in said.err
+
+
+def test_the_home_of_the_user_is_found_where_the_shell_leaves_it_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    assert run("train", "digits", "--out=~/mine", "--set", "epochs=1", "model_options.width=2") == 0
+    assert (tmp_path / "mine" / "result.json").is_file()
+    assert not (tmp_path / "~").exists()
+
+
+def test_without_a_terminal_there_is_a_line_now_and_then() -> None:
+    told = io.StringIO()
+    console = Console(file=told, width=20)  # narrower than a line
+    often, seldom = PlainLines("mine", console, every=0.0), PlainLines("mine", console, every=1e9)
+    statuses = [
+        Status(step=step, total_steps=4, epoch=step / 2, epochs=2, phase="dense", lr=0.1, seconds=60.0 * step)
+        for step in range(5)
+    ]
+    often.begin(statuses[0])
+    often.tell(replace(statuses[1], loss=0.5, validation=0.9))
+    often.tell(statuses[2])
+    often.close()
+    assert told.getvalue().splitlines() == [
+        "mine: 1/2 dense",
+        "mine: 1/2 dense · loss 0.500 · 90.00% · 0:03:00 left",
+        "mine: 2/2 dense · 90.00% · 0:02:00 left",
+    ]
+    told.seek(told.truncate(0))
+    seldom.begin(statuses[0])
+    for status in statuses[1:]:
+        seldom.tell(status)
+    assert told.getvalue().splitlines() == ["mine: 1/2 dense", "mine: 2/2 dense"]
+
+
+def test_between_two_statuses_the_line_moves_and_says_that_it_evaluates() -> None:
+    status = Status(step=0, total_steps=4, epoch=0, epochs=2, phase="dense", lr=0.1, seconds=0.0)
+    told = io.StringIO()
+    plain = PlainLines("mine", Console(file=told), every=0.0)
+    plain.begin(status)
+    plain.tell(replace(status, step=1, epoch=0.5, seconds=60.0, loss=0.5))
+    plain.move(2, 120.0)
+    plain.move(4, 240.0, "evaluating test 40%")
+    assert told.getvalue().splitlines()[2:] == [
+        "mine: 2/2 dense · loss 0.500 · 0:02:00 left",
+        "mine: 2/2 dense · evaluating test 40%",
+    ]
+    shown = io.StringIO()
+    live = LiveLine("mine", Console(file=shown, width=80, force_terminal=True, color_system=None))
+    live.begin(status)
+    live.move(4, 240.0, "evaluating test 40%")
+    live.close()
+    assert "2/2 dense · evaluating test 40%" in shown.getvalue()
+
+
+def test_on_a_terminal_of_80_columns_every_number_is_seen() -> None:
+    told = io.StringIO()
+    line = LiveLine("cifar10-resnet20", Console(file=told, width=80, force_terminal=True, color_system=None))
+    status = Status(
+        step=1000, total_steps=4000, epoch=119.5, epochs=240, phase="sparsify", lr=0.1, seconds=60.0, loss=0.0664
+    )
+    line.begin(status)
+    line.tell(replace(status, validation=0.94, sparsity=0.2461, decay=0.253))
+    line.close()
+    shown = told.getvalue()
+    assert "120/240 sparsify · loss 0.066 · 94.00% · sparse 24.6% · λ1 0.25 -:--:--" in shown
+    assert "cif… " in shown
+    assert "acc" not in shown  # where images are held out their number is enough
+
+
+@pytest.mark.parametrize(
+    ("told", "words"),
+    [
+        ({"train": 0.9312, "sparsity": 0.2461, "decay": 0.253}, "train acc 93.1% · sparse 24.6% · λ1 0.25 -:--:--"),
+        ({"train": 81.5, "metric": "perplexity"}, "train ppl 81.50 -:--:--"),
+    ],
+)
+def test_the_live_line_shows_the_training_accuracy_where_no_images_are_held_out(
+    told: dict[str, Any], words: str
+) -> None:
+    shown = io.StringIO()
+    line = LiveLine("digits", Console(file=shown, width=80, force_terminal=True, color_system=None))
+    status = Status(
+        step=1000, total_steps=4000, epoch=119.5, epochs=240, phase="sparsify", lr=0.1, seconds=60.0, loss=0.0664
+    )
+    line.begin(status)
+    line.tell(replace(status, **told))
+    line.close()
+    assert f"120/240 sparsify · loss 0.066 · {words}" in shown.getvalue()
+
+
+def test_the_number_of_the_paper_is_told_for_the_same_run_wherever_it_was_computed() -> None:
+    recipe = find("cifar10-resnet20-dense")
+    for change, told in (("device=cpu", "reached within"), ("seed=1", "for the recipe as it stands")):
+        run = recipe.run.with_settings([change])
+        result = {"accuracy": 0.92, "run_id": run.run_id, "config": run.to_dict()}
+        assert told in tables.against_paper(recipe, result)
+
+
+def test_a_sweep_tells_what_is_there_and_its_example_can_be_trained(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("sweep", "--help") == 0
+    grid = re.findall(r"[a-z_.]+=[a-z0-9.]+(?:,[a-z0-9.]+)+(?=[ .])", capsys.readouterr().out)
+    assert len(grid) == 3
+    assert len(runs_of(find("digits").run, [each.rstrip(".") for each in grid])) == 12
+    sweep = ["sweep", "digits", "--out", str(tmp_path), "--set", "epochs=1", "model_options.width=2", "--grid"]
+    assert run(*sweep, "seed=0") == 0
+    assert "not trained again" not in capsys.readouterr().out
+    assert run(*sweep, "seed=0,1") == 0
+    assert "1 of 2 runs have their record in" in capsys.readouterr().out
+
+
+def test_debug_shows_where_an_error_comes_from(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert run("train", "digitz", "--out", str(tmp_path), "--debug") == 2
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_a_wrong_option_exits_with_two(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("train", "digits", "--otu", "x") == 2
+    assert "--otu" in capsys.readouterr().err
+
+
+def test_ctrl_c_stops_after_a_checkpoint_and_the_same_command_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tell = JsonLines.tell
+
+    def tell_and_press(self: JsonLines, status: Status) -> None:
+        tell(self, status)
+        if status.step == 8:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(JsonLines, "tell", tell_and_press)
+        assert run("train", "digits", "--out", str(tmp_path), *SHORT) == 130
+    said = capsys.readouterr().err
+    assert "stopped after step 8 of" in said
+    assert "run the same command again to go on" in said
+    assert run("train", "digits", "--out", str(tmp_path), *SHORT) == 0
+
+
+@pytest.mark.filterwarnings("always:the checkpoint")
+def test_a_warning_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("train", "digits", "--out", str(tmp_path), *SHORT, "--set", "checkpoint_steps=15") == 0
+    (tmp_path / "result.json").unlink()
+    (tmp_path / "checkpoint-000000001.pt").write_bytes(b"nonsense")
+    assert run("train", "digits", "--out", str(tmp_path), *SHORT) == 0
+    warned = [line for line in capsys.readouterr().err.splitlines() if "warning" in line]
+    assert len(warned) == 1
+    assert warned[0].startswith("warning: the checkpoint")
+    assert warned[0].endswith("; beginning again")
+
+
+def test_numbers_stay_whole_beside_a_long_name() -> None:
+    result = {"accuracy": 0.91, "sparsity": 0.95, "connections": 36_461_232, "flops": 1e9, "seconds": 3725}
+    rows = [["magnitude, chosen anew in every step", *["98.19 ± 0.20"] * 4]]
+    for table, numbers in (
+        (tables.of_results([("runs/" * 30, result)]), ("91.00%", "95.00%", "36,461,232", "62 min 5 s")),
+        (tables.of_rows(["method", "0 %", "90 %", "95 %", "98 %"], rows), ("98.19 ± 0.20",)),
+    ):
+        console = Console(width=80, file=io.StringIO())
+        console.print(table)
+        shown = console.file.getvalue()
+        assert all(number in shown for number in numbers)
+        assert max(map(len, shown.splitlines())) <= 80

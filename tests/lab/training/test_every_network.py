@@ -1,0 +1,58 @@
+"""Every network of the zoo is trained for a few steps, dense and sparse, by the one loop."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from gossamer.lab import models
+from gossamer.lab.data import ImageSet, Labelled, TextSet
+from gossamer.lab.models import MODELS, ModelEntry
+from gossamer.lab.training import Run, task, train
+
+# Where the full size would take minutes on a CPU, a smaller one of the same build.
+SMALLER = {"lstm_lm": {"hidden": 16}}
+LEFT_OUT = {"map_fit"}  # it fits a map instead of classes; benchmarks/throughput.py takes steps of it
+NETWORKS = [entry for entry in MODELS if entry.name not in LEFT_OUT]
+
+
+def random_set(entry: ModelEntry) -> ImageSet | TextSet:
+    generator = torch.Generator().manual_seed(0)
+    if entry.tokens:
+        stream = torch.randint(50, (140,), generator=generator)
+        return TextSet(entry.data, stream, stream[:40], stream[:40], tuple(map(str, range(50))))
+    channels, side = entry.input_shape[0], min(32, entry.input_shape[1])  # a smaller picture will do for ImageNet's
+    images = torch.randint(256, (6, channels, side, side), dtype=torch.uint8, generator=generator)
+    part = Labelled(images, torch.arange(6))
+    names = tuple(map(str, range(entry.num_classes)))
+    return ImageSet(entry.data, part, part, names, (0.5,) * channels, (0.25,) * channels)
+
+
+@pytest.mark.parametrize("method", ["dense", "scl"])
+@pytest.mark.parametrize("entry", NETWORKS, ids=[entry.name for entry in NETWORKS])
+def test_a_few_steps(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
+    entry: ModelEntry,
+    method: str,
+) -> None:
+    if entry.data == "imagefolder":
+        request.getfixturevalue("torchvision_or_skip")
+    dataset = random_set(entry)
+    monkeypatch.setattr(task.data, "load", lambda name, root=None: dataset)
+    options = SMALLER.get(entry.name, {})
+    bptt = 20 if entry.tokens else 35
+    run = Run(model=entry.name, model_options=options, data=entry.data, batch_size=2, lr=1e-3, bptt=bptt, device="cpu")
+    run = run if method == "dense" else run.with_settings(["method=scl", "sparsity=0.9"])
+    found = train(run, tmp_path)
+    if not options:
+        assert found["weights"] == entry.connections
+    left = found["weights"] - int(0.9 * found["weights"] + 0.5) if method == "scl" else found["weights"]
+    assert 0 <= left - found["connections"] < 10  # of millions of random numbers a few are zero
+    assert found["flops"] > 0
+
+
+def test_the_networks_that_are_left_out_are_the_ones_named() -> None:
+    left_out = set(models.names()) - {entry.name for entry in NETWORKS}
+    assert left_out == LEFT_OUT
