@@ -138,12 +138,10 @@ class Connectivity:
         unscale: Tensor | None = None,
         found_inf: Tensor | None = None,
         loss_scale: float | None = None,
-        reaches: Sequence[Tensor] | None = None,
     ) -> None:
         """Update mask variables from the gradients of the parameters, then the masks. Leaves w̃ in the parameters, as
         `hide` does. `unscale` is what the gradients have still to be multiplied by; `loss_scale`
-        what the loss was multiplied by, which only the per-sample scale needs to know; `reaches`
-        is for masks that learn half-way."""
+        what the loss was multiplied by, which only the per-sample scale needs to know."""
         store = self.store
         moves = Moves(
             learning_rate=self.learning_rate,
@@ -163,7 +161,6 @@ class Connectivity:
             unscale=unscale,
             found_inf=found_inf,
             moments=None if self._samples is None else self._samples.take(loss_scale),
-            reaches=reaches,
             group=self._group,
         )
         # Masks are sums of gradients and sizes, less this level.

@@ -58,7 +58,6 @@ class _Block:
     mask_variable: Tensor
     mask: Tensor
     velocity: Tensor | None
-    reach: Tensor | None
     work: Tensor
 
 
@@ -77,19 +76,18 @@ def learn_masks_(
     unscale: Tensor | None = None,
     found_inf: Tensor | None = None,
     moments: Moments | None = None,
-    reaches: Sequence[Tensor] | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> Outcome:
     """Update the mask variables from the gradients of the weights. Leaves w̃ in `scratch`, and in the gradients what
-    the optimizer shall apply to it. With `reaches` (reach.py) masks learn half-way."""
+    the optimizer should apply to it."""
     common = settings.scale in ("none", "global") and settings.estimator == "identity" and not settings.l2
-    plain = store.velocity is None and moments is None and group is None and reaches is None
+    plain = store.velocity is None and moments is None and group is None
     plain = plain and (moves.caps is None or len(moves.caps) == 1)
     if common and plain and has_kernels(store, scratch) and _alike(store, gradients):
         return _learn_in_two_passes_(
             store, gradients, scratch, settings, moves, connections=connections, unscale=unscale, found_inf=found_inf
         )
-    parts, views = _lay_out(store, gradients, scratch, reaches)
+    parts, views = _lay_out(store, gradients, scratch)
     blocks = [block for part in parts for block in part]
     if _in_pieces(store):
         squares = torch.stack([_sum_of_squares(part, settings, moves.removed, unscale) for part in parts])
@@ -105,7 +103,7 @@ def learn_masks_(
     if group is not None:
         dist.all_reduce(squares, group=group)
     divisor = _global_divisor(squares, connections, settings)
-    if divisor is None and settings.scale != "none" and settings.power:
+    if divisor is None and settings.scale != "none":
         _rescale_features_(views, weights, settings, moments, group)
     healthy = _healthy(squares, found_inf, moments, group)
     if _in_pieces(store):
@@ -171,12 +169,11 @@ def _learn_in_two_passes_(
     from gossamer.learning_triton import descend_on_gpu_, judge_on_gpu, sums_of_squares_on_gpu  # needs Triton
 
     squares = sums_of_squares_on_gpu(store, gradients, unscale)
-    divisor: Tensor | None
-    if settings.scale == "global" and settings.power == 1.0:
+    divisor: Tensor | None = None
+    if settings.scale == "global":
         healthy, divisor = judge_on_gpu(squares, found_inf, connections)
     else:
         healthy = _healthy(squares, found_inf, None, None)
-        divisor = _global_divisor(squares, connections, settings)
     descend_on_gpu_(
         store,
         gradients,
@@ -194,9 +191,9 @@ def _learn_in_two_passes_(
 
 
 def _global_divisor(squares: Tensor, connections: int, settings: Settings) -> Tensor | None:
-    if settings.scale != "global" or not settings.power:
+    if settings.scale != "global":
         return None
-    return method.divisor(method.global_scale(squares, connections), settings.power)
+    return method.divisor(method.global_scale(squares, connections))
 
 
 def _sum_of_squares(blocks: Sequence[_Block], settings: Settings, removed: float, unscale: Tensor | None) -> Tensor:
@@ -275,7 +272,7 @@ def _anchor_(block: _Block, share: Tensor | float, caps: Sequence[tuple[Tensor, 
 
 
 def _lay_out(
-    store: Store, gradients: Sequence[Tensor | None], scratch: Sequence[Tensor], reaches: Sequence[Tensor] | None
+    store: Store, gradients: Sequence[Tensor | None], scratch: Sequence[Tensor]
 ) -> tuple[list[list[_Block]], list[Tensor]]:
     """The blocks of each tensor (on an accelerator one for all), and where their work lies, a view a tensor."""
     if store.device.type != "cpu":
@@ -283,26 +280,14 @@ def _lay_out(
         views = store.views(work)
         present = [(view, gradient) for view, gradient in zip(views, gradients, strict=True) if gradient is not None]
         torch._foreach_copy_([view for view, _ in present], [gradient for _, gradient in present])
-        reach = None if reaches is None else _one_reach(store, reaches)
-        return [[_Block(work, store.dense, store.mask_variable, store.mask, store.velocity, reach, work)]], views
+        return [[_Block(work, store.dense, store.mask_variable, store.mask, store.velocity, work)]], views
     works = [
         tensor if tensor.dtype == store.dtype else torch.empty_like(view)
         for tensor, view in zip(scratch, store.dense_views, strict=True)
     ]
     velocities = [None] * len(works) if store.velocity is None else store.views(store.velocity)
-    reaches = [None] * len(works) if reaches is None else reaches  # type: ignore[list-item]
-    kinds = (gradients, store.dense_views, store.mask_variable_views, store.mask_views, velocities, reaches, works)
+    kinds = (gradients, store.dense_views, store.mask_variable_views, store.mask_views, velocities, works)
     return [list(_pieces(_Block(*parts))) for parts in zip(*kinds, strict=True)], works
-
-
-def _one_reach(store: Store, reaches: Sequence[Tensor]) -> Tensor:
-    """The reach of all weights: one number where they share it."""
-    if all(each is reaches[0] and each.dim() == 0 for each in reaches):
-        return reaches[0]
-    vector = store.vector()
-    for view, each in zip(store.views(vector), reaches, strict=True):
-        view.copy_(each)
-    return vector
 
 
 def _pieces(block: _Block) -> Iterator[_Block]:
@@ -312,14 +297,11 @@ def _pieces(block: _Block) -> Iterator[_Block]:
     if size <= _PIECE or not all(tensor is None or tensor.is_contiguous() for tensor in tensors.values()):
         yield block
         return
-    reach = tensors.pop("reach")
-    one = reach is None or reach.dim() == 0
-    tensors |= {} if one else {"reach": reach}
     flat: dict[str, Any] = {name: None if tensor is None else tensor.view(-1) for name, tensor in tensors.items()}
     for start in range(0, size, _PIECE):
         part = slice(start, start + _PIECE)
         pieces: dict[str, Any] = {name: None if tensor is None else tensor[part] for name, tensor in flat.items()}
-        yield _Block(**({"reach": reach} | pieces))
+        yield _Block(**pieces)
 
 
 def _mask_gradient_(block: _Block, settings: Settings, unscale: Tensor | None) -> None:
@@ -330,12 +312,9 @@ def _mask_gradient_(block: _Block, settings: Settings, unscale: Tensor | None) -
     if unscale is not None:
         # First of all, as the L2 term is not scaled; and in the type of the work, where half precision has no room.
         gradient = block.work.copy_(gradient).mul_(unscale)
-    weight = block.weight
-    if block.reach is not None:
-        weight = method.halfway(weight, gradient.to(weight.dtype), block.mask, block.reach)
     method.mask_gradient(
         gradient,
-        weight,
+        block.weight,
         block.mask_variable,
         estimator=settings.estimator,
         alpha=settings.alpha,
@@ -359,7 +338,7 @@ def _rescale_features_(
         else:
             total = moments.totals[weight.name].to(view.dtype)
             scale = method.sample_scale(total, moments.samples, view.numel() // total.numel())
-        divisor = method.divisor(scale, settings.power)
+        divisor = method.divisor(scale)
         view.div_(method.along_features(divisor, view, axis, groups))
 
 

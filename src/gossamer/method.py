@@ -138,15 +138,6 @@ def mask_gradient(
     return result
 
 
-def halfway(weight: Tensor, gradient: Tensor, mask: Tensor, reach: Tensor) -> Tensor:
-    """The weight variable, where it is kept half-way along what its gradient will move it by, −reach·∂L/∂w (ours).
-
-    A weight that noise pulls to and fro around its best is pulled back by the loss, so that E[∂L/∂w · w̃] is half of
-    reach·E[(∂L/∂w)²]: masks would sink by the noise of their weights. Half-way, the two cancel.
-    """
-    return torch.where(mask, weight - gradient * (0.5 * reach), weight)
-
-
 # --- the scale of the mask gradient ---
 
 
@@ -190,13 +181,12 @@ def global_scale(sums_of_squares: Tensor, connections: int) -> Tensor:
     return (sums_of_squares.sum() / connections).sqrt()
 
 
-def divisor(scale: Tensor, power: float = 1.0) -> Tensor:
-    """What the mask gradient is divided by, Eq. (grad_norm): (s + ε) to a power between 0 (raw) and 1 (the paper).
+def divisor(scale: Tensor) -> Tensor:
+    """What the mask gradient is divided by, Eq. (grad_norm): s + ε.
 
     A feature without any gradient in this step (s = 0, such as a token that did not occur) is left alone.
     """
-    bounded = scale + EPSILON
-    return torch.where(scale > 0, bounded if power == 1.0 else bounded**power, 1.0)
+    return torch.where(scale > 0, scale + EPSILON, 1.0)
 
 
 # --- the update ---

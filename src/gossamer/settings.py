@@ -21,7 +21,6 @@ class Settings:
     estimator: str = "identity"  # straight-through estimator, one of method.ESTIMATORS
     alpha: float = 0.1  # slope of leaky_relu, upper bound of clipped_relu
     scale: str = "global"  # what the mask gradient is divided by: none, global, batch (a feature), per_sample
-    power: float = 1.0  # of the scale: 0 is none, 1 is whole
     mask_lr: float | None = None  # learning rate of the mask variables; None: by the steps in which they learn
     mask_momentum: float = 0.0
     anneal: str = "cosine"  # of mask_lr: cosine to zero over the mask phases; step: a tenth once stabilising; constant
@@ -30,7 +29,6 @@ class Settings:
     anchor: float = 0.001  # share by which mask variables go back to |w̃| in each step; 0: they remember all steps
     anchor_cap: float = 3.0  # |w̃| counts up to so many times the size at which weights go, or usual ones; 0: always
     removed_gradient: float | None = None  # share for removed weights: 0 rests, 1 as in the paper, None by sparsity
-    halfway: bool = False  # mask gradient of kept weights half-way along their step, so that noise does not sink masks
     l2: float = 0.0  # λ2 in the mask gradient, for the reading where the L2 term acts on the masks
     floor: float = 0.001  # share of each tensor that is never removed, at least one connection; 0 switches it off
     warmup: str = "0.25run"
@@ -52,7 +50,6 @@ class Settings:
             f"{name}: expected {what}, got {getattr(self, name)!r}"
             for name, what, good in (
                 ("alpha", "a number above 0", self.alpha > 0),
-                ("power", "a number from 0 to 1", 0 <= self.power <= 1),
                 ("mask_lr", "a number above 0, or None", self.mask_lr is None or self.mask_lr > 0),
                 ("mask_momentum", "a number from 0 to below 1", 0 <= self.mask_momentum < 1),
                 ("anchor", "a share from 0 to below 1", 0 <= self.anchor < 1),

@@ -30,7 +30,6 @@ from gossamer.connectivity import Connectivity, floors
 from gossamer.diagnostics import Health
 from gossamer.flops import positions
 from gossamer.prunable import Weight, select
-from gossamer.reach import reaches
 from gossamer.schedule import Phase, Plan, make_plan
 from gossamer.settings import choose
 from gossamer.sharding import local, shard_group
@@ -304,18 +303,10 @@ class Sparsifier:
                 unscale=unscaling(optimizer),
                 found_inf=getattr(optimizer, "found_inf", None),
                 loss_scale=None if self._loss_scale is None else self._loss_scale(),
-                reaches=self._reaches() if self.settings.halfway else None,
             )
         except BaseException:
             connectivity.show()
             raise
-
-    def _reaches(self) -> list[Tensor]:
-        found: dict[int, Tensor] = {}
-        for optimizer, indices in self._owned:
-            own = reaches(optimizer, [self.weights[index].parameter for index in indices])
-            found |= dict(zip(indices, own, strict=True))
-        return [found[index] for index in range(len(self.weights))]
 
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._connectivity is None:

@@ -17,16 +17,15 @@ Loss = Callable[[nn.Module, Any], Tensor]
 
 class MaskedWeight(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, mask_variable: Tensor, removed: float, reach: Tensor | float) -> Tensor:
+    def forward(ctx: Any, weight: Tensor, mask_variable: Tensor, removed: float) -> Tensor:
         ctx.save_for_backward(weight, mask_variable > 0)
-        ctx.removed, ctx.reach = removed, reach
+        ctx.removed = removed
         return torch.where(mask_variable > 0, weight, torch.zeros(()))
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
         weight, mask = ctx.saved_tensors
-        seen = torch.where(mask, weight - gradients[0] * (ctx.reach * 0.5), weight)
-        return torch.where(mask, gradients[0], gradients[0] * ctx.removed), gradients[0] * seen, None, None
+        return torch.where(mask, gradients[0], gradients[0] * ctx.removed), gradients[0] * weight, None
 
 
 class Explicit(nn.Module):
@@ -36,7 +35,6 @@ class Explicit(nn.Module):
         """`removed` is the share of their gradient that removed weights follow."""
         super().__init__()
         self.model, self.removed = model, removed
-        self.reach: dict[str, Tensor | float] = {}  # how far a gradient takes a weight in all
         self.names = list(names)
         self.mask_variables: dict[str, Tensor | None] = dict.fromkeys(self.names)
 
@@ -47,7 +45,7 @@ class Explicit(nn.Module):
     def forward(self, *inputs: Tensor) -> Any:
         parameters = dict(self.model.named_parameters())
         masked = {
-            name: MaskedWeight.apply(parameters[name], mask, self.removed, self.reach.get(name, 0.0))
+            name: MaskedWeight.apply(parameters[name], mask, self.removed)
             for name, mask in self.mask_variables.items()
             if mask is not None
         }

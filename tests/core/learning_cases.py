@@ -118,7 +118,6 @@ def draw(seed: int, device: torch.device) -> Step:
     return Step(
         settings=Settings(
             scale=("global", "none")[number(2)],
-            power=(1.0, 0.5, 0.0)[number(3)],
             anchor=anchor,
         ),
         removed=(1.0, 0.25 if interpreted else 0.3, 0.0)[number(3)],
@@ -190,9 +189,9 @@ def check_step(seed: int, device: torch.device) -> None:
     if step.unscale is not None:
         work.mul_(step.unscale)
     work = method.mask_gradient(work, step.dense, step.mask_variable)
-    if step.settings.scale == "global" and step.settings.power:
+    if step.settings.scale == "global":
         scale = method.global_scale(outcome.sums_of_squares, store.count)
-        work.div_(method.divisor(scale, step.settings.power))
+        work.div_(method.divisor(scale))
     method.descent_direction_(work, decay=step.decay)
     expected = method.update_mask_variable_(
         step.mask_variable.clone(), work, learning_rate=torch.tensor(0.01, device=device)
@@ -271,7 +270,7 @@ def race(device: torch.device, *, fused: bool, **settings: object) -> list[list[
         rule.learn_(gradient, weights)
         weights.sub_(gradient)
         timeline.clock += 1
-        seen.append([rule.mask.clone(), gradient, rule._variable.clone(), rule._level.clone()])
+        seen.append([rule.mask.clone(), gradient, rule._budget.score.clone(), rule._level.clone()])
     return seen
 
 

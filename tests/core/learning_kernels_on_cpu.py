@@ -18,7 +18,7 @@ if __name__ == "__main__":
     check_judgements(cpu)
     check_race(cpu)
     check_race(cpu, anchor=0.0)
-    check_race(cpu, removed_gradient=1.0, global_power=0.5, anchor_cap=0.0)
+    check_race(cpu, removed_gradient=1.0, anchor_cap=0.0)
     check_run(cpu, torch.float32)
     check_run(cpu, torch.float32, scale="none", mask_lr=1.0)
     check_run(cpu, torch.float32, optimizers=2)

@@ -77,9 +77,7 @@ def test_steps_are_judged_as_in_torch_operations() -> None:
     check_judgements(torch.device("cuda"))
 
 
-@pytest.mark.parametrize(
-    "settings", [{}, {"anchor": 0.0}, {"removed_gradient": 1.0, "global_power": 0.5, "anchor_cap": 0.0}], ids=str
-)
+@pytest.mark.parametrize("settings", [{}, {"anchor": 0.0}, {"removed_gradient": 1.0, "anchor_cap": 0.0}], ids=str)
 def test_fused_masks_of_a_race_equal_those_in_torch_operations(settings: dict[str, Any]) -> None:
     check_race(torch.device("cuda"), **settings)
 

@@ -136,16 +136,14 @@ def test_mask_gradient_agrees_with_the_reference(name: str, l2: float) -> None:
 
 @pytest.mark.equation("grad_norm")
 @pytest.mark.parametrize(("shape", "axis", "groups"), LAYOUTS)
-@given(power=st.sampled_from([0.25, 0.5, 1.0]), seed=st.integers(0, 1000))
+@given(seed=st.integers(0, 1000))
 @settings(max_examples=15, deadline=None)
-def test_feature_scale_agrees_with_the_reference(
-    shape: tuple[int, ...], axis: int, groups: int, power: float, seed: int
-) -> None:
+def test_feature_scale_agrees_with_the_reference(shape: tuple[int, ...], axis: int, groups: int, seed: int) -> None:
     g = numbers(*shape, seed=seed)
     layout = scl.Layout(transposed=axis == 1, groups=groups)
     scale = method.feature_scale(g, axis, groups)
-    ours = g / method.along_features(method.divisor(scale, power), g, axis, groups)
-    theirs = scl.normalise(g.numpy(), scl.batch_scale(g.numpy(), layout), power=power)
+    ours = g / method.along_features(method.divisor(scale), g, axis, groups)
+    theirs = scl.normalise(g.numpy(), scl.batch_scale(g.numpy(), layout))
     torch.testing.assert_close(ours, torch.from_numpy(theirs), rtol=1e-10, atol=1e-14)
 
 

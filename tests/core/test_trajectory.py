@@ -63,7 +63,6 @@ REQUESTS: dict[str, dict[str, Any]] = {
     "budget-global": {"sparsity": 0.8, "scale": "global", "mask_lr": 0.01, "anchor": 0.0},
     "budget-raw": {"sparsity": 0.6, "scale": "none", "mask_lr": 1.0},
     "budget-damped": {"sparsity": 0.8, "mask_lr": 0.01, "scale": "global", "removed_gradient": 0.3},
-    "budget-halfway": {"sparsity": 0.8, "mask_lr": 0.01, "scale": "global", "halfway": True, "removed_gradient": 0.3},
     "budget-paper-gradient": {"sparsity": 0.8, "mask_lr": 0.01, "scale": "global", "removed_gradient": 1.0},
 }
 
@@ -71,15 +70,6 @@ REQUESTS: dict[str, dict[str, Any]] = {
 def share_left(count: int, sparsity: float) -> float:
     """In whole connections, of which a half is rounded away."""
     return (count - math.floor(count * sparsity + 0.5)) / count
-
-
-def reach_by_hand(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> Tensor:
-    """η/(1 − μ), over the root of the mean square of past gradients where the optimizer has one."""
-    group, state = optimizer.param_groups[0], optimizer.state[parameter]
-    rate = torch.tensor(group["lr"] / (1 - group.get("momentum", 0.0)))
-    if isinstance(optimizer, torch.optim.AdamW) and state:
-        return rate / ((state["exp_avg_sq"] / (1 - 0.999 ** state["step"])).sqrt() + 1e-8)
-    return rate / (state["square_avg"].sqrt() + 1e-8) if isinstance(optimizer, torch.optim.RMSprop) and state else rate
 
 
 @pytest.mark.parametrize("request_", REQUESTS)
@@ -123,8 +113,6 @@ def test_equals_the_explicit_formulation_bit_for_bit(request_: str, optimizer: s
         if moment.phase is Phase.SPARSIFY and theirs.mask_variables[WEIGHTS[0]] is None:
             constant = asked.get("start") == "constant"
             theirs.start(lambda w: torch.full_like(w, asked["start_value"]) if constant else w.abs())  # noqa: B023
-        if asked.get("halfway"):
-            theirs.reach = {name: reach_by_hand(their_optimizer, plain.get_parameter(name)) for name in WEIGHTS}
         backward(theirs)
         if moment.phase.masks_train:
             rate = mask_lr * method.cosine(moment.settling)

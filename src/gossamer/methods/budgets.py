@@ -9,17 +9,15 @@ from torch import Tensor
 from gossamer.budget import meet_budgets_
 from gossamer.methods.rule import Layout, Request, Timeline
 
-RAMPS = ("cubic", "linear", "cosine", "at_once")
 _FLOOR_EVERY = 100  # steps between two choices of the connections that the floor keeps
 
 
 class GlobalBudget:
     """Keeps, in each row, the connections with the largest scores: as many as the budget of the step allows.
 
-    `score` is lowered in place by the threshold, so that what stays is above zero (budget.py); the floor, one share for
-    all rows or one for each, keeps the strongest connections of each tensor whatever the threshold is. The `ramp` of
-    the budget is one of RAMPS, for all rows or for each, or "none" where only the final budget is ever met;
-    `ramp_share` is its length in sparsify phases.
+    `score` is lowered in place by the threshold, so that what stays is above zero (budget.py). The floor, one share for
+    all rows or one per row, keeps the strongest connections of each tensor whatever the threshold is. The `ramp` of the
+    budget is "cubic", "at_once", or "none" where only the final budget is ever met.
     """
 
     def __init__(
@@ -30,8 +28,7 @@ class GlobalBudget:
         score: Tensor,
         *,
         floor: float | Sequence[float],
-        ramp: str | Sequence[str] = "cubic",
-        ramp_share: Sequence[float] = (),
+        ramp: str = "cubic",
     ) -> None:
         self._layout, self._timeline = layout, timeline
         floors = [floor] * len(requests) if isinstance(floor, float | int) else floor
@@ -41,8 +38,7 @@ class GlobalBudget:
         keep = [layout.keep(request.sparsity) for request in requests]
         for request, least in zip(requests, self._floors, strict=True):
             check_floor(layout, request.sparsity, least)
-        shapes = [ramp] * len(keep) if isinstance(ramp, str) else list(ramp)
-        self._table = None if ramp == "none" else timeline.budgets(layout.count, keep, shapes, ramp_share)
+        self._table = None if ramp == "none" else timeline.budgets(layout.count, keep, ramp)
         self._final = torch.tensor(keep, device=score.device)
         self._protected = self._strongest() if any(floors) else None
 
@@ -103,12 +99,6 @@ def check_floor(layout: Layout, sparsity: float, floors: Sequence[int]) -> None:
 def magnitude(weights: Tensor) -> Tensor:
     """|w| as a score, above zero also where a weight is exactly zero."""
     return weights.abs().clamp_min_(torch.finfo(weights.dtype).tiny)
-
-
-def layer_magnitude(weights: Tensor, layout: Layout) -> Tensor:
-    """|w| over the root mean square of its tensor, times that of the row, so that the size of the whole stays."""
-    parts = [part / part.square().mean(1, keepdim=True).sqrt() for part in layout.split(weights)]
-    return magnitude(torch.cat(parts, dim=1) * weights.square().mean(1, keepdim=True).sqrt())
 
 
 def shares(sizes: Sequence[int], total: int, densities: Sequence[float]) -> list[int]:

@@ -113,23 +113,9 @@ class Timeline:
         """The row of a table for this step, as a column: one number a run."""
         return table.index_select(0, self.clock).view(-1, 1)
 
-    def budgets(
-        self, total: int, keep: Sequence[int], shapes: Sequence[str] = (), shares: Sequence[float] = ()
-    ) -> Tensor:
-        """Connections that are left after each step, for each run along its shape (see `ramped`).
-
-        `shares` are the lengths of the ramps in sparsify phases; if not given, all are 1, and all shapes the cubic.
-        """
-        shapes = shapes or ["cubic"] * len(keep)
-        lengths = [max(1, round(share * self.plan.sparsify)) for share in (shares or [1.0] * len(keep))]
-        if max(lengths) > self.length:
-            raise ValueError(
-                f"expected the target to be met in the {self.length} steps of the mask phases, got a ramp of "
-                f"{max(lengths)} steps: lower ramp_share, or make the stabilise phase longer"
-            )
-        columns = [
-            _budgets(self.length, *each) for each in zip(lengths, [total] * len(keep), keep, shapes, strict=True)
-        ]
+    def budgets(self, total: int, keep: Sequence[int], ramp: str = "cubic") -> Tensor:
+        """Connections that are left after each step, for each run: along the cubic ramp, or all pruned "at_once"."""
+        columns = [_budgets(self.length, max(1, self.plan.sparsify), total, each, ramp) for each in keep]
         return torch.stack(columns, dim=1).to(self.device)
 
     def annealed(self, values: Sequence[float], kinds: Sequence[str] = ()) -> Tensor:
@@ -149,19 +135,10 @@ def _moments(plan: Plan) -> list[Moment]:
 
 
 @lru_cache(maxsize=64)
-def _budgets(steps: int, length: int, total: int, keep: int, shape: str) -> Tensor:
+def _budgets(steps: int, length: int, total: int, keep: int, ramp: str) -> Tensor:
     # The last step of the ramp is the first one at the full target.
-    return torch.tensor([ramped(shape, min(1.0, (step + 1) / length), total, keep) for step in range(steps)])
-
-
-def ramped(shape: str, share: float, total: int, keep: int) -> int:
-    """The budget when this share of the ramp is done: all of the removal in the first step, or along a curve."""
-    if shape == "at_once":
-        return keep
-    if shape == "cubic":
-        return connections_left(share, total, keep)
-    left = 1.0 - share if shape == "linear" else method.cosine(share)
-    return keep + int((total - keep) * left + 0.5)
+    shares = [1.0 if ramp == "at_once" else min(1.0, (step + 1) / length) for step in range(steps)]
+    return torch.tensor([connections_left(share, total, keep) for share in shares])
 
 
 @lru_cache(maxsize=16)

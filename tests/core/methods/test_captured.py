@@ -42,7 +42,7 @@ def test_the_watch_sees_what_it_should() -> None:
 @pytest.mark.parametrize("name", METHODS)
 def test_a_step_can_be_captured(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(budget, "_one_by_one", lambda matrix: False)  # as on a GPU
-    settings = {"scl": {"feature_power": 0.5}, "autoprune": {"two_pass": True}}.get(name, {})
+    settings = {"scl": {"scale": "batch"}, "autoprune": {"two_pass": True}}.get(name, {})
     sparsity = 0.2 if METHODS[name].structured else 0.6
     rule, weights, timeline = begin(
         name, sparsity, sparsity, layout=LAYOUT, plan=Plan(0, 20, 5, 5), floor=0.05, **settings

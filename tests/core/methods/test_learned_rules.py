@@ -35,9 +35,7 @@ def test_scl_with_a_fixed_decay_is_the_papers_rule() -> None:
     ("estimator", "slope"), [("softplus", lambda m: 1 / (1 + np.exp(-m))), ("identity", np.ones_like)]
 )
 def test_scl_estimators_and_feature_scale(estimator: str, slope: object) -> None:
-    rule, weights, timeline = begin(
-        "scl", 0.6, estimator=estimator, mask_lr=0.2, global_power=0.0, feature_power=1.0, anneal="constant"
-    )
+    rule, weights, timeline = begin("scl", 0.6, estimator=estimator, mask_lr=0.2, scale="batch", anneal="constant")
     assert callable(slope)
     m = np.abs(weights.numpy()[0])
     for number in range(10):

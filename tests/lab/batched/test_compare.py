@@ -151,8 +151,6 @@ def test_what_a_later_stack_cannot_do_is_refused_before_the_first(
     monkeypatch.setattr(Running, "epoch", lambda self, number: pytest.fail("trained"))
     with pytest.raises(ValueError, match="rigl has no trunk"):
         compare(replace(SMALL, methods=("dense", "rigl:distil=0.5,teacher=trunk")), tmp_path, device=CPU, together=1)
-    with pytest.raises(ValueError, match=r"run scl with seed 0: expected the target to be met in the 6 steps"):
-        compare(replace(SMALL, methods=("dense", "scl:ramp_share=3")), tmp_path, device=CPU)
     with pytest.raises(ValueError, match=r"expected a plot whose name ends in one of .*svg.*, got 'race\.xyz'"):
         compare(SMALL, tmp_path, device=CPU, plot=tmp_path / "race.xyz")
     file = tmp_path / "file"
@@ -399,6 +397,8 @@ def test_the_records_that_are_there_are_recognised() -> None:
         record = json.loads(path.read_text())
         settings = {name: value for name, value in record["settings"].items() if name != "method"}
         then = {name: value for name, value in BEFORE.items() if hasattr(METHODS[record["method"]].options(), name)}
+        if settings.keys() & {"curvature", "global_power", "hysteresis", "ramp_share", "score_memory"}:
+            continue  # of settings that were tried and given up
         member = Member.of(method=record["method"], **{**then, **settings})
         if member.settings != Member(member.seed, member.method).settings:
             continue  # the defaults of its method have changed since
@@ -446,17 +446,17 @@ def test_what_cannot_be_compared_is_refused_before_anything_is_trained(
 
 @pytest.mark.usefixtures("tiny")
 def test_presets_race_by_name_and_records_and_tables_say_which(tmp_path: Path) -> None:
-    asked = ("scl", "scl:preset=default", "scl:preset=paper", "scl:preset=paper,feature_power=0", "dpf", "l0:open=0.8")
+    asked = ("scl", "scl:preset=default", "scl:preset=paper", "scl:preset=paper,scale=none", "dpf", "l0:open=0.8")
     records = compare(replace(SMALL, methods=asked, epochs=20), tmp_path, device=CPU)
     assert [record["preset"] for record in records] == ["default", "paper", "custom", "default", "custom"]
     settings = records[1]["settings"]
-    paper = {"feature_power": 1.0, "global_power": 0.0, "start_value": 1.0, "mask_lr": 0.1, "anchor": 0.0, "floor": 0.0}
+    paper = {"scale": "batch", "start_value": 1.0, "mask_lr": 0.1, "anchor": 0.0, "floor": 0.0}
     assert {name: settings[name] for name in paper} == paper
     assert settings["phases"] == [0.43, 0.06, 0.06, 0.45]
     assert all(record["sparsity"] == pytest.approx(0.9, abs=1e-5) for record in records)
     table = (tmp_path / "screening.md").read_text()
     assert "| gossamer (learned masks), preset=paper |" in table
-    assert "feature_power=0" not in table.split("preset=paper")[1].splitlines()[0]
+    assert "scale=none" not in table.split("preset=paper")[1].splitlines()[0]
 
 
 def test_too_few_epochs_and_no_gpu_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

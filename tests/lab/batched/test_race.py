@@ -79,14 +79,13 @@ def alone(member: Member) -> tuple[nn.Module, float]:
             sparsify=PHASES.sparsify,
             stabilise=PHASES.stabilise,
             mask_lr=options.mask_lr,
-            scale="batch" if options.feature_power else "global",
-            power=options.feature_power or options.global_power,
+            scale=options.scale,
+            mask_momentum=options.mask_momentum,
             estimator=options.estimator,
             anneal=options.anneal,
             anchor=options.anchor,
             anchor_cap=options.anchor_cap,
             removed_gradient=options.removed_gradient,
-            halfway=options.midpoint > 0,
             floor=RACE.floor,
         )
     elif member.method != "dense":
@@ -128,7 +127,7 @@ def test_members_equal_their_runs_alone() -> None:
         Member.of(seed=1, sparsity=0.8, mask_lr=0.03),
         Member.of(seed=2, sparsity=0.8, mask_lr=0.03),
         Member(seed=1, method="dense"),
-        Member.of(seed=1, sparsity=0.5, mask_lr=0.1, global_power=0.5),
+        Member.of(seed=1, sparsity=0.5, mask_lr=0.1, mask_momentum=0.5),
     ]
     _all_equal_their_runs_alone(members)
 
@@ -138,8 +137,8 @@ def test_the_papers_settings_equal_the_sparsifier_too() -> None:
     floor chooses among equals, and a race has its connections in another order.)"""
     members = [
         Member.of(seed=1, decay=0.4, mask_lr=0.02, anneal="step"),
-        Member.of(seed=2, decay=0.2, mask_lr=0.1, feature_power=1.0, global_power=0.0, estimator="softplus"),
-        Member.of(seed=2, sparsity=0.6, mask_lr=0.03, feature_power=0.5, global_power=0.0, anneal="constant"),
+        Member.of(seed=2, decay=0.2, mask_lr=0.1, scale="batch", estimator="softplus"),
+        Member.of(seed=2, sparsity=0.6, mask_lr=3.0, scale="none", anneal="constant"),
         Member.of(seed=1, sparsity=0.7, removed_gradient=0.25),
         Member.of(seed=2, sparsity=0.7, removed_gradient=0.0),
         Member.of(seed=2, sparsity=0.7, anchor=0.0),
@@ -147,7 +146,6 @@ def test_the_papers_settings_equal_the_sparsifier_too() -> None:
         Member.of(seed=2, sparsity=0.7, anchor=0.05, anchor_cap=0.0),
         Member.of(seed=1, decay=0.3, anchor=0.02, anchor_cap=1.0),
         Member.of(seed=1, decay=0.3, anchor=0.02, anneal="constant"),
-        Member.of(seed=1, sparsity=0.7, midpoint=0.5 / (1 - RACE.momentum)),
     ]
     fixed = _all_equal_their_runs_alone(members)[:2]
     assert all(0.05 < outcome.sparsity < 0.95 for outcome in fixed)
@@ -207,7 +205,7 @@ def test_connections_are_counted_where_they_are_not_zero() -> None:
 
 
 def test_magnitude_keeps_the_largest_weights() -> None:
-    members = [Member(seed=3, method="magnitude", sparsity=0.6), Member.of(seed=3, feature_power=1.0)]
+    members = [Member(seed=3, method="magnitude", sparsity=0.6), Member.of(seed=3, scale="batch")]
     assert members[0].method == "dpf"
     magnitude, learned = run_race(RACE, members, data(), network, device=CPU, dtype=torch.float64)
     assert magnitude.sparsity == pytest.approx(0.6, abs=0.01)

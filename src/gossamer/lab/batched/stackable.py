@@ -128,15 +128,14 @@ def lane_of(run: Run, steps_per_epoch: int) -> Lane:
 def _options(run: Run, settings: Settings) -> Options:
     if run.method != "scl":
         return make_options(find(run.method), run.method_settings)
-    return learned(settings, decay=run.decay, momentum=run.momentum)
+    return learned(settings, decay=run.decay)
 
 
-def learned(settings: Settings, *, decay: float | None = None, momentum: float = 0.9) -> SCLOptions:
+def learned(settings: Settings, *, decay: float | None = None) -> SCLOptions:
     """The settings of learned masks, as a stack knows them."""
     return SCLOptions(
         mask_lr=settings.mask_lr,
-        global_power=settings.power if settings.scale == "global" else 0.0,
-        feature_power=settings.power if settings.scale == "batch" else 0.0,
+        scale=settings.scale,
         estimator=settings.estimator,
         alpha=settings.alpha,
         anneal=settings.anneal,
@@ -146,7 +145,7 @@ def learned(settings: Settings, *, decay: float | None = None, momentum: float =
         anchor=settings.anchor,
         anchor_cap=settings.anchor_cap,
         removed_gradient=settings.removed_gradient,
-        midpoint=0.5 / (1.0 - momentum) if settings.halfway else 0.0,
+        mask_momentum=settings.mask_momentum,
     )
 
 
