@@ -7,6 +7,7 @@ import json
 import os
 import re
 import struct
+import time
 import tracemalloc
 import zlib
 from pathlib import Path
@@ -499,6 +500,8 @@ HOSTILE: dict[str, dict[str, Any]] = {
     },
     "huge shape": {"rows": [row(shape=[1 << 31, 1 << 31])]},
     "overflowing shape": {"rows": [row(shape=[1 << 62, 1 << 62])]},
+    "65 dimensions": {"rows": [row(shape=[1] * 63 + [10, 10])]},
+    "overflow hidden behind a zero": {"rows": [row(shape=[1 << 62, 1 << 62, 0], count=0, gap_bytes=0)]},
     "negative shape": {"rows": [row(shape=[-1, -100])]},
     "shape of floats": {"rows": [row(shape=[10.0, 10])]},
     "shape of booleans": {"rows": [row(shape=[True, 100])]},
@@ -537,6 +540,22 @@ def test_a_compression_bomb_is_refused_before_it_goes_off(tmp_path: Path) -> Non
     forge(tmp_path / "f", [zeros], values={"F32": b""})
     with pytest.raises(ValueError, match=r"if you trust the file, load it with max_bytes=\d+"):
         load(tmp_path / "f")
+
+
+@pytest.mark.parametrize("length", [1, 1 << 62])
+def test_a_shape_of_very_many_dimensions_is_refused_at_once(tmp_path: Path, length: int) -> None:
+    """The product of 400,000 large numbers takes minutes; compressed, they are a kilobyte."""
+    shape = [length] * 400_000
+    forge(tmp_path / "table", [row(shape=shape)], gaps=bytes([3, 95]), values=TWO, codec="zlib")
+    header = json.dumps({"w": {"dtype": "F32", "shape": shape, "data_offsets": [0, 8]}}).encode()
+    (tmp_path / "header").write_bytes(struct.pack("<Q", len(header)) + header + bytes(8))
+    for name in ("table", "header"):
+        started = time.perf_counter()
+        with pytest.raises(ValueError, match="expected .*got"):
+            load(tmp_path / name)
+        assert time.perf_counter() - started < 5
+    with pytest.raises(ValueError, match="65 dimensions, of which a file takes at most 64"):
+        save({"w": torch.zeros([1] * 65)}, tmp_path / "f")
 
 
 def test_a_newer_version_is_named(tmp_path: Path) -> None:

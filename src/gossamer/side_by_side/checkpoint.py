@@ -12,13 +12,14 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from itertools import takewhile
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
+from gossamer.sparsefile.container import Section, read_header
+from gossamer.sparsefile.reader import read_plain
 from gossamer.training.checkpoint import write_atomically
 
 T = TypeVar("T")
@@ -134,9 +135,9 @@ def begun(out: Path, runs: Mapping[str, T], path_of: Callable[[Sequence[T]], Pat
     found = []
     for path in sorted(out.glob(f"*{ENDING}")):
         try:
-            with safe_open(path, framework="pt") as file:
-                about = _about(file.metadata(), path)
-        except (SafetensorError, OSError, ValueError):
+            with path.open("rb") as file:
+                about = _about(read_header(path, file)[1], path)
+        except (OSError, ValueError):
             continue  # it is told when the runs begin
         known = [runs[each] for each in takewhile(runs.__contains__, about.get("runs", ()))]
         found += [known[:end] for end in range(1, len(known) + 1) if path_of(known[:end]) == path]
@@ -153,20 +154,28 @@ def read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
     if not path.exists():
         return None
     try:
-        with safe_open(path, framework="pt") as file:
-            about = _about(file.metadata(), path)
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
-    except (SafetensorError, OSError) as error:
+        with path.open("rb") as file:
+            sections, metadata = _header(path, file)
+            about = _about(metadata, path)
+            tensors = {name: read_plain(path, file, section) for name, section in sections.items()}
+    except OSError as error:
         raise _no_race(path, str(error)) from error
     if about.get("crc32", got := _checksum(tensors)) != got:
         raise _no_race(path, "tensors that do not agree with their checksum")
     return tensors, about
 
 
-def _about(metadata: Mapping[str, str] | None, path: Path) -> dict[str, Any]:
+def _header(path: Path, file: BinaryIO) -> tuple[dict[str, Section], dict[str, str]]:
+    try:
+        return read_header(path, file)
+    except ValueError as error:
+        raise _no_race(path, str(error)) from error
+
+
+def _about(metadata: Mapping[str, str], path: Path) -> dict[str, Any]:
     """What is told about a race in its file."""
-    told = (metadata or {}).get("race", "")
-    if (metadata or {}).get("crc32", got := _checksum_of_text(told)) != got:  # older files have none
+    told = metadata.get("race", "")
+    if metadata.get("crc32", got := _checksum_of_text(told)) != got:  # older files have none
         raise _no_race(path, "metadata that do not agree with their checksum")
     try:
         about = json.loads(told)

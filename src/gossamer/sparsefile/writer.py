@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from gossamer.sparsefile.container import (
+    DIMENSIONS,
     WIDTHS,
     Entry,
 )
@@ -60,6 +61,8 @@ def check_tensors(state: Mapping[str, Any]) -> None:
             problems.append(f"{name}: not an ordinary dense tensor (layout {tensor.layout}, device {tensor.device})")
         elif tensor.dtype not in NAMES:
             problems.append(f"{name}: dtype {tensor.dtype} has no name in safetensors")
+        elif tensor.dim() > DIMENSIONS:
+            problems.append(f"{name}: {tensor.dim()} dimensions, of which a file takes at most {DIMENSIONS}")
     if problems:
         raise ValueError(
             "expected a state dict of dense tensors, got:\n  " + "\n  ".join(problems) + "\nleave these out or "
