@@ -551,7 +551,7 @@ def test_a_shape_of_very_many_dimensions_is_refused_at_once(tmp_path: Path, leng
     (tmp_path / "header").write_bytes(struct.pack("<Q", len(header)) + header + bytes(8))
     for name in ("table", "header"):
         started = time.perf_counter()
-        with pytest.raises(ValueError, match="expected .*got"):
+        with pytest.raises(ValueError, match=r"expected .*got"):
             load(tmp_path / name)
         assert time.perf_counter() - started < 5
     with pytest.raises(ValueError, match="65 dimensions, of which a file takes at most 64"):
