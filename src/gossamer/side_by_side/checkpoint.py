@@ -6,6 +6,7 @@ a wrong table. The file before is kept beside the newest, and taken where that o
 
 import json
 import os
+import re
 import time
 import warnings
 import zlib
@@ -123,7 +124,9 @@ def before(path: Path) -> Path:
 
 def remove(path: Path) -> None:
     """Remove the checkpoints of a race, and what a kill has left unfinished: its outcomes are safe."""
-    for each in (path, before(path), *path.parent.glob(f".{path.name}.*.part")):
+    unfinished = re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]{{12}}\.part")
+    left = [each for each in path.parent.glob(f".{path.name}.*.part") if unfinished.fullmatch(each.name)]
+    for each in (path, before(path), *left):
         each.unlink(missing_ok=True)
 
 
@@ -133,10 +136,13 @@ def begun(out: Path, runs: Mapping[str, T], path_of: Callable[[Sequence[T]], Pat
     Teachers come last in a stack, and its name is without them.
     """
     found = []
-    for path in sorted(out.glob(f"*{ENDING}")):
+    # Where a kill came between the two renames of `write` there is only the one before.
+    alone = [each.with_suffix("").with_suffix(".safetensors") for each in out.glob(f"*{before(Path(ENDING[1:])).name}")]
+    for path in sorted({*out.glob(f"*{ENDING}"), *alone}):
+        place = path if path.exists() else before(path)
         try:
-            with path.open("rb") as file:
-                about = _about(read_header(path, file)[1], path)
+            with place.open("rb") as file:
+                about = _about(read_header(place, file)[1], place)
         except (OSError, ValueError):
             continue  # it is told when the runs begin
         known = [runs[each] for each in takewhile(runs.__contains__, about.get("runs", ()))]

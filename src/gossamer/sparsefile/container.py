@@ -170,12 +170,22 @@ def read_section(path: Path, file: BinaryIO, section: Section, checksum: int | N
 
 def writable(path: str | os.PathLike[str]) -> Path:
     """The path of a file that is to be written, once its folder is seen to be there: work before that is lost."""
-    target = Path(path)
+    target = through_links(Path(path))
     if not target.parent.is_dir():
         raise FileNotFoundError(f"expected a folder to write {target.name} to, got {target.parent}: make it first")
     if target.is_dir():
         raise IsADirectoryError(f"expected a file to write to, got {target}, which is a folder")
     return target
+
+
+def through_links(path: Path) -> Path:
+    """The file that a symbolic link names, to be written in its place: a rename would replace the link itself."""
+    if not path.is_symlink():
+        return path
+    try:
+        return path.resolve()
+    except (OSError, RuntimeError) as error:
+        raise OSError(f"expected a file to write to, got {path}, a link that leads nowhere ({error})") from error
 
 
 def write_file(path: Path, entries: Sequence[Entry], describe: Callable[[Mapping[str, int]], dict[str, str]]) -> int:
@@ -188,6 +198,7 @@ def write_file(path: Path, entries: Sequence[Entry], describe: Callable[[Mapping
     draft = {entry.name: Section(entry.dtype, entry.shape or (bound,), bound, bound) for entry in entries}
     reserved = len(_header(draft, describe({entry.name: 0 for entry in entries})))
     reserved += -reserved % 8
+    path = through_links(path)
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}.part")
     try:
         with open(os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666), "wb") as file:
