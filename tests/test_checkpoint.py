@@ -86,8 +86,11 @@ def test_special_values_keep_every_bit(tmp_path: Path, codec: Any) -> None:
     for i, pattern in enumerate(patterns):
         bits[i * 500 + 3] = struct.unpack("<i", struct.pack("<I", pattern))[0]
     tensor = bits.view(torch.float32).reshape(40, 100)
-    saved = save({"w": tensor}, tmp_path / "f", compress=codec)
+    saved = save({"w": tensor}, tmp_path / "f", compress=codec, negative_zeros="keep")
     assert saved.sparse_tensors == 1
+    assert_same_bits(load(tmp_path / "f")["w"], tensor)
+    bits[3] = 0  # nothing but −0.0 loses a bit
+    save({"w": tensor}, tmp_path / "f", compress=codec)
     assert_same_bits(load(tmp_path / "f")["w"], tensor)
 
 
@@ -103,7 +106,7 @@ def test_every_dtype_dense_and_sparse(tmp_path: Path, dtype: torch.dtype) -> Non
     bits[torch.arange(600) % 20 != 0] = 0
     holes = bits.reshape(-1).view(dtype)
     for codec in ("none", "zlib"):
-        save({"dense": dense, "sparse": holes}, tmp_path / "f", compress=codec)
+        save({"dense": dense, "sparse": holes}, tmp_path / "f", compress=codec, negative_zeros="keep")
         state = load(tmp_path / "f")
         assert_same_bits(state["dense"], dense)
         assert_same_bits(state["sparse"], holes)
@@ -164,16 +167,44 @@ def test_tied_tensors_are_stored_once_and_come_back_tied(tmp_path: Path) -> None
     assert_same_bits(state["view"], shared.t().contiguous())
 
 
-def test_negative_zeros_are_kept_counted_and_dropped_on_request(tmp_path: Path) -> None:
+def test_negative_zeros_are_zeros_unless_they_are_kept(tmp_path: Path) -> None:
     """A weight multiplied by its mask has −0.0 where a negative weight was pruned: half of the zeros."""
     kept = sparse(300, 200)
     product = torch.where(kept == 0, torch.where(torch.arange(200) % 2 == 0, -0.0, 0.0), kept)
-    exact = save({"w": product}, tmp_path / "f")
-    assert exact.negative_zeros == int((torch.signbit(product) & (product == 0)).sum())
+    count = int((torch.signbit(product) & (product == 0)).sum())
+    saved = save({"w": product}, tmp_path / "f")
+    assert saved.negative_zeros == count
+    assert saved.file_bytes == save({"w": kept}, tmp_path / "g").file_bytes
+    assert_same_bits(load(tmp_path / "f")["w"], kept)
+    exact = save({"w": product}, tmp_path / "f", negative_zeros="keep")
+    assert exact.negative_zeros == count
+    assert exact.file_bytes > 2 * saved.file_bytes
     assert_same_bits(load(tmp_path / "f")["w"], product)
-    dropped = save({"w": product}, tmp_path / "g", negative_zeros="drop")
-    assert dropped.file_bytes == save({"w": kept}, tmp_path / "h").file_bytes
-    assert_same_bits(load(tmp_path / "g")["w"], kept)
+
+
+def test_conjugate_and_negative_views_are_not_what_they_are_views_of(tmp_path: Path) -> None:
+    z = torch.randn(6, 5, dtype=torch.complex64)
+    state = {"z": z, "conj": z.conj(), "imag": z.imag, "minus": z.conj().imag, "one": z[:1, :1].conj()}
+    saved = save(state, tmp_path / "f")
+    assert saved.tied_tensors == 0
+    loaded = load(tmp_path / "f")
+    for name, tensor in state.items():
+        assert_same_bits(loaded[name], tensor.resolve_conj().resolve_neg())
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_a_file_is_written_through_a_link(tmp_path: Path, there: bool) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "link").symlink_to(Path("elsewhere") / "file")
+    if there:
+        (tmp_path / "elsewhere" / "file").write_bytes(b"old")
+    save(STATE, tmp_path / "link")
+    assert (tmp_path / "link").is_symlink()
+    assert not (tmp_path / "elsewhere" / "file").is_symlink()
+    assert load(tmp_path / "elsewhere" / "file").keys() == STATE.keys()
+    (tmp_path / "nowhere").symlink_to(tmp_path / "missing" / "file")
+    with pytest.raises(FileNotFoundError, match="expected a folder to write file to"):
+        save(STATE, tmp_path / "nowhere")
 
 
 def test_plain_safetensors_files_load_too(tmp_path: Path) -> None:

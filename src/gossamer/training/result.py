@@ -202,13 +202,13 @@ def write_all(folder: Path, tensors: Mapping[str, Tensor], counted: Report, resu
 def write_model(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """The network as plain safetensors, and beside it as the small sparse file that `gossamer.load` reads; tied weights
     are written once, under their first name."""
-    seen: dict[tuple[int, int], str] = {}
+    seen: dict[tuple[object, ...], str] = {}
     plain: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
-        place = (tensor.untyped_storage().data_ptr(), int(tensor.storage_offset()))
+        place = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg())
         if tensor.numel() and seen.setdefault(place, name) != name:
             continue
-        plain[name] = tensor.detach().cpu().contiguous()
+        plain[name] = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
     write_atomically(path, lambda file: file.write(safetensors.torch.save(plain)))
     save(plain, path.with_name(SPARSE_MODEL))
 
