@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import json
 import os
@@ -469,7 +470,13 @@ def test_truncated_files_are_refused(tmp_path: Path, codec: Any) -> None:
 
 
 def forge(
-    path: Path, rows: Any, *, gaps: bytes = b"", values: dict[str, bytes] | None = None, codec: str = "none"
+    path: Path,
+    rows: Any,
+    *,
+    gaps: bytes = b"",
+    values: dict[str, bytes] | None = None,
+    codec: str = "none",
+    compress: Any = None,
 ) -> None:
     """A container with right checksums around whatever is passed, written without the library."""
     contents = {f"gossamer.values.{k}": (k, v) for k, v in (values or {}).items()}
@@ -479,6 +486,9 @@ def forge(
     for name, (dtype, raw) in contents.items():
         if codec == "zlib":
             dtype, raw = "U8", zlib.compress(raw)
+        elif codec == "zstd":
+            pack = compress or importlib.import_module("zstandard").ZstdCompressor().compress
+            dtype, raw = "U8", pack(raw)
         width = {"F32": 4, "F16": 2, "I64": 8}.get(dtype, 1)
         header[name] = {
             "dtype": dtype,
@@ -587,6 +597,36 @@ def test_a_shape_of_very_many_dimensions_is_refused_at_once(tmp_path: Path, leng
         assert time.perf_counter() - started < 5
     with pytest.raises(ValueError, match="65 dimensions, of which a file takes at most 64"):
         save({"w": torch.zeros([1] * 65)}, tmp_path / "f")
+
+
+@pytest.mark.parametrize("codec", ["zlib", "zstd"])
+def test_a_table_that_unpacks_to_far_more_than_it_is_stored_as_is_refused(tmp_path: Path, codec: Any) -> None:
+    """A hundred megabytes of empty objects pack to some kilobytes, and parsed they take 2.5 GiB."""
+    rows = [{}] * 2_000_000
+    forge(tmp_path / "f", rows, codec=codec)
+    assert (tmp_path / "f").stat().st_size < 20_000
+    tracemalloc.start()
+    with pytest.raises(ValueError, match=r"expected a table of at most \d+ bytes, got more"):
+        load(tmp_path / "f")
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 16 << 20
+
+
+def test_a_zstd_window_of_more_than_8_mib_is_refused(tmp_path: Path) -> None:
+    zstandard = pytest.importorskip("zstandard")
+    wide = zstandard.ZstdCompressionParameters.from_level(1, window_log=27)
+    stored = zstandard.ZstdCompressor(compression_params=wide).compressobj().compress
+    forge(tmp_path / "f", [], codec="zstd", compress=lambda raw: stored(raw + b" " * (1 << 20)))
+    with pytest.raises(ValueError, match=r"expected a zstd stream, got bytes that do not decode"):
+        load(tmp_path / "f")
+
+
+def test_max_bytes_bounds_plain_files_too(tmp_path: Path) -> None:
+    save_file({"w": torch.zeros(1000)}, tmp_path / "f")
+    assert load(tmp_path / "f", max_bytes=4000)["w"].shape == (1000,)
+    with pytest.raises(ValueError, match=r"expected at most 3999 bytes .* got 4000; if you trust .* max_bytes=4000"):
+        load(tmp_path / "f", max_bytes=3999)
 
 
 def test_a_newer_version_is_named(tmp_path: Path) -> None:

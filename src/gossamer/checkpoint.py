@@ -36,7 +36,15 @@ from gossamer.sparsefile.gap_code import (
     decompressed,
     require_zstandard,
 )
-from gossamer.sparsefile.reader import ByteStream, check_model, check_sizes, read_plain, read_records
+from gossamer.sparsefile.reader import (
+    ByteStream,
+    check_model,
+    check_sizes,
+    check_total,
+    read_plain,
+    read_records,
+    table_limit,
+)
 from gossamer.sparsefile.table import parse_description, parse_table
 from gossamer.sparsefile.writer import (
     Compress,
@@ -125,8 +133,8 @@ def load(
     given.
 
     A model is filled only after the whole file has been read and found right. A sparse file can describe far
-    more zeros than it has bytes: more than ``max_bytes`` of dense tensors (by default 4096 times the file's
-    size, at least 64 MiB) are refused before any is allocated.
+    more zeros than it has bytes: more than ``max_bytes`` of dense tensors (by default 1024 times the file's
+    size, at least 64 MiB) are refused before any is allocated. SECURITY.md lists all limits.
     """
     source = Path(path)
     if source.is_dir():
@@ -139,12 +147,14 @@ def load(
                 name: ByteStream(source, decompressed(read_section(source, file, section, checksums[name]), codec))
                 for name, section in sections.items()
             }
-            text = streams[TABLE].rest() if TABLE in streams else b""
+            text = streams[TABLE].rest(table_limit(sections[TABLE])) if TABLE in streams else b""
             records = parse_table(source, parse_json(text, source, "a table of tensors"))
             check_sizes(source, records, sections, codec, max_bytes)
             check_model(source, {r.name: r.shape for r in records}, model)
             state = read_records(source, records, sections, streams, codec)
         else:
+            file_size = os.fstat(file.fileno()).st_size
+            check_total(source, sum(section.size for section in sections.values()), file_size, max_bytes)
             check_model(source, {name: section.shape for name, section in sections.items()}, model)
             state = {name: read_plain(source, file, section) for name, section in sections.items()}
     if model is not None:
