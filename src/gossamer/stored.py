@@ -128,6 +128,7 @@ def _registered(
 ) -> tuple[nn.Module, tuple[int, ...], int]:
     """A network of the list with as many classes as the file has."""
     run = path.with_name(RUN)
+    options = {key: value for key, value in options.items() if key != "pretrained"}  # which would fetch weights
     try:
         # Sizes out of a file are held against its tensors before memory is asked for.
         with torch.device("meta"), models.at_most(_SPARE + _A_TENSOR * len(state), options, str(run)):
