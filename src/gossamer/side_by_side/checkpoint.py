@@ -232,7 +232,13 @@ def random_state(device: torch.device) -> dict[str, Tensor]:
 
 
 def set_random_state(tensors: Mapping[str, Tensor], device: torch.device) -> None:
-    if "random.cpu" in tensors:
-        torch.set_rng_state(tensors["random.cpu"])
-    if device.type == "cuda" and "random.cuda" in tensors:
-        torch.cuda.set_rng_state(tensors["random.cuda"], device)
+    try:
+        if "random.cpu" in tensors:
+            torch.set_rng_state(tensors["random.cpu"])
+        if device.type == "cuda" and "random.cuda" in tensors:
+            torch.cuda.set_rng_state(tensors["random.cuda"], device)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(
+            f"expected the state of a random number generator in the checkpoint of a race, got another one ({error}): "
+            "delete it"
+        ) from error

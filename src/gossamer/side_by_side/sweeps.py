@@ -154,7 +154,7 @@ def _train_portion(
             checkpoint_minutes=first.checkpoint_minutes or math.inf,
             stop=lambda: stop.asked,
         )
-        seconds = time.perf_counter() - started
+        seconds = trained[0][0].seconds_before + time.perf_counter() - started
         for run, (outcome, network) in zip(runs, trained, strict=True):
             path = record_path(out, run)
             content = _record(run, outcome, network, images, device, seconds, len(runs))
