@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import Progress as Bar
 
 from gossamer.checkpoint import load
@@ -48,7 +49,7 @@ class Speed:
                 writable(path)
         stored = open_network(self.file, self.net, shape=self.shape or None, max_bytes=self.max_bytes)
         with Bar(console=Console(stderr=True), transient=True) as bar:
-            task = bar.add_task(stored.name, total=1.0)
+            task = bar.add_task(escape(stored.name), total=1.0)
             measured = measure(
                 stored.model,
                 stored.example,
@@ -57,7 +58,9 @@ class Speed:
                 threads=self.threads,
                 engines=self.engines,
                 seconds=self.seconds,
-                progress=lambda what, share: bar.update(task, description=f"{stored.name}, {what}", completed=share),
+                progress=lambda what, share: bar.update(
+                    task, description=escape(f"{stored.name}, {what}"), completed=share
+                ),
             )
         console.print(measured, highlight=False)
         if self.out is not None:
