@@ -4,11 +4,15 @@ import json
 from pathlib import Path
 from typing import Any
 
+MOST_BYTES = 64 << 20  # of a file; parsed, it may take twenty times as much memory
+
 
 def read_object(path: Path, expected: str = "a JSON object", remedy: str = "") -> dict[str, Any]:
     """The object in a file; an error says what was `expected` there, and how it is mended."""
+    if (size := path.stat().st_size) > MOST_BYTES:
+        raise ValueError(f"expected {expected} of at most {MOST_BYTES} bytes in {path}, got {size} bytes{remedy}")
     try:
-        values = json.loads(path.read_text())
+        values = json.loads(path.read_text("utf-8"))
     except (ValueError, RecursionError) as error:
         raise ValueError(f"expected {expected} in {path}, got something else ({error}){remedy}") from error
     if not isinstance(values, dict):

@@ -15,6 +15,7 @@ import torch
 from rich import box
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 from torch import Tensor, nn
 
 from gossamer._selectors import Selectors
@@ -125,9 +126,9 @@ class Report:
         header, *body, total = self._cells()
         table = Table(box=box.SIMPLE_HEAD, show_footer=True)
         for index, (title, foot) in enumerate(zip(header, total, strict=True)):
-            table.add_column(title, footer=foot, justify="left" if index < 2 else "right", no_wrap=index != 0)
+            table.add_column(title, footer=Text(foot), justify="left" if index < 2 else "right", no_wrap=index != 0)
         for cells in body:
-            table.add_row(*cells)
+            table.add_row(*map(Text, cells))  # no markup: names of modules may have brackets
         return table
 
     def __rich__(self) -> Table:

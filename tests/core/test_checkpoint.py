@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import json
 import os
 import re
 import struct
+import time
 import tracemalloc
 import zlib
 from pathlib import Path
@@ -85,8 +87,11 @@ def test_special_values_keep_every_bit(tmp_path: Path, codec: Any) -> None:
     for i, pattern in enumerate(patterns):
         bits[i * 500 + 3] = struct.unpack("<i", struct.pack("<I", pattern))[0]
     tensor = bits.view(torch.float32).reshape(40, 100)
-    saved = save({"w": tensor}, tmp_path / "f", compress=codec)
+    saved = save({"w": tensor}, tmp_path / "f", compress=codec, negative_zeros="keep")
     assert saved.sparse_tensors == 1
+    assert_same_bits(load(tmp_path / "f")["w"], tensor)
+    bits[3] = 0  # nothing but −0.0 loses a bit
+    save({"w": tensor}, tmp_path / "f", compress=codec)
     assert_same_bits(load(tmp_path / "f")["w"], tensor)
 
 
@@ -102,7 +107,7 @@ def test_every_dtype_dense_and_sparse(tmp_path: Path, dtype: torch.dtype) -> Non
     bits[torch.arange(600) % 20 != 0] = 0
     holes = bits.reshape(-1).view(dtype)
     for codec in ("none", "zlib"):
-        save({"dense": dense, "sparse": holes}, tmp_path / "f", compress=codec)
+        save({"dense": dense, "sparse": holes}, tmp_path / "f", compress=codec, negative_zeros="keep")
         state = load(tmp_path / "f")
         assert_same_bits(state["dense"], dense)
         assert_same_bits(state["sparse"], holes)
@@ -163,16 +168,44 @@ def test_tied_tensors_are_stored_once_and_come_back_tied(tmp_path: Path) -> None
     assert_same_bits(state["view"], shared.t().contiguous())
 
 
-def test_negative_zeros_are_kept_counted_and_dropped_on_request(tmp_path: Path) -> None:
+def test_negative_zeros_are_zeros_unless_they_are_kept(tmp_path: Path) -> None:
     """A weight multiplied by its mask has −0.0 where a negative weight was pruned: half of the zeros."""
     kept = sparse(300, 200)
     product = torch.where(kept == 0, torch.where(torch.arange(200) % 2 == 0, -0.0, 0.0), kept)
-    exact = save({"w": product}, tmp_path / "f")
-    assert exact.negative_zeros == int((torch.signbit(product) & (product == 0)).sum())
+    count = int((torch.signbit(product) & (product == 0)).sum())
+    saved = save({"w": product}, tmp_path / "f")
+    assert saved.negative_zeros == count
+    assert saved.file_bytes == save({"w": kept}, tmp_path / "g").file_bytes
+    assert_same_bits(load(tmp_path / "f")["w"], kept)
+    exact = save({"w": product}, tmp_path / "f", negative_zeros="keep")
+    assert exact.negative_zeros == count
+    assert exact.file_bytes > 2 * saved.file_bytes
     assert_same_bits(load(tmp_path / "f")["w"], product)
-    dropped = save({"w": product}, tmp_path / "g", negative_zeros="drop")
-    assert dropped.file_bytes == save({"w": kept}, tmp_path / "h").file_bytes
-    assert_same_bits(load(tmp_path / "g")["w"], kept)
+
+
+def test_conjugate_and_negative_views_are_not_what_they_are_views_of(tmp_path: Path) -> None:
+    z = torch.randn(6, 5, dtype=torch.complex64)
+    state = {"z": z, "conj": z.conj(), "imag": z.imag, "minus": z.conj().imag, "one": z[:1, :1].conj()}
+    saved = save(state, tmp_path / "f")
+    assert saved.tied_tensors == 0
+    loaded = load(tmp_path / "f")
+    for name, tensor in state.items():
+        assert_same_bits(loaded[name], tensor.resolve_conj().resolve_neg())
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_a_file_is_written_through_a_link(tmp_path: Path, there: bool) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "link").symlink_to(Path("elsewhere") / "file")
+    if there:
+        (tmp_path / "elsewhere" / "file").write_bytes(b"old")
+    save(STATE, tmp_path / "link")
+    assert (tmp_path / "link").is_symlink()
+    assert not (tmp_path / "elsewhere" / "file").is_symlink()
+    assert load(tmp_path / "elsewhere" / "file").keys() == STATE.keys()
+    (tmp_path / "nowhere").symlink_to(tmp_path / "missing" / "file")
+    with pytest.raises(FileNotFoundError, match="expected a folder to write file to"):
+        save(STATE, tmp_path / "nowhere")
 
 
 def test_plain_safetensors_files_load_too(tmp_path: Path) -> None:
@@ -437,7 +470,13 @@ def test_truncated_files_are_refused(tmp_path: Path, codec: Any) -> None:
 
 
 def forge(
-    path: Path, rows: Any, *, gaps: bytes = b"", values: dict[str, bytes] | None = None, codec: str = "none"
+    path: Path,
+    rows: Any,
+    *,
+    gaps: bytes = b"",
+    values: dict[str, bytes] | None = None,
+    codec: str = "none",
+    compress: Any = None,
 ) -> None:
     """A container with right checksums around whatever is passed, written without the library."""
     contents = {f"gossamer.values.{k}": (k, v) for k, v in (values or {}).items()}
@@ -447,6 +486,9 @@ def forge(
     for name, (dtype, raw) in contents.items():
         if codec == "zlib":
             dtype, raw = "U8", zlib.compress(raw)
+        elif codec == "zstd":
+            pack = compress or importlib.import_module("zstandard").ZstdCompressor().compress
+            dtype, raw = "U8", pack(raw)
         width = {"F32": 4, "F16": 2, "I64": 8}.get(dtype, 1)
         header[name] = {
             "dtype": dtype,
@@ -499,6 +541,8 @@ HOSTILE: dict[str, dict[str, Any]] = {
     },
     "huge shape": {"rows": [row(shape=[1 << 31, 1 << 31])]},
     "overflowing shape": {"rows": [row(shape=[1 << 62, 1 << 62])]},
+    "65 dimensions": {"rows": [row(shape=[1] * 63 + [10, 10])]},
+    "overflow hidden behind a zero": {"rows": [row(shape=[1 << 62, 1 << 62, 0], count=0, gap_bytes=0)]},
     "negative shape": {"rows": [row(shape=[-1, -100])]},
     "shape of floats": {"rows": [row(shape=[10.0, 10])]},
     "shape of booleans": {"rows": [row(shape=[True, 100])]},
@@ -537,6 +581,52 @@ def test_a_compression_bomb_is_refused_before_it_goes_off(tmp_path: Path) -> Non
     forge(tmp_path / "f", [zeros], values={"F32": b""})
     with pytest.raises(ValueError, match=r"if you trust the file, load it with max_bytes=\d+"):
         load(tmp_path / "f")
+
+
+@pytest.mark.parametrize("length", [1, 1 << 62])
+def test_a_shape_of_very_many_dimensions_is_refused_at_once(tmp_path: Path, length: int) -> None:
+    """The product of 400,000 large numbers takes minutes; compressed, they are a kilobyte."""
+    shape = [length] * 400_000
+    forge(tmp_path / "table", [row(shape=shape)], gaps=bytes([3, 95]), values=TWO, codec="zlib")
+    header = json.dumps({"w": {"dtype": "F32", "shape": shape, "data_offsets": [0, 8]}}).encode()
+    (tmp_path / "header").write_bytes(struct.pack("<Q", len(header)) + header + bytes(8))
+    for name in ("table", "header"):
+        started = time.perf_counter()
+        with pytest.raises(ValueError, match=r"expected .*got"):
+            load(tmp_path / name)
+        assert time.perf_counter() - started < 5
+    with pytest.raises(ValueError, match="65 dimensions, of which a file takes at most 64"):
+        save({"w": torch.zeros([1] * 65)}, tmp_path / "f")
+
+
+@pytest.mark.parametrize("codec", ["zlib", "zstd"])
+def test_a_table_that_unpacks_to_far_more_than_it_is_stored_as_is_refused(tmp_path: Path, codec: Any) -> None:
+    """A hundred megabytes of empty objects pack to some kilobytes, and parsed they take 2.5 GiB."""
+    rows = [{}] * 2_000_000
+    forge(tmp_path / "f", rows, codec=codec)
+    assert (tmp_path / "f").stat().st_size < 20_000
+    tracemalloc.start()
+    with pytest.raises(ValueError, match=r"expected a table of at most \d+ bytes, got more"):
+        load(tmp_path / "f")
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 16 << 20
+
+
+def test_a_zstd_window_of_more_than_8_mib_is_refused(tmp_path: Path) -> None:
+    zstandard = pytest.importorskip("zstandard")
+    wide = zstandard.ZstdCompressionParameters.from_level(1, window_log=27)
+    stored = zstandard.ZstdCompressor(compression_params=wide).compressobj().compress
+    forge(tmp_path / "f", [], codec="zstd", compress=lambda raw: stored(raw + b" " * (1 << 20)))
+    with pytest.raises(ValueError, match=r"expected a zstd stream, got bytes that do not decode"):
+        load(tmp_path / "f")
+
+
+def test_max_bytes_bounds_plain_files_too(tmp_path: Path) -> None:
+    save_file({"w": torch.zeros(1000)}, tmp_path / "f")
+    assert load(tmp_path / "f", max_bytes=4000)["w"].shape == (1000,)
+    with pytest.raises(ValueError, match=r"expected at most 3999 bytes .* got 4000; if you trust .* max_bytes=4000"):
+        load(tmp_path / "f", max_bytes=3999)
 
 
 def test_a_newer_version_is_named(tmp_path: Path) -> None:

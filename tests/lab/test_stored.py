@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import socket
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ from torch import nn
 
 import gossamer
 from gossamer import cli
+from gossamer._json import read_object
 from gossamer.deployment.runtime import memory
 from gossamer.lab import models
 from gossamer.lab.models.digits_cnn import DigitsNet
@@ -172,3 +175,58 @@ def test_export_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixt
     x = torch.randn(3, 1, 28, 28)
     with torch.no_grad():
         torch.testing.assert_close(torch.export.load(tmp_path / "model.pt2").module()(x), model(x))
+
+
+@pytest.mark.parametrize(
+    ("network", "options"),
+    [
+        ("lstm_lm", {"layers": 1_000_000_000}),
+        ("indrnn", {"layers": 1_000_000_000}),
+        ("map_fit", {"depth": 1_000_000_000}),
+        ("lstm_lm", {"layers": 1_000_000}),
+        ("indrnn", {"layers": 1_000_000}),
+        ("map_fit", {"depth": 1_000_000}),
+        ("map_fit", {"width": 1 << 62}),
+        ("map_fit", {"width": -1}),
+        ("map_fit", {"width": 1e300}),
+        ("lstm_lm", {"dropout": "much"}),
+        ("map_fit", ["width"]),
+    ],
+)
+def test_a_run_file_with_absurd_options_is_refused_at_once(tmp_path: Path, network: str, options: object) -> None:
+    save_file({"w": torch.zeros(3)}, tmp_path / "model.safetensors")
+    (tmp_path / "run.json").write_text(json.dumps({"model": network, "model_options": options}))
+    started = time.perf_counter()
+    with pytest.raises(ValueError, match=r"expected .*got"):
+        open_network(tmp_path / "model.safetensors")
+    assert time.perf_counter() - started < 10
+
+
+def test_opening_a_network_fetches_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    vision = pytest.importorskip("torchvision")
+    asked: list[object] = []
+    real = vision.models.get_model
+    monkeypatch.setattr(vision.models, "get_model", lambda *a, **how: asked.append(how) or real(*a, **how))
+    monkeypatch.setattr(socket, "socket", None)
+    model = models.create("efficientnet_b0", num_classes=3)
+    asked.clear()
+    gossamer.save(model, tmp_path / "model.safetensors")
+    run = {"model": "efficientnet_b0", "model_options": {"pretrained": True}}
+    (tmp_path / "run.json").write_text(json.dumps(run))
+    found = open_network(tmp_path / "model.safetensors").model
+    assert torch.equal(found.state_dict()["classifier.1.weight"], model.state_dict()["classifier.1.weight"])
+    assert not any("weights" in how for how in asked)  # type: ignore[operator]
+
+
+def test_max_bytes_bounds_the_tensors_of_a_network(tmp_path: Path) -> None:
+    gossamer.save(models.create("lenet300"), tmp_path / "f.safetensors", network="lenet300")
+    with pytest.raises(ValueError, match="expected at most 1000 bytes of tensors"):
+        open_network(tmp_path / "f.safetensors", max_bytes=1000)
+
+
+def test_a_json_file_is_at_most_64_mib(tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    with path.open("wb") as file:
+        file.truncate((64 << 20) + 1)
+    with pytest.raises(ValueError, match=r"of at most 67108864 bytes in .*run\.json, got 67108865 bytes"):
+        read_object(path)

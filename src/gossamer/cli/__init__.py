@@ -91,7 +91,7 @@ def run(command: Executable) -> int:
     try:
         with warnings.catch_warnings():
             warnings.showwarning = _show_warning
-            command.carry_out(Console())
+            command.carry_out(Console(markup=False))  # names of files and layers may have brackets
         return 0
     except Interrupted as stopped:
         if leads():  # all have stopped

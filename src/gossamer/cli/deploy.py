@@ -4,9 +4,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import Progress as Bar
 
-from gossamer.cli.arguments import NetworkFile, OptionalFile, OptionalName
+from gossamer.cli.arguments import NetworkFile, OptionalFile, OptionalName, OptionalNumber
 from gossamer.deployment.exports import Exported, to_dense, to_onnx, to_torch
 from gossamer.deployment.speed import ENGINES, measure
 from gossamer.deployment.speed.report import plot
@@ -25,6 +26,8 @@ class Speed:
     """Its network: a name out of `gossamer list`, or module:function. By default as the file or its run.json says."""
     shape: tuple[int, ...] = ()
     """Shape of one sample, for a network of your own."""
+    max_bytes: OptionalNumber = None
+    """The most memory that the tensors of the file may take; by default 1024 times its size, at least 64 MiB."""
     batch: tuple[int, ...] = (1, 64)
     """Samples a call."""
     threads: tuple[int, ...] = (1,)
@@ -44,9 +47,9 @@ class Speed:
         for path in (self.out, self.plot):
             if path is not None:
                 writable(path)
-        stored = open_network(self.file, self.net, shape=self.shape or None)
+        stored = open_network(self.file, self.net, shape=self.shape or None, max_bytes=self.max_bytes)
         with Bar(console=Console(stderr=True), transient=True) as bar:
-            task = bar.add_task(stored.name, total=1.0)
+            task = bar.add_task(escape(stored.name), total=1.0)
             measured = measure(
                 stored.model,
                 stored.example,
@@ -55,7 +58,9 @@ class Speed:
                 threads=self.threads,
                 engines=self.engines,
                 seconds=self.seconds,
-                progress=lambda what, share: bar.update(task, description=f"{stored.name}, {what}", completed=share),
+                progress=lambda what, share: bar.update(
+                    task, description=escape(f"{stored.name}, {what}"), completed=share
+                ),
             )
         console.print(measured, highlight=False)
         if self.out is not None:
@@ -78,6 +83,8 @@ class Export:
     """Its network: a name out of `gossamer list`, or module:function. By default as the file or its run.json says."""
     shape: tuple[int, ...] = ()
     """Shape of one sample, for a network of your own."""
+    max_bytes: OptionalNumber = None
+    """The most memory that the tensors of the file may take; by default 1024 times its size, at least 64 MiB."""
     debug: bool = False
     """Show the traceback of an error."""
 
@@ -86,7 +93,7 @@ class Export:
 
     def _export(self) -> Exported:
         if self.to == "dense":  # needs no network: tensors are tensors
-            return to_dense(load(self.file), self.out)
-        stored = open_network(self.file, self.net, shape=self.shape or None)
+            return to_dense(load(self.file, max_bytes=self.max_bytes), self.out)
+        stored = open_network(self.file, self.net, shape=self.shape or None, max_bytes=self.max_bytes)
         write = to_onnx if self.to == "onnx" else to_torch
         return write(stored.model, stored.example(2), self.out, batch_axis=stored.batch_axis)

@@ -17,11 +17,11 @@ import struct
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 from typing import BinaryIO
 
 HEADER_LIMIT = 100_000_000  # the limit of the safetensors library itself
+DIMENSIONS = 64  # the limit of numpy and of torch's iterators
 PIECE = 1 << 20
 
 #: bytes of one element, by the dtype names of safetensors
@@ -69,12 +69,39 @@ def is_count(value: object) -> bool:
     return type(value) is int and 0 <= value < 1 << 63
 
 
+def element_count(shape: Sequence[object]) -> int | None:
+    """The number of elements of a shape that a file states; None where it is no shape.
+
+    A shape has at most ``DIMENSIONS`` counts whose product, zeros left aside, fits 63 bits. The product stops
+    there: that of 400,000 large numbers would take minutes.
+    """
+    if len(shape) > DIMENSIONS:
+        return None
+    product = 1
+    for length in shape:
+        if type(length) is not int or not is_count(length):
+            return None
+        product *= length or 1
+        if product >= 1 << 63:
+            return None
+    return 0 if 0 in shape else product
+
+
+SHAPE = f"a shape of at most {DIMENSIONS} non-negative integers with a product below 2**63"
+
+
 def parse_json(text: bytes, path: Path, what: str) -> object:
     try:
         parsed: object = json.loads(text.decode("utf-8"))
     except (UnicodeDecodeError, RecursionError, ValueError) as error:
         raise bad_file(path, f"{what} in JSON", f"{type(error).__name__}: {str(error)[:80]}") from None
     return parsed
+
+
+def shown(value: object) -> str:
+    """A value of a file in a message: its beginning, and of a list also how long it is."""
+    text = repr(value[:16] if isinstance(value, list | str) else value)[:80]
+    return f"{text} … ({len(value)} in all)" if isinstance(value, list | str) and len(value) > 16 else text
 
 
 # ---------------------------------------------------------------------------------------------------- reading
@@ -112,15 +139,15 @@ def _section(path: Path, name: str, entry: object, room: int, start: int) -> Sec
     dtype, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
     if not isinstance(dtype, str) or dtype not in WIDTHS:
         raise bad_file(path, f"entry {name!r} with a dtype out of {sorted(WIDTHS)}", repr(dtype)[:80])
-    if not isinstance(shape, list) or not all(is_count(n) for n in shape):
-        raise bad_file(path, f"entry {name!r} with a shape of non-negative integers", repr(shape)[:80])
+    if not isinstance(shape, list) or (count := element_count(shape)) is None:
+        raise bad_file(path, f"entry {name!r} with {SHAPE}", shown(shape))
     if not isinstance(offsets, list) or len(offsets) != 2 or not all(is_count(n) for n in offsets):
         raise bad_file(path, f"entry {name!r} with two data_offsets", repr(offsets)[:80])
     begin, end = offsets
     if not begin <= end <= room:
         raise bad_file(path, f"entry {name!r} inside the {room} bytes of data", f"{begin} to {end}")
-    if prod(shape) * WIDTHS[dtype] != end - begin:
-        raise bad_file(path, f"{prod(shape) * WIDTHS[dtype]} bytes for entry {name!r}", f"{end - begin}")
+    if count * WIDTHS[dtype] != end - begin:
+        raise bad_file(path, f"{count * WIDTHS[dtype]} bytes for entry {name!r}", f"{end - begin}")
     return Section(dtype, tuple(shape), start + begin, start + end)
 
 
@@ -143,12 +170,22 @@ def read_section(path: Path, file: BinaryIO, section: Section, checksum: int | N
 
 def writable(path: str | os.PathLike[str]) -> Path:
     """The path of a file that is to be written, once its folder is seen to be there: work before that is lost."""
-    target = Path(path)
+    target = through_links(Path(path))
     if not target.parent.is_dir():
         raise FileNotFoundError(f"expected a folder to write {target.name} to, got {target.parent}: make it first")
     if target.is_dir():
         raise IsADirectoryError(f"expected a file to write to, got {target}, which is a folder")
     return target
+
+
+def through_links(path: Path) -> Path:
+    """The file that a symbolic link names, to be written in its place: a rename would replace the link itself."""
+    if not path.is_symlink():
+        return path
+    try:
+        return path.resolve()
+    except (OSError, RuntimeError) as error:
+        raise OSError(f"expected a file to write to, got {path}, a link that leads nowhere ({error})") from error
 
 
 def write_file(path: Path, entries: Sequence[Entry], describe: Callable[[Mapping[str, int]], dict[str, str]]) -> int:
@@ -161,6 +198,7 @@ def write_file(path: Path, entries: Sequence[Entry], describe: Callable[[Mapping
     draft = {entry.name: Section(entry.dtype, entry.shape or (bound,), bound, bound) for entry in entries}
     reserved = len(_header(draft, describe({entry.name: 0 for entry in entries})))
     reserved += -reserved % 8
+    path = through_links(path)
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}.part")
     try:
         with open(os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666), "wb") as file:

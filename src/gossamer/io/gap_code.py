@@ -33,6 +33,7 @@ Codec = Literal["none", "zlib", "zstd"]
 ESCAPE = 255
 PLANE_BLOCK = 1 << 16  # values a block of byte planes holds: one code table a plane, little memory
 READ_CHUNK = 1 << 20
+_ZSTD_WINDOW = 1 << 23  # memory that a few bytes can ask a reader for; what is saved here needs half of it
 
 
 def encode_gaps(positions: Positions, previous: int) -> Bytes:
@@ -169,7 +170,7 @@ def _inflate(stored: Iterable[bytes]) -> Iterator[bytes]:
 def _unzstd(stored: Iterable[bytes]) -> Iterator[bytes]:
     module = require_zstandard()
     source = _Source(stored)
-    reader = module.ZstdDecompressor(max_window_size=1 << 27).stream_reader(source, read_size=1 << 16)
+    reader = module.ZstdDecompressor(max_window_size=_ZSTD_WINDOW).stream_reader(source, read_size=1 << 16)
     while True:
         try:
             raw: bytes = reader.read(READ_CHUNK)

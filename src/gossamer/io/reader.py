@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from gossamer.io.container import (
+    HEADER_LIMIT,
     WIDTHS,
     Section,
     bad_file,
@@ -50,19 +51,32 @@ class ByteStream:
         self._pending = joined[size:]
         return joined[:size]
 
-    def rest(self) -> bytes:
-        parts, total = [self._pending.tobytes()], self._pending.size
-        for piece in self._pieces:
-            parts.append(piece)
-            total += len(piece)
-            if total > 100_000_000:
-                raise bad_file(self._path, "a table of at most 100 MB", "more")
-        return b"".join(parts)
-
     def finish(self) -> None:
         """Nothing may be left; reading to the end also checks the checksum."""
         if self._pending.size or any(len(piece) for piece in self._pieces):
             raise bad_file(self._path, "no data after the last tensor", "more bytes")
+
+    def rest(self, limit: int) -> bytes:
+        """All that is left, which has to be a table of at most ``limit`` bytes."""
+        parts, total = [self._pending.tobytes()], self._pending.size
+        for piece in self._pieces:
+            parts.append(piece)
+            total += len(piece)
+            if total > limit:
+                raise bad_file(self._path, f"a table of at most {limit} bytes", "more")
+        return b"".join(parts)
+
+
+def table_limit(section: Section) -> int:
+    """The most bytes that the table in a section may have once it is unpacked. Parsed it takes up to 25 times as much
+    memory, and tables of real networks are packed about tenfold."""
+    return min(HEADER_LIMIT, max(1 << 20, 64 * section.size))
+
+
+def default_limit(file_size: int) -> int:
+    """The most bytes of dense tensors that a file of this size is trusted with: those of a network with 99.9 % zeros
+    are 800 times as large as its file."""
+    return max(64 << 20, 1024 * file_size)
 
 
 class _ValueStream:
@@ -101,12 +115,17 @@ def check_sizes(
         if (codec == "none" and size != stored) or (codec == "zlib" and size > 1032 * stored):
             raise bad_file(path, f"entry {name!r} to hold {size} bytes", f"{stored} stored bytes")
     file_size = max(section.end for section in sections.values())
-    limit = max(64 << 20, 4096 * file_size) if max_bytes is None else max_bytes
     dense = sum(prod(r.shape) * WIDTHS[r.dtype] for r in records if r.kind != "same")
-    if max(dense, *expected.values()) > limit:
+    check_total(path, max(dense, *expected.values()), file_size, max_bytes)
+
+
+def check_total(path: Path, total: int, file_size: int, max_bytes: int | None) -> None:
+    """Refuse more bytes of tensors than are wanted, before any are allocated."""
+    limit = default_limit(file_size) if max_bytes is None else max_bytes
+    if total > limit:
         raise ValueError(
-            f"{path}: expected at most {limit} bytes of tensors in a file of {file_size} bytes, got {dense}; "
-            f"if you trust the file, load it with max_bytes={max(dense, *expected.values())}"
+            f"{path}: expected at most {limit} bytes of tensors in a file of {file_size} bytes, got {total}; "
+            f"if you trust the file, load it with max_bytes={total}"
         )
 
 

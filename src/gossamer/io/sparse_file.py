@@ -6,8 +6,8 @@ each tensor), one stream of gaps and one stream of values for each stored dtype;
 the other in table order. A tensor that would be larger sparse is stored whole. docs/file-format.md describes
 every byte and has a reader that needs only numpy.
 
-What is dropped as zero is exactly the bit pattern of +0.0; −0.0, infinities and NaNs with their payloads come
-back as they were. Nothing in a file is believed before it is checked, and checks come before allocations.
+Every value comes back as it was, infinities and NaNs with their payloads too, except that −0.0 becomes 0.0 unless
+it is asked to stay. Nothing in a file is believed before it is checked, and checks come before allocations.
 """
 
 from __future__ import annotations
@@ -36,7 +36,15 @@ from gossamer.io.gap_code import (
     decompressed,
     require_zstandard,
 )
-from gossamer.io.reader import ByteStream, check_model, check_sizes, read_plain, read_records
+from gossamer.io.reader import (
+    ByteStream,
+    check_model,
+    check_sizes,
+    check_total,
+    read_plain,
+    read_records,
+    table_limit,
+)
 from gossamer.io.table import parse_description, parse_table
 from gossamer.io.writer import (
     Compress,
@@ -74,19 +82,20 @@ def save(
     *,
     values: Values = "float32",
     compress: Compress = "auto",
-    negative_zeros: NegativeZeros = "keep",
+    negative_zeros: NegativeZeros = "drop",
     network: str | None = None,
 ) -> Saved:
     """Writes a model's (or state dict's) tensors to one small file, atomically.
 
-    ``values="float32"`` keeps every bit of every tensor, whatever its dtype. The others store the
+    ``values="float32"`` keeps every value of every tensor, whatever its dtype. The others store the
     floating-point tensors of two or more dimensions in fewer bits (``int8`` with one scale a row);
     one-dimensional tensors (biases, norms) stay exact. ``compress="auto"`` entropy-codes with zlib, which is
     part of Python.
 
-    A weight that was multiplied by its mask is −0.0 where it was negative, and a file that keeps every bit
-    has to store that: ``Saved.negative_zeros`` counts them, and ``negative_zeros="drop"`` writes them as
-    plain zeros. ``network`` names the architecture in the file's metadata, for `gossamer speed` and `export`.
+    A weight that was multiplied by its mask is −0.0 where it was negative. It is stored as the zero that it is,
+    and its sign is lost: ``Saved.negative_zeros`` counts these. ``negative_zeros="keep"`` stores each as a
+    value instead, at five bytes before compression, for a file that keeps every bit. ``network`` names the
+    architecture in the file's metadata, for `gossamer speed` and `export`. A symbolic link is written through.
     """
     arguments: tuple[tuple[str, str, tuple[str, ...]], ...] = (
         ("values", values, get_args(Values)),
@@ -124,8 +133,8 @@ def load(
     given.
 
     A model is filled only after the whole file has been read and found right. A sparse file can describe far
-    more zeros than it has bytes: more than ``max_bytes`` of dense tensors (by default 4096 times the file's
-    size, at least 64 MiB) are refused before any is allocated.
+    more zeros than it has bytes: more than ``max_bytes`` of dense tensors (by default 1024 times the file's
+    size, at least 64 MiB) are refused before any is allocated. SECURITY.md lists all limits.
     """
     source = Path(path)
     if source.is_dir():
@@ -138,12 +147,14 @@ def load(
                 name: ByteStream(source, decompressed(read_section(source, file, section, checksums[name]), codec))
                 for name, section in sections.items()
             }
-            text = streams[TABLE].rest() if TABLE in streams else b""
+            text = streams[TABLE].rest(table_limit(sections[TABLE])) if TABLE in streams else b""
             records = parse_table(source, parse_json(text, source, "a table of tensors"))
             check_sizes(source, records, sections, codec, max_bytes)
             check_model(source, {r.name: r.shape for r in records}, model)
             state = read_records(source, records, sections, streams, codec)
         else:
+            file_size = os.fstat(file.fileno()).st_size
+            check_total(source, sum(section.size for section in sections.values()), file_size, max_bytes)
             check_model(source, {name: section.shape for name, section in sections.items()}, model)
             state = {name: read_plain(source, file, section) for name, section in sections.items()}
     if model is not None:

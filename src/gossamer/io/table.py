@@ -10,7 +10,7 @@ from math import prod
 from pathlib import Path
 from typing import Literal, cast, get_args
 
-from gossamer.io.container import WIDTHS, Section, bad_file, is_count
+from gossamer.io.container import SHAPE, WIDTHS, Section, bad_file, element_count, is_count, shown
 from gossamer.io.gap_code import Codec
 
 VERSION = 1
@@ -124,8 +124,8 @@ def _parse_row(path: Path, row: object) -> Record:
     if dtype not in WIDTHS or stored not in WIDTHS:
         raise bad_file(path, f"{name!r} with dtypes out of {sorted(WIDTHS)}", f"{dtype!r}, {stored!r}"[:80])
     shape = row.get("shape")
-    if not isinstance(shape, list) or not all(is_count(n) for n in shape) or not is_count(size := prod(shape)):
-        raise bad_file(path, f"{name!r} with a shape of non-negative integers", repr(shape)[:80])
+    if not isinstance(shape, list) or (size := element_count(shape)) is None:
+        raise bad_file(path, f"{name!r} with {SHAPE}", shown(shape))
     if not is_count(count) or not is_count(gap_bytes):
         raise bad_file(path, f"{name!r} with non-negative counts", f"{count!r}, {gap_bytes!r}"[:80])
     narrowed = stored != dtype

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from gossamer.io.container import (
+    DIMENSIONS,
     WIDTHS,
     Entry,
 )
@@ -32,7 +33,10 @@ NegativeZeros = Literal["keep", "drop"]
 _STORED_AS: Mapping[Values, str] = {"float16": "F16", "bfloat16": "BF16", "int8": "I8"}
 
 
-_SIGNED_ZEROS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_SIGNED_ZEROS = (
+    *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
+    *(torch.float8_e4m3fn, torch.float8_e5m2),
+)
 
 
 @dataclass(frozen=True)
@@ -60,6 +64,8 @@ def check_tensors(state: Mapping[str, Any]) -> None:
             problems.append(f"{name}: not an ordinary dense tensor (layout {tensor.layout}, device {tensor.device})")
         elif tensor.dtype not in NAMES:
             problems.append(f"{name}: dtype {tensor.dtype} has no name in safetensors")
+        elif tensor.dim() > DIMENSIONS:
+            problems.append(f"{name}: {tensor.dim()} dimensions, of which a file takes at most {DIMENSIONS}")
     if problems:
         raise ValueError(
             "expected a state dict of dense tensors, got:\n  " + "\n  ".join(problems) + "\nleave these out or "
@@ -74,7 +80,9 @@ def make_job(state: Mapping[str, Tensor], values: Values, negative_zeros: Negati
     records = []
     for name, tensor in state.items():
         shape, dtype = tuple(tensor.shape), NAMES[tensor.dtype]
-        key = (tensor.device, tensor.data_ptr(), shape, tensor.stride(), dtype)
+        # A conjugate or negative view shares memory, shape and strides with what it is a view of, and differs from it.
+        view = (tensor.is_conj(), tensor.is_neg())
+        key = (tensor.device, tensor.data_ptr(), shape, tensor.stride(), dtype, view)
         if tensor.numel() and (original := first_seen.setdefault(key, name)) != name:
             records.append(Record(name, shape, dtype, "same", dtype, 0, 0, original))
             continue
@@ -84,7 +92,7 @@ def make_job(state: Mapping[str, Tensor], values: Values, negative_zeros: Negati
         for kept, _, stream in _kept(tensor, drop):
             count += kept.numel()
             gap_bytes += stream.size
-            minus += _count_minus(kept)
+        minus += sum(_count_minus(chunk) for _, chunk in _chunks(tensor, False))
         if gap_bytes + count * width < tensor.numel() * width:
             records.append(Record(name, shape, dtype, "gap", stored, count, gap_bytes, ""))
         else:
@@ -105,7 +113,7 @@ def _count_minus(kept: Tensor) -> int:
 
 
 def _chunks(tensor: Tensor, drop: bool) -> Iterator[tuple[int, Tensor]]:
-    flat = tensor.detach().reshape(-1)
+    flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
     for start in range(0, flat.numel(), CHUNK):
         chunk = flat[start : start + CHUNK].cpu().contiguous()
         if drop and chunk.dtype in _SIGNED_ZEROS:

@@ -29,6 +29,9 @@ from gossamer.lab.models.digits_cnn import QUICK_START, DigitsNet
 MODEL = "model.safetensors"
 RUN = "run.json"
 
+# Modules and parameters that a network may have for each tensor in its file, and besides; it is built twice.
+_A_TENSOR, _SPARE = 16, 1000
+
 
 @dataclass(frozen=True, eq=False)
 class Stored:
@@ -58,18 +61,20 @@ def open_network(
     *,
     shape: tuple[int, ...] | None = None,
     otherwise: tuple[str, Mapping[str, Any]] | None = None,
+    max_bytes: int | None = None,
 ) -> Stored:
     """The network of a file, in evaluation mode.
 
     ``net`` is a name out of `gossamer list`, or ``module:function`` for a network of your own, whose function is
     called without arguments; ``shape`` is then the shape of one sample. ``otherwise`` is the name of a network, and its
-    options, for a file that nobody says anything about.
+    options, for a file that nobody says anything about. ``max_bytes`` bounds the memory of the tensors, as in
+    ``gossamer.load``. Opening a file fetches nothing: one of a run with pretrained weights has all weights in it.
     """
     source = Path(path)
     if not source.is_file():
         problem = f"is a folder: name a file, such as {source / MODEL}" if source.is_dir() else "does not exist"
         raise FileNotFoundError(f"expected a safetensors file, got {source}, which {problem}")
-    state = load(source)
+    state = load(source, max_bytes=max_bytes)
     name, options = _named(source, net, otherwise)
     if net is not None and ":" in net:
         if shape is None:
@@ -105,7 +110,11 @@ def _named(
         values = read_object(run)
         if isinstance(values.get("model"), str):
             options = values.get("model_options", {})
-            return values["model"], options if isinstance(options, dict) else {}
+            if not isinstance(options, dict):
+                raise ValueError(
+                    f"expected a table of model_options in {run}, got {options!r:.80}: correct or delete it"
+                )
+            return values["model"], options
     if otherwise is not None:
         return otherwise
     raise ValueError(
@@ -118,12 +127,17 @@ def _registered(
     name: str, options: Mapping[str, Any], state: Mapping[str, Tensor], path: Path
 ) -> tuple[nn.Module, tuple[int, ...], int]:
     """A network of the list with as many classes as the file has."""
+    run = path.with_name(RUN)
+    options = {key: value for key, value in options.items() if key != "pretrained"}  # which would fetch weights
     try:
-        with torch.device("meta"):  # sizes out of a file are held against its tensors before memory is asked for
+        # Sizes out of a file are held against its tensors before memory is asked for.
+        with torch.device("meta"), models.at_most(_SPARE + _A_TENSOR * len(state), options, str(run)):
             build, shape, tokens = _builder(name, options, state)
             _check(build(), state, path, name)
-    except TypeError as error:
-        raise ValueError(f"expected options of {name} in {path.with_name(RUN)}, got others ({error})") from error
+    except (TypeError, RuntimeError, ArithmeticError) as error:
+        raise ValueError(
+            f"expected options of {name} in {run}, got others ({error}): correct or delete them"
+        ) from error
     return build(), shape, tokens
 
 

@@ -1,10 +1,14 @@
-"""Tables for the terminal: of results, and of everything that can be trained."""
+"""Tables for the terminal: of results, and of everything that can be trained.
+
+What files and users call something is shown as it is: brackets in it are no markup.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich import box
 from rich.table import Table
+from rich.text import Text
 
 from gossamer.lab import data, models
 from gossamer.lab.recipes import RECIPES, Published, Recipe
@@ -20,10 +24,10 @@ def of_results(results: Sequence[tuple[str, Mapping[str, Any]]]) -> Table:
     for name, result in results:
         metric = "perplexity" if "perplexity" in result else "accuracy"
         if result.get("diverged"):
-            table.add_row(name, "diverged", "–", "–", "–", "–", _time(result["seconds"]))
+            table.add_row(Text(name), "diverged", "–", "–", "–", "–", _time(result["seconds"]))
             continue
         table.add_row(
-            name,
+            Text(name),
             _metric(metric, result[metric]),
             _metric(metric, result.get(f"validation_{metric}")),
             f"{result['sparsity']:.2%}",
@@ -47,7 +51,7 @@ def of_rows(head: Sequence[str], rows: Sequence[Sequence[str]], title: str | Non
     """A table that is ready made, such as those in the docs."""
     table = _table(*head, left=1, title=title)
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*map(Text, row))
     return _with_whole_numbers(table)
 
 
@@ -56,7 +60,7 @@ def of_layers(report: Report, title: str) -> Table:
     table = _table("tensor", "weights", "connections", "density", "dead features", "FLOPs", left=1, title=title)
     for row in (*report.rows, report.total):
         table.add_row(
-            row.name,
+            Text(row.name),
             f"{row.weights:,}",
             f"{row.connections:,}",
             f"{row.density:.2%}",
@@ -103,10 +107,11 @@ def _published(number: Published | None) -> str:
 
 
 def _table(*titles: str, left: int, title: str | None = None) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", title_style="bold")
+    shown = None if title is None else Text(title, "bold")
+    table = Table(box=box.SIMPLE_HEAD, title=shown, title_justify="left")
     for index, each in enumerate(titles):
         words = index < left or each == ""
-        table.add_column(each, justify="left" if words else "right", no_wrap=index == 0, overflow="fold")
+        table.add_column(Text(each), justify="left" if words else "right", no_wrap=index == 0, overflow="fold")
     return table
 
 

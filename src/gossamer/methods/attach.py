@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 
 from gossamer._claims import claim, owned_by, release
 from gossamer._hooks import uncompiled, unscaling
+from gossamer._resume import check_place, damaged
 from gossamer._selectors import Selectors
 from gossamer.methods.registry import find, make_options
 from gossamer.methods.rule import Layout, Request, Rule, Timeline
@@ -261,11 +262,16 @@ class Attached:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a `state_dict()`; load the model's and the optimizer's state too."""
-        if (state["format"], state["method"]) != (_FORMAT, self._kind.name):
+        if not isinstance(state, dict):
+            raise damaged("a table of values", type(state).__name__)
+        if (state.get("format"), state.get("method")) != (_FORMAT, self._kind.name):
             raise ValueError(
                 f"expected the state of method={self._kind.name} in format {_FORMAT}, "
-                f"got method={state['method']} in format {state['format']}"
+                f"got method={state.get('method')} in format {state.get('format')}: make the run as it was made, "
+                "or load it with the version of gossamer that wrote it"
             )
+        check_place(state)
+        self._check_tensors(state)
         self.step, self.phase, self.plan = state["step"], Phase(state["phase"]), Plan(**state["plan"])
         self._rule, self._timeline, self._removed = None, None, state["removed"]
         if self._removed is not None:
@@ -280,6 +286,28 @@ class Attached:
                 self._show(rule)
         if self.phase is Phase.FINISHED:
             self._let_go()
+
+    def _check_tensors(self, state: dict[str, Any]) -> None:
+        """The tensors of a state, before anything is changed."""
+        total = self._layout.count
+        wanted: dict[str, tuple[Any, tuple[int, ...]]] = {}
+        if state.get("removed") is not None:
+            wanted["removed"] = state["removed"], (1, total)
+        elif "removed" not in state:
+            raise damaged("which connections are removed, or None", "neither")
+        if "rule" in state:
+            with torch.no_grad():
+                rule, timeline, variables = self._make_rule()
+            wanted["variables"] = state.get("variables"), tuple(variables.shape)
+            wanted["clock"] = state.get("clock"), tuple(timeline.clock.shape)
+            if not isinstance(state["rule"], dict):
+                raise damaged("the tensors of a rule", type(state["rule"]).__name__)
+            for name, tensor in rule.state().items():
+                wanted[name] = state["rule"].get(name), tuple(tensor.shape)
+        for name, (tensor, shape) in wanted.items():
+            if not isinstance(tensor, Tensor) or tensor.is_meta or tuple(tensor.shape) != shape:
+                got = f"one of shape {tuple(tensor.shape)}" if isinstance(tensor, Tensor) else type(tensor).__name__
+                raise damaged(f"a tensor {name} of shape {shape}", got)
 
 
 def _gradient(parameter: Tensor) -> Tensor:

@@ -86,7 +86,7 @@ def test_two_are_kept_and_a_damaged_one_never_pushes_out_a_whole_one(tmp_path: P
     found = read_newest(path)
     assert found is not None
     assert found[1]["steps"] == 2
-    (tmp_path / f".{path.name}.0a1b.part").touch()
+    (tmp_path / f".{path.name}.0a1b2c3d4e5f.part").touch()
     remove(path)
     assert read_newest(path) is None
     assert not list(tmp_path.iterdir())

@@ -5,6 +5,7 @@ import errno
 import json
 import os
 import signal
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -137,6 +138,24 @@ def test_a_sweep_stops_after_its_step_and_goes_on_to_the_same_records(
     assert [len(each) for each in records] == [6, 6]  # and no checkpoint
     assert records[0].keys() == records[1].keys()
     assert told([*records[0].values()]) == told([*records[1].values()])
+
+
+def test_the_seconds_of_a_sweep_are_those_of_all_its_sittings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def slowly() -> None:
+        time.sleep(0.7)
+        press()
+
+    with monkeypatch.context() as patch:
+        at_step(patch, 5, slowly)
+        with pytest.raises(Interrupted):
+            sweep([BASE], tmp_path, device="cpu")
+    with monkeypatch.context() as patch:
+        at_step(patch, 11, slowly)
+        with pytest.raises(Interrupted):
+            sweep([BASE], tmp_path, device="cpu")
+    (record,) = sweep([BASE], tmp_path, device="cpu")
+    assert record["seconds"] > 1.4
+    assert record["seconds_of_all_runs_together"] > 1.4
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import io
 import multiprocessing
 import os
+import resource
 import signal
+import struct
 import sys
 import tarfile
+import time
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +19,7 @@ import torch
 
 from gossamer.lab.data import CorruptData, DataNotFound, FolderBatches, FolderSet, Position
 from gossamer.lab.data.batches import epoch_plan
+from gossamer.lab.data.files import tar_files
 from gossamer.lab.data.folder import advice_on_lost_workers, load_folder
 from gossamer.lab.data.pixels import centre_crop, crop_box, decode, random_crop_flip
 
@@ -300,6 +304,99 @@ def test_an_image_too_narrow_for_any_crop_gives_its_centre(
     assert crop_box(*size, np.random.default_rng(0), area=(0.9, 1.0)) == expected
 
 
+def outcome(path: Path) -> tuple[object, ...] | None:
+    """What an archive is taken to hold; None where it is refused."""
+    try:
+        dataset = load_folder(path)
+    except (CorruptData, DataNotFound):
+        return None
+    parts = (dataset.train, dataset.validation)
+    return tuple((part.names, part.labels.tolist(), part.spans.tolist()) for part in parts if part.spans is not None)
+
+
+@pytest.mark.parametrize("form", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
+def test_no_flipped_bit_in_an_archive_loses_an_image(tmp_path: Path, form: int) -> None:
+    """Every bit of headers, padding and end; those of the images themselves are a matter of their own formats."""
+    names = ("train/a/1.png", "train/b/2.png", "val/a/3.png", "README")
+    with tarfile.open(tmp_path / "x.tar", "w", format=form) as tar:
+        for name in names:
+            info = tarfile.TarInfo(name)
+            info.size = 30
+            tar.addfile(info, io.BytesIO(bytes(range(30))))
+    content = (tmp_path / "x.tar").read_bytes()[: 1024 * len(names) + 1024]
+    (tmp_path / "x.tar").write_bytes(content)
+    whole = outcome(tmp_path / "x.tar")
+    assert whole is not None
+    random = np.random.default_rng(0)
+    for bit in random.choice(8 * len(content), 1500, replace=False):
+        flipped = bytearray(content)
+        flipped[bit // 8] ^= 1 << (bit % 8)
+        (tmp_path / "x.tar").write_bytes(flipped)
+        assert outcome(tmp_path / "x.tar") in (None, whole)
+    for end in range(0, len(content) - 1024, 256):
+        (tmp_path / "x.tar").write_bytes(content[:end])
+        assert outcome(tmp_path / "x.tar") is None
+
+
+@pytest.mark.parametrize("form", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
+def test_archives_of_every_format_are_read_as_tar_reads_them(tmp_path: Path, form: int) -> None:
+    deep = "/".join(["folder" * 5] * 4)
+    names = [f"{deep}/train/{c}/{i}.png" for c in ("a", "b" * 60) for i in range(3)] + [f"{deep}/val/a/1.PNG"]
+    if form != tarfile.USTAR_FORMAT:
+        names += [f"train/ä{'ü' * 80}/{'x' * 90}.png"]
+    with tarfile.open(tmp_path / "x.tar", "w", format=form) as tar:
+        tar.addfile(folder := tarfile.TarInfo("train"))
+        folder.type = tarfile.DIRTYPE
+        for number, name in enumerate(names):
+            info = tarfile.TarInfo(name)
+            info.size, info.mtime = 100 * number, 1.5 if form == tarfile.PAX_FORMAT else 1
+            tar.addfile(info, io.BytesIO(bytes([number]) * info.size))
+            link = tarfile.TarInfo(f"train/a/link{number}.png")
+            link.type, link.linkname, link.size = tarfile.SYMTYPE, "1.png", 0
+            tar.addfile(link)
+    with tarfile.open(tmp_path / "x.tar") as tar:
+        expected = [(each.name, each.offset_data, each.size) for each in tar if each.isreg()]
+    assert [*tar_files(tmp_path / "x.tar")] == expected
+
+
+def test_equal_names_in_two_folders_of_an_archive_are_refused(tmp_path: Path) -> None:
+    with tarfile.open(tmp_path / "x.tar", "w") as tar:
+        for name in ("one/train/a/1.png", "two/train/a/1.png", "one/val/a/1.png"):
+            tar.addfile(tarfile.TarInfo(name))
+    twice = r"train/a/1\.png twice \(one/train/a/1\.png and two/train/a/1\.png\); make the archive anew"
+    with pytest.raises(CorruptData, match=twice):
+        load_folder(tmp_path / "x.tar")
+
+
+def hostile_archives() -> dict[str, bytes]:
+    def header(name: str, size: bytes, kind: bytes = b"0") -> bytes:
+        block = bytearray(tarfile.TarInfo(name).tobuf(tarfile.GNU_FORMAT))
+        block[124:136], block[156:157], block[148:156] = size, kind, b" " * 8
+        block[148:156] = b"%06o\0 " % sum(block)
+        return bytes(block)
+
+    negative = (-1024).to_bytes(12, "big", signed=True)
+    records = b"".join(b"6 a=b\n" for _ in range(160_000))
+    return {
+        "a member of negative size": header("train/a/1.png", negative) + bytes(1024),
+        "a second one": header("train/a/0.png", b"0" * 11 + b"\0") + header("train/a/1.png", negative) + bytes(1024),
+        "minus in octal": header("train/a/1.png", b"-0000002000\0") + bytes(1024),
+        "larger than the file": header("train/a/1.png", b"\x80" + b"\xff" * 11) + bytes(1024),
+        "a sparse file": header("train/a/1.png", b"0" * 11 + b"\0", b"S") + bytes(1024),
+        "very many extended headers": header("x", b"%011o\0" % len(records), b"x") * 3 + records + bytes(1024),
+        "an endless name": header("x", b"%011o\0" % (2 << 20), b"L") + b"a" * (2 << 20) + bytes(1024),
+    }
+
+
+@pytest.mark.parametrize("case", hostile_archives())
+def test_hostile_archives_are_refused_at_once(tmp_path: Path, case: str) -> None:
+    (tmp_path / "x.tar").write_bytes(hostile_archives()[case])
+    started = time.perf_counter()
+    with pytest.raises(CorruptData, match=r"expected|not an uncompressed tar archive"):
+        load_folder(tmp_path / "x.tar")
+    assert time.perf_counter() - started < 5
+
+
 def test_a_crop_is_cut_and_mirrored_as_drawn() -> None:
     image = decode(png(1, 12, 12), "x")
     seen = set()
@@ -320,6 +417,43 @@ def test_grey_and_transparent_images_become_colour() -> None:
         stream = io.BytesIO()
         Image.new(mode, (5, 4)).save(stream, "PNG")
         assert centre_crop(decode(stream.getvalue(), "x"), 4, 4).shape == (3, 4, 4)
+
+
+@pytest.mark.parametrize("size", [(50, 30), (31, 200), (8, 8), (100, 3)])
+def test_the_centre_is_that_of_the_scaled_image(size: tuple[int, int]) -> None:
+    image = decode(png(1, *size), "x")
+    shorter = min(size)
+    width, height = (max(16, round(side * 16 / shorter)) for side in size)
+    left, top = (width - 12) // 2, (height - 12) // 2
+    scaled = image.resize((width, height), Image.Resampling.BILINEAR)
+    expected = np.asarray(scaled.crop((left, top, left + 12, top + 12)), dtype=int)
+    got = centre_crop(image, 12, 16).transpose(1, 2, 0)
+    assert np.abs(got - expected).max() <= 2  # of 255: Pillow has the corners of a box in single precision
+
+
+@pytest.mark.parametrize("size", [(1, 6000), (6000, 1)])
+def test_a_very_long_image_takes_little_memory(size: tuple[int, int]) -> None:
+    """Scaled before it is cropped, one of 1 × 6,000 pixels takes 1.6 GB."""
+    stream = io.BytesIO()
+    Image.new("RGB", size, "red").save(stream, "PNG")
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for pixels in (
+        centre_crop(decode(stream.getvalue(), "x"), 224, 256),
+        random_crop_flip(decode(stream.getvalue(), "x"), 224, np.random.default_rng(0)),
+    ):
+        assert pixels.shape == (3, 224, 224)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200 << 10  # in kilobytes
+
+
+def test_an_image_of_far_more_pixels_than_bytes_is_refused() -> None:
+    stream = io.BytesIO()
+    Image.new("1", (2100, 2100)).save(stream, "PNG")
+    content = stream.getvalue()
+    with pytest.raises(CorruptData, match=r"^x: expected an image of 1 to 4,194,304 pixels .* 2,100 × 2,100; scale it"):
+        decode(content, "x")
+    header = b"BM" + struct.pack("<IIIIiiHHIIIIII", 1 << 20, 0, 54, 40, 9000, 9000, 1, 24, 0, 0, 0, 0, 0, 0)
+    with pytest.raises(CorruptData, match=r"1 to 67,108,864 pixels .* got 9,000 × 9,000"):
+        decode(header + bytes(1 << 20), "x")
 
 
 def test_missing_pillow_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:

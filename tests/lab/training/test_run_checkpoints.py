@@ -1,7 +1,9 @@
 import errno
+import hashlib
 import os
 import random
 import resource
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +27,7 @@ def test_the_two_newest_are_kept_and_the_newest_is_loaded(tmp_path: Path) -> Non
     checkpoints = Checkpoints(tmp_path / "run")
     assert checkpoints.load() is None
     (tmp_path / "run").mkdir()
-    (tmp_path / "run" / ".checkpoint-000000003.pt.77.part").write_bytes(b"what a kill left")
+    (tmp_path / "run" / ".checkpoint-000000003.pt.0123456789ab.part").write_bytes(b"what a kill left")
     assert checkpoints.load() is None
     for step in (5, 20, 100):
         assert checkpoints.save(state(step), step)
@@ -38,7 +40,7 @@ def test_the_two_newest_are_kept_and_the_newest_is_loaded(tmp_path: Path) -> Non
     assert list((tmp_path / "run").iterdir()) == []
 
 
-@pytest.mark.parametrize("damage", ["flip", "truncate", "empty", "no digest"])
+@pytest.mark.parametrize("damage", ["flip", "truncate", "empty", "no digest", "damaged digest", "empty digest"])
 def test_a_corrupted_newest_falls_back_to_the_one_before_and_says_so(tmp_path: Path, damage: str) -> None:
     checkpoints = Checkpoints(tmp_path)
     checkpoints.save(state(1), 1)
@@ -50,6 +52,10 @@ def test_a_corrupted_newest_falls_back_to_the_one_before_and_says_so(tmp_path: P
         newest.write_bytes(content)
     elif damage == "no digest":
         newest.with_suffix(".sha256").unlink()
+    elif damage == "damaged digest":  # one byte of it, which is no text any more
+        newest.with_suffix(".sha256").write_bytes(b"\xff" + newest.with_suffix(".sha256").read_bytes()[1:])
+    elif damage == "empty digest":
+        newest.with_suffix(".sha256").write_bytes(b"")
     else:
         newest.write_bytes(content[: len(content) // 2 if damage == "truncate" else 0])
     with pytest.warns(UserWarning, match=r"checkpoint-000000002.pt .*going on from the one before"):
@@ -159,3 +165,75 @@ def test_a_digest_whose_checkpoint_was_never_finished_goes_too(tmp_path: Path) -
     assert checkpoints.load() is not None
     checkpoints.clear()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_files_that_only_look_like_those_of_a_run_are_left_alone(tmp_path: Path) -> None:
+    theirs = {
+        *("notes.part", ".notes.part", ".draft.txt.part", ".thesis.tex.0123.part", "checkpoint-notes.sha256"),
+        *("checkpoint-best.pt", "checkpoint-best.pt.damaged", "checkpoint-000000007.pt.damaged", "checkpoint-1.sha256"),
+    }
+    for name in theirs:
+        (tmp_path / name).write_text("theirs")
+    checkpoints = Checkpoints(tmp_path)
+    for step in (1, 2, 3):
+        checkpoints.save(state(step), step)
+    assert value_of(checkpoints.load()) == 3
+    checkpoints.clear()
+    assert {path.name for path in tmp_path.iterdir()} == theirs
+
+
+def test_a_kill_while_a_checkpoint_is_written_again_leaves_the_one_there_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that is stopped before its first step writes the checkpoint that it has begun from once more."""
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(state(1), 5)
+    replace = os.replace
+
+    def killed(source: Path, target: Path) -> None:
+        if target.suffix == ".pt":
+            raise KeyboardInterrupt
+        replace(source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", killed)
+        with pytest.raises(KeyboardInterrupt):
+            checkpoints.save(state(2), 5)
+    assert value_of(checkpoints.load()) == 1
+
+    def full(*arguments: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", full)
+        with pytest.warns(UserWarning, match="no checkpoint at step 5"):
+            assert not checkpoints.save(state(2), 5)
+    assert value_of(checkpoints.load()) == 1
+    assert checkpoints.save(state(2), 5)
+    assert value_of(checkpoints.load()) == 2
+
+
+def test_a_compressed_checkpoint_is_not_unpacked(tmp_path: Path) -> None:
+    """A megabyte of zeros could be a gigabyte of tensors; none that is written here is compressed."""
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(state(1), 1)
+    path = checkpoints.paths()[0]
+    with zipfile.ZipFile(path) as archive:
+        content = {name: archive.read(name) for name in archive.namelist()}
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, each in content.items():
+            archive.writestr(name, each)
+    path.with_suffix(".sha256").write_text(hashlib.sha256(path.read_bytes()).hexdigest())
+    with pytest.warns(UserWarning, match=r"not compressed.*beginning again"):
+        assert checkpoints.load() is None
+
+
+def test_a_file_is_written_through_a_link(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "elsewhere" / "file")
+    write_atomically(tmp_path / "link", lambda file: file.write(b"new"))
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "elsewhere" / "file").read_bytes() == b"new"
+    (tmp_path / "round").symlink_to(tmp_path / "round")
+    with pytest.raises(OSError, match="a link that leads nowhere"):
+        write_atomically(tmp_path / "round", lambda file: file.write(b"new"))

@@ -12,6 +12,7 @@ from typing import Any
 from rich import box
 from rich.console import Console, Group
 from rich.table import Table
+from rich.text import Text
 
 #: What is called a gain; less is noise on a shared machine.
 GAIN = 1.03
@@ -146,9 +147,9 @@ class SpeedReport:
             f"{self.flops_sparsity:.1%} of FLOPs saved; on disk {_bytes(self.dense_file)} dense, "
             f"{_bytes(self.sparse_file)} sparse"
         )
-        parts: list[Table | str] = [head]
+        parts: list[Table | Text] = [Text(head)]
         for case in self.cases:
-            parts += [_table(case), *_remarks(case)]
+            parts += [_table(case), *map(Text, _remarks(case))]
         return Group(*parts)
 
     def __str__(self) -> str:

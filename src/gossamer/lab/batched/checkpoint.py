@@ -6,19 +6,21 @@ a wrong table. The file before is kept beside the newest, and taken where that o
 
 import json
 import os
+import re
 import time
 import warnings
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from itertools import takewhile
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
+from gossamer.io.container import Section, read_header
+from gossamer.io.reader import read_plain
 from gossamer.lab.training.checkpoint import write_atomically
 
 T = TypeVar("T")
@@ -122,7 +124,9 @@ def before(path: Path) -> Path:
 
 def remove(path: Path) -> None:
     """Remove the checkpoints of a race, and what a kill has left unfinished: its outcomes are safe."""
-    for each in (path, before(path), *path.parent.glob(f".{path.name}.*.part")):
+    unfinished = re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]{{12}}\.part")
+    left = [each for each in path.parent.glob(f".{path.name}.*.part") if unfinished.fullmatch(each.name)]
+    for each in (path, before(path), *left):
         each.unlink(missing_ok=True)
 
 
@@ -132,11 +136,14 @@ def begun(out: Path, runs: Mapping[str, T], path_of: Callable[[Sequence[T]], Pat
     Teachers come last in a stack, and its name is without them.
     """
     found = []
-    for path in sorted(out.glob(f"*{ENDING}")):
+    # Where a kill came between the two renames of `write` there is only the one before.
+    alone = [each.with_suffix("").with_suffix(".safetensors") for each in out.glob(f"*{before(Path(ENDING[1:])).name}")]
+    for path in sorted({*out.glob(f"*{ENDING}"), *alone}):
+        place = path if path.exists() else before(path)
         try:
-            with safe_open(path, framework="pt") as file:
-                about = _about(file.metadata(), path)
-        except (SafetensorError, OSError, ValueError):
+            with place.open("rb") as file:
+                about = _about(read_header(place, file)[1], place)
+        except (OSError, ValueError):
             continue  # it is told when the runs begin
         known = [runs[each] for each in takewhile(runs.__contains__, about.get("runs", ()))]
         found += [known[:end] for end in range(1, len(known) + 1) if path_of(known[:end]) == path]
@@ -153,20 +160,28 @@ def read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
     if not path.exists():
         return None
     try:
-        with safe_open(path, framework="pt") as file:
-            about = _about(file.metadata(), path)
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
-    except (SafetensorError, OSError) as error:
+        with path.open("rb") as file:
+            sections, metadata = _header(path, file)
+            about = _about(metadata, path)
+            tensors = {name: read_plain(path, file, section) for name, section in sections.items()}
+    except OSError as error:
         raise _no_race(path, str(error)) from error
     if about.get("crc32", got := _checksum(tensors)) != got:
         raise _no_race(path, "tensors that do not agree with their checksum")
     return tensors, about
 
 
-def _about(metadata: Mapping[str, str] | None, path: Path) -> dict[str, Any]:
+def _header(path: Path, file: BinaryIO) -> tuple[dict[str, Section], dict[str, str]]:
+    try:
+        return read_header(path, file)
+    except ValueError as error:
+        raise _no_race(path, str(error)) from error
+
+
+def _about(metadata: Mapping[str, str], path: Path) -> dict[str, Any]:
     """What is told about a race in its file."""
-    told = (metadata or {}).get("race", "")
-    if (metadata or {}).get("crc32", got := _checksum_of_text(told)) != got:  # older files have none
+    told = metadata.get("race", "")
+    if metadata.get("crc32", got := _checksum_of_text(told)) != got:  # older files have none
         raise _no_race(path, "metadata that do not agree with their checksum")
     try:
         about = json.loads(told)
@@ -217,7 +232,13 @@ def random_state(device: torch.device) -> dict[str, Tensor]:
 
 
 def set_random_state(tensors: Mapping[str, Tensor], device: torch.device) -> None:
-    if "random.cpu" in tensors:
-        torch.set_rng_state(tensors["random.cpu"])
-    if device.type == "cuda" and "random.cuda" in tensors:
-        torch.cuda.set_rng_state(tensors["random.cuda"], device)
+    try:
+        if "random.cpu" in tensors:
+            torch.set_rng_state(tensors["random.cpu"])
+        if device.type == "cuda" and "random.cuda" in tensors:
+            torch.cuda.set_rng_state(tensors["random.cuda"], device)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(
+            f"expected the state of a random number generator in the checkpoint of a race, got another one ({error}): "
+            "delete it"
+        ) from error

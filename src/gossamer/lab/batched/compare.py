@@ -227,7 +227,7 @@ def _train_stack(
             keep=keep if save_models else None,
             **how,
         )
-        seconds = time.perf_counter() - start
+        seconds = outcomes[0].seconds_before + time.perf_counter() - start
         for member, outcome in zip(runs, outcomes, strict=False):  # teachers come last
             content = record(member, outcome, race, seconds, len(outcomes), how["device"]) | _shared(comparison, images)
             leaving.write(paths[member], [partial(write_json, paths[member], content)])

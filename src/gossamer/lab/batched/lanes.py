@@ -91,6 +91,7 @@ class Outcome:
     mask_steps: int = 0  # in which connections could go
     plain_accuracy: float | None = None  # of the last weights, where `accuracy` is of averaged or recalibrated ones
     plain_validation_accuracy: float | None = None
+    seconds_before: float = field(default=0.0, compare=False)  # of all runs together, in sittings that were cut short
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,8 @@ Runs that are still the same dense network share a row, the trunk, and branch of
 (lanes.py says who sits where). Methods that are sparse from the first step on have rows of their own from the start.
 """
 
+import math
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -48,6 +50,7 @@ class Running:
     ) -> None:
         self.common, self.lanes, self._data, self.stop = common, list(lanes), data, stop
         self.done = 0  # steps
+        self._started, self._seconds_before = time.perf_counter(), 0.0
         check_teachers(self.lanes)
         self._frozen_trunks: FrozenTrunks | None = None
         self._seeds = sorted({lane.seed for lane in lanes})
@@ -112,7 +115,8 @@ class Running:
 
     def save(self, path: Path) -> None:
         """Write all that is needed to go on."""
-        about = {"steps": self.done, **self._identity()}
+        seconds = self._seconds_before + time.perf_counter() - self._started
+        about = {"steps": self.done, "seconds": seconds, **self._identity()}
         write(path, {**self._tensors(), **random_state(self.learner.stack.device)}, about)
 
     def go_on_from(self, path: Path) -> int:
@@ -127,6 +131,10 @@ class Running:
         done = epochs * self.feed.steps if type(epochs) is int else about.get("steps")
         if type(done) is not int or not 0 < done <= self.steps:
             raise ValueError(f"expected 1 to {self.steps} steps in the checkpoint {path}, got {done!r}: delete it")
+        seconds = about.get("seconds", 0.0)  # older files have none
+        if not isinstance(seconds, int | float) or not 0 <= seconds < math.inf:
+            raise ValueError(f"expected the seconds of training in the checkpoint {path}, got {seconds!r}: delete it")
+        self._seconds_before = float(seconds)
         self.turn(done - 1)
         self.done = done
         fill_(self._tensors(), tensors, path)
@@ -167,6 +175,7 @@ class Running:
                 train_loss=loss[number],
                 connections_by_tensor=tuple(counts[row] for counts in by_tensor),
                 mask_steps=self.lanes[number].mask_steps,
+                seconds_before=self._seconds_before,
                 **_plain(self.lanes[number], *last, row),
             )
             for number, row in enumerate(self._seats.row_of_lanes())

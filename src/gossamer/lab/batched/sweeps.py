@@ -58,7 +58,20 @@ def sweep(
     if _missing(wanted.values(), out):
         with held(out):
             _train_missing(wanted.values(), out, device, together, save_models=save_models, progress=progress)
-    return [read_object(record_path(out, run)) for run in wanted.values()]
+    return [_read_record(record_path(out, run)) for run in wanted.values()]
+
+
+def _read_record(path: Path) -> dict[str, Any]:
+    """The record of a run, with all that the table of a sweep shows."""
+    found = read_object(path, "the record of a run", ": delete it to train the run again")
+    needed = ("config", "diverged", "accuracy", "sparsity", "train_loss", "validation_accuracy")
+    if lacking := [name for name in needed if name not in found]:
+        raise ValueError(
+            f"expected the record of a run in {path}, got one without {', '.join(lacking)}: delete it to train the run "
+            "again"
+        )
+    result.check_result(found, path)
+    return found
 
 
 def record_path(out: Path, run: Run) -> Path:
@@ -155,7 +168,7 @@ def _train_portion(
             checkpoint_minutes=first.checkpoint_minutes or math.inf,
             stop=lambda: stop.asked,
         )
-        seconds = time.perf_counter() - started
+        seconds = trained[0][0].seconds_before + time.perf_counter() - started
         for run, (outcome, network) in zip(runs, trained, strict=True):
             path = record_path(out, run)
             content = _record(run, outcome, network, images, device, seconds, len(runs))

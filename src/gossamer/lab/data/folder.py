@@ -14,7 +14,6 @@ import hashlib
 import math
 import os
 import signal
-import tarfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,7 +26,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from gossamer.lab.data.augment import normalise, scale_and_shift
 from gossamer.lab.data.batches import BatchSource, Position, epoch_plan
-from gossamer.lab.data.files import CorruptData, DataNotFound, File, read_checked
+from gossamer.lab.data.files import CorruptData, DataNotFound, File, read_checked, tar_files
 from gossamer.lab.data.locate import search_folders
 from gossamer.lab.data.pixels import centre_crop, decode, random_crop_flip
 from gossamer.lab.data.sets import split_indices
@@ -183,18 +182,18 @@ def _files_of_folder(folder: Path) -> dict[str, tuple[int, int]]:
 def _files_of_archive(path: Path) -> dict[str, dict[str, tuple[int, int]]]:
     """The images of both parts with the place of their bytes in the tar; a leading folder is skipped."""
     found: dict[str, dict[str, tuple[int, int]]] = {_TRAIN: {}, _VALIDATION: {}}
-    length = path.stat().st_size
-    try:
-        with tarfile.open(path, "r:") as archive:
-            for member in archive:
-                *_, part, label, name = ("", "", *member.name.split("/"))
-                if part not in found or not member.isreg() or not name.lower().endswith(_SUFFIXES):
-                    continue
-                if member.offset_data + member.size > length:
-                    raise CorruptData(f"{path} is truncated inside {member.name}; delete it and fetch it again")
-                found[part][f"{label}/{name}"] = (member.offset_data, member.size)
-    except tarfile.TarError as error:
-        raise CorruptData(f"{path} is not an uncompressed tar archive ({error}); fetch it again") from error
+    full_names: dict[str, str] = {}
+    for full_name, begin, size in tar_files(path):
+        *_, part, label, name = ("", "", *full_name.split("/"))
+        if part not in found or not name.lower().endswith(_SUFFIXES):
+            continue
+        short = f"{part}/{label}/{name}"
+        if (other := full_names.setdefault(short, full_name)) != full_name or f"{label}/{name}" in found[part]:
+            raise CorruptData(
+                f"{path}: expected each image once, got {short} twice ({other} and {full_name}); make the archive "
+                "anew, with one of them or with different names"
+            )
+        found[part][f"{label}/{name}"] = (begin, size)
     return found
 
 

@@ -21,6 +21,11 @@ _ATTEMPTS = 10
 # Whatever a file is called, nothing but these decoders reads it: Pillow has some that start other programs (EPS).
 _FORMATS = ("JPEG", "PNG", "BMP", "WEBP")
 
+# Pixels cost memory, and a few bytes can announce very many: a uniform WebP of 30 bytes has up to 268 million.
+MOST_PIXELS = 1 << 26  # 256 MiB once decoded
+_FREE_PIXELS = 1 << 22  # that any file may have
+_PIXELS_A_BYTE = 1024  # that a larger one may have for each of its bytes; photographs have about 10
+
 
 def decode(content: bytes, name: str) -> Image:
     """Decode to RGB; an unreadable image is an error that names it."""
@@ -30,11 +35,25 @@ def decode(content: bytes, name: str) -> Image:
         raise ImportError("reading image files needs Pillow: run pip install 'gossamer[data]'") from error
     try:
         with Image.open(io.BytesIO(content), formats=_FORMATS) as image:
+            _check_pixels(image.width, image.height, len(content), name)
             return image.convert("RGB")
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+    except (CorruptData, MemoryError):
+        raise
+    except Exception as error:  # whatever a decoder stumbles over: they raise nearly anything
+        reason = f"{error}" or type(error).__name__
         raise CorruptData(
-            f"{name} is not a readable image ({error}); replace it, or take it out of the folder"
+            f"{name} is not a readable image ({reason}); replace it, or take it out of the folder"
         ) from error
+
+
+def _check_pixels(width: int, height: int, size: int, name: str) -> None:
+    """Refuse an image that would take much more memory than its file leads one to expect, before it is decoded."""
+    limit = min(MOST_PIXELS, max(_FREE_PIXELS, _PIXELS_A_BYTE * size))
+    if not 0 < width * height <= limit:
+        raise CorruptData(
+            f"{name}: expected an image of 1 to {limit:,} pixels in a file of {size:,} bytes, got {width:,} × "
+            f"{height:,}; scale it down, or take it out of the folder"
+        )
 
 
 def crop_box(
@@ -81,7 +100,9 @@ def centre_crop(image: Image, size: int, resize: int) -> _Pixels:
 
     shorter = min(image.size)
     width, height = (max(resize, round(side * resize / shorter)) for side in image.size)
-    scaled = image.resize((width, height), Resampling.BILINEAR)
     left, top = (width - size) // 2, (height - size) // 2
-    pixels = np.asarray(scaled.crop((left, top, left + size, top + size)))
+    # Only the part of the image that is seen is scaled: all of one of 1 × 60,000 pixels would take gigabytes.
+    across, down = image.width / width, image.height / height
+    box = (left * across, top * down, (left + size) * across, (top + size) * down)
+    pixels = np.asarray(image.resize((size, size), Resampling.BILINEAR, box=box))
     return np.ascontiguousarray(pixels.transpose(2, 0, 1))

@@ -1,5 +1,5 @@
 """The networks of the paper and its field: plain modules that know nothing of masks."""
 
-from gossamer.lab.models.registry import MODELS, ModelEntry, create, entry, example_input, names, table
+from gossamer.lab.models.registry import MODELS, ModelEntry, at_most, create, entry, example_input, names, table
 
-__all__ = ["MODELS", "ModelEntry", "create", "entry", "example_input", "names", "table"]
+__all__ = ["MODELS", "ModelEntry", "at_most", "create", "entry", "example_input", "names", "table"]

@@ -5,11 +5,17 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import inspect
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
 
 from gossamer.lab.models.densenet import densenet40, densenet_bc100
 from gossamer.lab.models.digits_cnn import QUICK_START, DigitsNet
@@ -23,7 +29,7 @@ from gossamer.lab.models.resnet import resnet20, resnet56, resnet110
 from gossamer.lab.models.vgg import vgg16_cifar, vgg19_cifar
 from gossamer.lab.models.wide_resnet import wrn28_10
 
-__all__ = ["MODELS", "ModelEntry", "create", "entry", "example_input", "names", "table"]
+__all__ = ["MODELS", "ModelEntry", "at_most", "create", "entry", "example_input", "names", "table"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,6 +130,38 @@ def create(name: str, num_classes: int | None = None, **options: Any) -> nn.Modu
     if classes < 1:
         raise ValueError(f"expected num_classes of at least 1, got {classes}")
     return model.builder(num_classes=classes, **options)
+
+
+_LARGEST_OPTION = 1 << 20  # a width or a number of layers
+
+
+@contextmanager
+def at_most(registrations: int, options: Mapping[str, Any], source: str) -> Iterator[None]:
+    """Stop building a network that has more modules and parameters than this: `options` out of a file, `source`, can
+    ask for any number, and a thousand million layers would take for ever to build."""
+    for name, value in options.items():
+        if isinstance(value, int | float) and abs(value) > _LARGEST_OPTION:
+            raise ValueError(
+                f"expected {name} of at most {_LARGEST_OPTION} among the options of a network in {source}, got "
+                f"{value}: correct it"
+            )
+    count, thread = 0, threading.get_ident()
+
+    def note(module: nn.Module, name: str, registered: object) -> None:
+        nonlocal count
+        count += threading.get_ident() == thread
+        if count > registrations:
+            raise ValueError(
+                f"expected options of a network with at most {registrations} modules and parameters in {source}, got "
+                f"more: correct the number of its layers"
+            )
+
+    hooks = [register_module_module_registration_hook(note), register_module_parameter_registration_hook(note)]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def table() -> list[tuple[str, str, int]]:

@@ -14,6 +14,14 @@ _OF_A_RUN = (
     *("tier", "net", "data", "method", "sparsity", "asked_sparsity", "seed", "epochs", "settings", "hardware"),
     *("accuracy", "validation_accuracy", "train_loss"),
 )
+_TEXT, _NUMBER, _OPTIONAL = (str,), (int, float), (int, float, type(None))
+_KINDS: Mapping[str, tuple[type, ...]] = MappingProxyType(
+    {
+        **dict.fromkeys(("tier", "net", "data", "method"), _TEXT),
+        **dict.fromkeys(("sparsity", "asked_sparsity", "seed", "epochs", "accuracy"), _NUMBER),
+        **dict.fromkeys(("validation_accuracy", "train_loss"), _OPTIONAL),
+    }
+)
 # What settings that came later were in the records from before them, where their default changed since.
 BEFORE: Mapping[str, Any] = MappingProxyType({"removed_gradient": 1.0, "rate": None, "anchor": 0.0, "anchor_cap": 0.0})
 
@@ -40,6 +48,10 @@ def read_run(path: Path) -> Record:
     record = read_record(path, _OF_A_RUN)
     if not isinstance(record["settings"], dict):
         raise ValueError(f"expected the record of a run in {path}, got one whose settings are no table: delete it")
+    wrong = [name for name, kinds in _KINDS.items() if not isinstance(record[name], kinds) or record[name] is True]
+    if wrong:
+        told = ", ".join(f"{name} = {record[name]!r:.40}" for name in wrong)
+        raise ValueError(f"expected the record of a run in {path}, got one with {told}: delete it")
     return record
 
 

@@ -1,8 +1,9 @@
 """Checkpoints that survive a kill at any moment, a full disk and a corrupted file.
 
 A checkpoint is written to a temporary file, forced to the disk and only then given its name, so what has the name is
-complete. Its SHA-256 lies beside it: a file that no longer agrees is set aside for the one before, and that is said.
-The two newest are kept. They are plain `torch.save` files, readable with `torch.load(path, weights_only=True)`.
+complete. Its SHA-256 lies beside it: a file that no longer agrees, or whose digest is damaged, is set aside for the one
+before, and that is said. The two newest are kept. Only files of exactly these names are ever removed. They are plain
+`torch.save` files, readable with `torch.load(path, weights_only=True)`.
 """
 
 import hashlib
@@ -11,6 +12,7 @@ import random
 import re
 import secrets
 import warnings
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
@@ -21,7 +23,13 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from gossamer.io.container import through_links
+
 _NAME = re.compile(r"checkpoint-(\d{9})\.pt")
+_DIGEST_NAME = re.compile(r"checkpoint-(\d{9})\.sha256")
+_WRITTEN = r"checkpoint-\d{9}\.(pt|sha256)|(run|result|layers)\.json|log\.jsonl|model(\.sparse)?\.safetensors"
+_UNFINISHED = re.compile(rf"\.({_WRITTEN})\.[0-9a-f]{{12}}\.part")
+_DIGEST = re.compile(rb"[0-9a-f]{64}")
 _KEPT = 2
 _DAMAGED = ".damaged"  # behind the name of a file that was set aside
 _SHARD = "__shard__"  # marks a tensor that other processes have the rest of
@@ -50,7 +58,8 @@ class Checkpoints:
             self.folder.mkdir(parents=True, exist_ok=True)
             write_atomically(path, lambda file: torch.save(state, file), before=_write_digest)
         except (OSError, RuntimeError) as error:
-            _digest_path(path).unlink(missing_ok=True)
+            if not path.exists():  # else the digest is still that of the file that has the name
+                _digest_path(path).unlink(missing_ok=True)
             kept = self.paths()
             last = f"the last good one is {kept[0].name}" if kept else "there is none so far"
             warnings.warn(
@@ -70,14 +79,14 @@ class Checkpoints:
         one's place.
         """
         for unfinished in self.folder.glob(".*.part"):
-            unfinished.unlink(missing_ok=True)
+            if _UNFINISHED.fullmatch(unfinished.name):
+                unfinished.unlink(missing_ok=True)
         paths = self.paths()
         for path in paths:
             problem = _problem(path)
             if problem is None:
                 try:
-                    state: dict[str, Any] = torch.load(path, weights_only=True, map_location="cpu")
-                    return state
+                    return _read(path)
                 except Exception as error:  # whatever the reader stumbles over, an older file may be whole
                     problem = f"cannot be read: {error}"
             aside = path.replace(path.with_name(path.name + _DAMAGED))
@@ -86,13 +95,12 @@ class Checkpoints:
         return None
 
     def clear(self) -> None:
-        """Remove all checkpoints: the run is complete."""
-        for path in self.paths():
+        """Remove all checkpoints: the run is complete. What is not a checkpoint with a digest is somebody else's."""
+        digests = [path for path in self.folder.glob("checkpoint-*.sha256") if _DIGEST_NAME.fullmatch(path.name)]
+        for digest in digests:
+            path = digest.with_suffix(".pt")
+            path.with_name(path.name + _DAMAGED).unlink(missing_ok=True)
             _remove(path)
-        for aside in self.folder.glob(f"checkpoint-*.pt{_DAMAGED}"):
-            aside.unlink(missing_ok=True)
-        for alone in self.folder.glob("checkpoint-*.sha256"):
-            alone.unlink(missing_ok=True)  # of one that was set aside, or whose writing was cut short
 
 
 def write_atomically(
@@ -100,8 +108,10 @@ def write_atomically(
 ) -> str:
     """Let `write` fill a file that has its name only once it is complete and on the disk. Returns its SHA-256.
 
-    `before` is called with the path and the digest just before the file takes its name.
+    `before` is called with the path and the digest just before the file takes its name. Through a link the file that
+    it names is written.
     """
+    path = through_links(path)
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}.part")
     try:
         with open(os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666), "wb") as file:
@@ -145,7 +155,18 @@ class _Hashing:
 
 
 def _write_digest(path: Path, digest: str) -> None:
-    write_atomically(_digest_path(path), lambda file: file.write(digest.encode()))
+    """The digest of what is about to have this name; the one of what has it now stays valid until then."""
+    before = _digests(path)[:1] if path.exists() else []
+    write_atomically(_digest_path(path), lambda file: file.write("\n".join([digest, *before]).encode()))
+
+
+def _digests(path: Path) -> list[str]:
+    """The digests that a checkpoint may have; none where their file is missing or damaged."""
+    try:
+        lines = _digest_path(path).read_bytes()[:1024].split()
+    except OSError:
+        return []
+    return [line.decode() for line in lines] if all(_DIGEST.fullmatch(line) for line in lines) else []
 
 
 def _digest_path(path: Path) -> Path:
@@ -158,13 +179,30 @@ def _remove(path: Path) -> None:
 
 
 def _problem(path: Path) -> str | None:
+    beside = _digest_path(path).name
+    expected = _digests(path)
+    if not expected:
+        found = "a damaged one" if _digest_path(path).exists() else "none"
+        return f"cannot be trusted (expected its SHA-256 in {beside}, got {found})"
     try:
-        expected = _digest_path(path).read_text().strip()
         with open(path, "rb") as file:
             got = hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
         return f"cannot be read ({error})"
-    return None if got == expected else f"is corrupted (expected SHA-256 {expected[:12]}…, got {got[:12]}…)"
+    return None if got in expected else f"is corrupted (expected SHA-256 {expected[0][:12]}…, got {got[:12]}…)"
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """The state in a checkpoint. Nothing in it is compressed, so it takes no more memory than the file has bytes."""
+    size = path.stat().st_size
+    with zipfile.ZipFile(path) as archive:
+        entries = archive.infolist()
+    if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries) or sum(e.file_size for e in entries) > size:
+        raise ValueError(f"expected at most {size} bytes of tensors that are not compressed, got others")
+    state = torch.load(path, weights_only=True, map_location="cpu")
+    if not isinstance(state, dict):
+        raise ValueError(f"expected a table of values, got {type(state).__name__}")
+    return state
 
 
 def _sync_folder(folder: Path) -> None:

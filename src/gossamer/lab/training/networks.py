@@ -13,6 +13,8 @@ from gossamer.lab.models.indrnn import IndRNN, limit_recurrence_
 from gossamer.lab.training.keys import options_of
 from gossamer.lab.training.run import Run
 
+_LARGEST = 100_000  # modules and parameters of a network; ResNet-110 has about a thousand
+
 
 def create(run: Run, num_classes: int) -> nn.Module:
     """Build the run's network with fresh random weights."""
@@ -21,7 +23,8 @@ def create(run: Run, num_classes: int) -> nn.Module:
     if not run.model_options:
         return builder(num_classes=num_classes)
     try:
-        return builder(num_classes=num_classes, **run.model_options)
+        with models.at_most(_LARGEST, run.model_options, "model_options"):
+            return builder(num_classes=num_classes, **run.model_options)
     except (TypeError, ValueError, RuntimeError, ArithmeticError) as error:
         told = ", ".join(f"model_options.{name}={value}" for name, value in run.model_options.items())
         first_line = (str(error).splitlines() or [type(error).__name__])[0]

@@ -140,7 +140,7 @@ def _step_of(line: str) -> float:
     """The step of a line; infinite for one that a kill has left incomplete."""
     try:
         return int(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return math.inf
 
 
@@ -198,7 +198,7 @@ class LiveLine:
     def __init__(self, title: str, console: Console | None = None) -> None:
         self._title = title
         self._progress = Progress(
-            TextColumn("[bold]{task.description}", table_column=Column(overflow="ellipsis")),
+            TextColumn("{task.description}", "bold", markup=False, table_column=Column(overflow="ellipsis")),
             BarColumn(bar_width=10),
             _Facts(table_column=Column(no_wrap=True)),
             TimeRemainingColumn(elapsed_when_finished=True, table_column=Column(no_wrap=True)),

@@ -1,6 +1,7 @@
 """What a finished run leaves behind: result.json, with everything needed to believe and to repeat it."""
 
 import json
+import math
 import platform
 import shlex
 import warnings
@@ -151,7 +152,38 @@ def read_result_file(path: Path) -> dict[str, Any]:
             f"expected the result of a run in {file}, got something else: name folders of gossamer train or sweep; a "
             "comparison has its table beside its records (screening.md, final.md)"
         )
+    check_result(values, file)
     return values
+
+
+_NUMBERS = ("accuracy", "perplexity", "sparsity", "connections", "weights", "seconds", "train_loss")
+_OPTIONAL = ("flops", "flops_dense", "validation_accuracy", "validation_perplexity")
+
+
+def check_result(values: Mapping[str, Any], file: Path) -> None:
+    """Refuse a result with something else where tables show a number."""
+    diverged = values.get("diverged") is True
+    wrong = [
+        name
+        for name in (*_NUMBERS, *_OPTIONAL)
+        if name in values
+        and not is_number(values[name])
+        and not (values[name] is None and (name in _OPTIONAL or (name == "train_loss" and diverged)))
+    ]
+    if not diverged and "accuracy" not in values and "perplexity" not in values:
+        wrong.append("accuracy")
+    if "config" in values and not isinstance(values["config"], dict):
+        wrong.append("config")
+    if wrong:
+        told = ", ".join(f"{name} = {values.get(name)!r:.40}" for name in wrong)
+        raise ValueError(
+            f"expected the result of a run with a number for each of {', '.join(wrong)} in {file}, got {told}: delete "
+            "it to train again"
+        )
+
+
+def is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def read_layers(path: Path) -> Report:
@@ -164,14 +196,28 @@ def read_layers(path: Path) -> Report:
         )
     names = {each.name for each in fields(Row)}
     try:
-        return Report(
+        found = Report(
             tuple(
                 Row(**{key: value for key, value in row.items() if key in names} | {"shape": tuple(row["shape"])})
                 for row in read_object(file)["rows"]
             )
         )
+        for row in found.rows:
+            _check_row(row)
     except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"expected the layers of a finished run in {file}, got something else ({error!r})") from error
+        raise ValueError(
+            f"expected the layers of a finished run in {file}, got something else ({error!r}): train it again"
+        ) from error
+    return found
+
+
+def _check_row(row: Row) -> None:
+    whole = (*row.shape, row.weights, row.connections, row.features, row.dead_features)
+    optional = (row.flops_dense, row.flops_sparse)
+    if not isinstance(row.name, str) or not isinstance(row.type, str):
+        raise TypeError(f"{row.name!r:.40} is no name")
+    if not all(type(each) is int for each in whole) or not all(each is None or is_number(each) for each in optional):
+        raise TypeError(f"{row.name!r:.40} has counts that are no numbers")
 
 
 def write_json(path: Path, values: Mapping[str, Any]) -> None:
@@ -200,13 +246,13 @@ def write_all(folder: Path, tensors: Mapping[str, Tensor], counted: Report, resu
 def write_model(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """The network as plain safetensors, and beside it as the small sparse file that `gossamer.load` reads; tied weights
     are written once, under their first name."""
-    seen: dict[tuple[int, int], str] = {}
+    seen: dict[tuple[object, ...], str] = {}
     plain: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
-        place = (tensor.untyped_storage().data_ptr(), int(tensor.storage_offset()))
+        place = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg())
         if tensor.numel() and seen.setdefault(place, name) != name:
             continue
-        plain[name] = tensor.detach().cpu().contiguous()
+        plain[name] = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
     write_atomically(path, lambda file: file.write(safetensors.torch.save(plain)))
     save(plain, path.with_name(SPARSE_MODEL))
 

@@ -8,6 +8,7 @@ of processes.
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -79,11 +80,25 @@ def restore(checkpoints: Checkpoints, run: Run, place: Place, parts: Parts) -> f
     state = place.share(checkpoints.load() if place.leads else None)
     if state is None:
         return 0.0
-    if state["format"] != _FORMAT:
+    if state.get("format") != _FORMAT:
         raise ValueError(
-            f"expected a checkpoint in format {_FORMAT}, got {state['format']}: "
+            f"expected a checkpoint in format {_FORMAT}, got {state.get('format')!r}: "
             "go on with the version of gossamer that began this run"
         )
+    try:
+        return _restore(checkpoints, run, place, parts, state)
+    except (LookupError, TypeError, AttributeError, RuntimeError, AssertionError) as error:
+        if isinstance(error, torch.OutOfMemoryError):
+            raise
+        told = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise ValueError(
+            f"expected a checkpoint of this run in {checkpoints.folder}, got one that is not whole, though it agrees "
+            f"with its SHA-256 ({told:.200}): delete it to go on from the one before, or go on with the version of "
+            "gossamer that wrote it"
+        ) from error
+
+
+def _restore(checkpoints: Checkpoints, run: Run, place: Place, parts: Parts, state: dict[str, Any]) -> float:
     other = Run.from_dict(state["run"])
     if other.run_id != run.run_id:
         raise ValueError(
@@ -101,5 +116,9 @@ def restore(checkpoints: Checkpoints, run: Run, place: Place, parts: Parts) -> f
         parts.teacher.load_state(state["teacher"], own["teacher"])
     parts.task.source.state = Position(**state["position"])
     parts.plateau = Plateau(**state["plateau"])
+    if not all(
+        isinstance(value, int | float | None) for value in (*state["position"].values(), *state["plateau"].values())
+    ):
+        raise TypeError("position and plateau are not numbers")
     set_random_states(own["random"], place.device)
     return float(state["seconds"])

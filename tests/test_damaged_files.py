@@ -1,0 +1,132 @@
+"""Damaged states, records and run files are errors with a sentence, never a KeyError or an error of markup."""
+
+from __future__ import annotations
+
+import copy
+import io
+import json
+import random
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fuzz.mutate import mutated_json
+from rich.console import Console
+from torch import nn
+
+import gossamer
+from gossamer.lab import tables
+from gossamer.lab.results.records import read_run as read_race_run
+from gossamer.lab.training.result import LAYERS, RESULT, check_result, read_layers, read_result_file
+from gossamer.methods.attach import Attached
+from gossamer.report import report
+from gossamer.settings import Settings
+
+RESULTS = {
+    "accuracy": 0.9,
+    "validation_accuracy": None,
+    "sparsity": 0.5,
+    "connections": 5,
+    "weights": 10,
+    "seconds": 3.5,
+}
+
+
+def training(method: str) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    if method == "scl":
+        return model, optimizer, gossamer.Sparsifier(model, optimizer, sparsity=0.5, total_steps=20, floor=0.1)
+    attached = Attached(model, optimizer, method, sparsity=0.5, total_steps=20, phases=Settings())
+    return model, optimizer, attached
+
+
+def state_after(method: str, steps: int) -> dict[str, Any]:
+    model, optimizer, sparsifier = training(method)
+    for _ in range(steps):
+        model(torch.randn(4, 6)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return copy.deepcopy(sparsifier.state_dict())
+
+
+@pytest.mark.parametrize("steps", [0, 12, 20])
+@pytest.mark.parametrize("method", ["scl", "dpf", "rigl", "str"])
+def test_a_damaged_state_is_loaded_or_refused_with_a_sentence(method: str, steps: int) -> None:
+    state, rng, told = state_after(method, steps), random.Random(0), []
+    for _ in range(150):
+        damaged = mutated_json(state, rng)
+        sparsifier = training(method)[2]
+        try:
+            sparsifier.load_state_dict(damaged)
+        except ValueError as error:
+            told.append(str(error))
+    assert len(told) > 50
+    assert all(told)
+    training(method)[2].load_state_dict(state)
+
+
+def shown(table: Any) -> str:
+    console = Console(file=io.StringIO(), width=300)  # with markup, as a user's own would be
+    console.print(table)
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def test_brackets_in_names_are_shown_as_they_are() -> None:
+    name = "runs/[/bold][red]a[/]"
+    assert name in shown(tables.of_results([(name, RESULTS), (name, RESULTS | {"diverged": True})]))
+    assert name in shown(tables.of_rows([name, "test"], [[name, "1"]], title=name))
+    found = report(nn.ModuleDict({"[/x]": nn.Linear(2, 2)}))
+    assert "[/x].weight" in shown(found)
+    assert "[/x].weight" in shown(tables.of_layers(found, name))
+
+
+def test_a_damaged_result_is_refused_with_a_sentence(tmp_path: Path) -> None:
+    rng, told = random.Random(0), []
+    for number in range(400):
+        damaged = mutated_json(RESULTS | {"config": {"seed": 1}, "diverged": False, "train_loss": 0.5}, rng)
+        (tmp_path / RESULT).write_text(json.dumps(damaged))
+        try:
+            found = read_result_file(tmp_path)
+            shown(tables.of_results([(str(number), found)]))
+        except ValueError as error:
+            told.append(str(error))
+    assert len(told) > 100
+    assert all("expected" in each and "got" in each for each in told)
+    with pytest.raises(ValueError, match=r"a number for each of accuracy in .*, got accuracy = '0\.9': delete it"):
+        check_result(RESULTS | {"accuracy": "0.9"}, tmp_path / RESULT)
+
+
+def test_damaged_layers_are_refused_with_a_sentence(tmp_path: Path) -> None:
+    whole = report(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), torch.randn(1, 4)).to_dict()
+    rng, told = random.Random(0), []
+    for _ in range(300):
+        (tmp_path / LAYERS).write_text(json.dumps(mutated_json(whole, rng)))
+        try:
+            shown(tables.of_layers(read_layers(tmp_path), "x"))
+        except ValueError as error:
+            told.append(str(error))
+    assert len(told) > 50
+    assert all("expected" in each for each in told)
+
+
+def test_a_damaged_record_of_a_comparison_is_refused_with_a_sentence(tmp_path: Path) -> None:
+    text, number = (
+        dict.fromkeys(("tier", "net", "data", "method", "hardware"), "x"),
+        dict.fromkeys(
+            ("sparsity", "asked_sparsity", "seed", "epochs", "accuracy", "validation_accuracy", "train_loss"), 1
+        ),
+    )
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps(text | number | {"settings": asdict(Settings())}))
+    read_race_run(path)
+    for name, value in (("accuracy", "high"), ("seed", None), ("net", 3), ("sparsity", [1])):
+        path.write_text(json.dumps(text | number | {"settings": {}} | {name: value}))
+        with pytest.raises(
+            ValueError, match=rf"expected the record of a run in .*a\.json, got one with {name} = .*delete"
+        ):
+            read_race_run(path)
