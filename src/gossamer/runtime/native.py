@@ -42,6 +42,10 @@ class Native:
     library: Path
     run: Any
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy is this machine's library: the variant that it had, or the best there is."""
+        return _load_variant, (self.variant,)
+
     @functools.cached_property
     def digest(self) -> str:
         """Hash of the library: timings of one compiler's kernels say nothing about another's."""
@@ -120,3 +124,10 @@ def _load_cached(variant: str | None) -> Native:
 def load_native(variant: str | None = None) -> Native:
     """The kernels, compiled if there are none yet; raises ``NoCompilerError`` with advice."""
     return _load_cached(variant)
+
+
+def _load_variant(variant: str) -> Native:
+    try:
+        return load_native(variant)
+    except ValueError:  # pickled on another kind of processor
+        return load_native()
