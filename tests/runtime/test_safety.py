@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import copy
 import gc
+import os
 import pickle
+import signal
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -19,7 +23,17 @@ from torch._subclasses import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gossamer.runtime import Deployed, NoCompilerError, compile_plan, deployed, load_native, torch_op
+from gossamer.runtime import (
+    Deployed,
+    NativeModel,
+    NoCompilerError,
+    Setting,
+    compile_plan,
+    deployed,
+    load_native,
+    torch_op,
+)
+from gossamer.runtime.capture import capture
 from gossamer.runtime.deployed import Explanation
 from gossamer.runtime.fallback import SparseLinears, by_native
 
@@ -423,6 +437,69 @@ def test_later_training_changes_nothing() -> None:
             parameter.add_(1)
             parameter.untyped_storage().resize_(0)
     check(native, x)  # another batch size: its plan is made now
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+class TestFork:
+    """The child has none of the parent's threads, but the locks as they were at that moment."""
+
+    def model(self) -> NativeModel:
+        return NativeModel(capture(MODEL, (torch.randn(1, FEATURES),)), load_native(), Setting(16, threads=2))
+
+    def child_succeeds(self, run: Callable[[], bool]) -> bool:
+        child = os.fork()
+        if child == 0:
+            try:
+                os._exit(0 if run() else 1)
+            finally:
+                os._exit(2)
+        end = time.monotonic() + 20
+        while time.monotonic() < end:
+            done, status = os.waitpid(child, os.WNOHANG)
+            if done:
+                return status == 0
+            time.sleep(0.001)
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        return False
+
+    def test_a_lock_that_another_thread_holds(self) -> None:
+        native, x = self.model(), torch.randn(40, FEATURES)
+        want = native(x)
+        held, release = threading.Event(), threading.Event()
+
+        def hold() -> None:
+            with native._lock:
+                held.set()
+                release.wait(30)
+
+        holder = threading.Thread(target=hold)
+        holder.start()
+        held.wait(30)
+        succeeded = self.child_succeeds(lambda: torch.equal(native(x), want))
+        release.set()
+        holder.join()
+        assert succeeded
+
+    def test_forks_while_threads_are_inside_calls(self) -> None:
+        native, x = self.model(), torch.randn(40, FEATURES)
+        want = native(x)
+        stop = threading.Event()
+
+        def work() -> None:
+            while not stop.is_set():
+                native(x)
+
+        threads = [threading.Thread(target=work) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        try:
+            assert all(self.child_succeeds(lambda: torch.equal(native(x), want)) for _ in range(40))
+        finally:
+            stop.set()
+            for thread in threads:
+                thread.join()
 
 
 def test_the_attack_that_corrupted_the_heap() -> None:

@@ -8,7 +8,6 @@ pool, which is also what makes calls from several threads safe.
 from __future__ import annotations
 
 import ctypes
-import os
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -111,7 +110,6 @@ class NativeModel:
         self._settings: dict[int, Setting] = {}
         self._lock = threading.Lock()
         self._pool: ThreadPoolExecutor | None = None
-        self._pool_of = 0  # process that the pool's threads live in: a fork does not take them along
         self._name = torch_op.register(self)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -339,6 +337,16 @@ class NativeModel:
 
     def _threads(self, count: int) -> ThreadPoolExecutor:
         with self._lock:
-            if self._pool is None or self._pool._max_workers < count or self._pool_of != os.getpid():
-                self._pool, self._pool_of = ThreadPoolExecutor(count, thread_name_prefix="gossamer"), os.getpid()
+            if self._pool is None or self._pool._max_workers < count:
+                self._pool = ThreadPoolExecutor(count, thread_name_prefix="gossamer")
             return self._pool
+
+    def start_anew(self) -> None:
+        """In a forked child: the threads did not come along, and a lock may have been held by one of them."""
+        self._lock = threading.Lock()
+        if self._pool is not None:
+            _LEFT_BEHIND.append(self._pool)
+            self._pool = None
+
+
+_LEFT_BEHIND: list[ThreadPoolExecutor] = []  # pools of a parent process, never finalized: their locks may be held

@@ -7,6 +7,7 @@ model; models are found by name as long as somebody holds them.
 from __future__ import annotations
 
 import itertools
+import os
 import weakref
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -26,6 +27,8 @@ class Runnable(Protocol):
 
     def run_fake(self, inputs: Sequence[Tensor]) -> list[Tensor]: ...
 
+    def start_anew(self) -> None: ...
+
 
 def register(model: Runnable) -> str:
     """A name for a model, good in this process for as long as the model lives."""
@@ -42,6 +45,15 @@ def find(name: str) -> Runnable:
             "process; keep the deployed model for as long as what was traced from it, and trace it again elsewhere"
         )
     return model
+
+
+def _after_fork() -> None:
+    for model in list(_models.values()):
+        model.start_anew()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
 
 
 @torch.library.custom_op("gossamer::run", mutates_args=())
