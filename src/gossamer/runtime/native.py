@@ -2,7 +2,7 @@
 
 Installing the package compiles the kernels and puts the library beside their source (``compiling``). Where that
 was not possible, or the source has changed since, they are compiled on first use and kept in the user's cache
-under the hash of source, flags and compiler. Which of the variants in the library runs is decided by asking the
+under the hash of source, flags, compiler and content. Which of the variants in the library runs is decided by asking the
 processor.
 """
 
@@ -28,6 +28,7 @@ from gossamer.runtime.compiling import (
     chosen_compiler,
     find_compilers,
     installed_name,
+    is_whole,
     no_compiler,
 )
 
@@ -88,7 +89,7 @@ def open_library(path: Path, variant: str | None = None) -> Native:
 def installed_library() -> Path | None:
     """The library that was made of the present sources when the package was installed, if there is one."""
     path = SOURCE.with_name(installed_name())
-    return path if path.exists() else None
+    return path if path.exists() and is_whole(path) else None
 
 
 def _libraries() -> Iterator[Callable[[], Path]]:
