@@ -70,7 +70,7 @@ def libraries(wheel: Path) -> list[str]:
 def test_a_wheel_has_the_library_and_the_tag_of_its_platform(tree: Path, tmp_path: Path) -> None:
     done = call_backend(tree, "build_wheel", str(tmp_path), compiler=fake_compiler(tree))
     (wheel,) = tmp_path.glob("*.whl")
-    assert libraries(wheel) == [f"gossamer/runtime/{compiling.installed_name()}"]
+    assert libraries(wheel) == [f"gossamer/deployment/runtime/{compiling.installed_name()}"]
     assert wheel.name.startswith("gossamer-")
     assert "-py3-none-" in wheel.name
     assert not wheel.name.endswith("-any.whl")
@@ -88,7 +88,7 @@ def test_without_a_compiler_the_package_installs_and_says_so(tree: Path, tmp_pat
 def test_an_editable_installation_puts_the_library_beside_its_source_and_clears_old_ones(
     tree: Path, tmp_path: Path
 ) -> None:
-    runtime = tree / "src" / "gossamer" / "runtime"
+    runtime = tree / "src" / "gossamer" / "deployment" / "runtime"
     (runtime / "kernels-0123456789abcdef.so").write_text("of sources that have changed since")
     call_backend(tree, "build_editable", str(tmp_path), compiler=fake_compiler(tree))
     assert [path.name for path in runtime.glob("*.so")] == [compiling.installed_name()]

@@ -72,6 +72,39 @@ def test_second_build_comes_from_the_cache(tmp_path: Path) -> None:
     assert native.open_library(first).variant in compiling.VARIANTS
 
 
+@pytest.mark.parametrize("share", [0.0, 0.5, 0.99])
+def test_a_damaged_cache_entry_is_built_again(tmp_path: Path, share: float) -> None:
+    library = native.build(system_compiler(), tmp_path, extra=("-O0",))
+    content = library.read_bytes()
+    library.write_bytes(content[: int(share * len(content))])
+    again = native.build(system_compiler(), tmp_path, extra=("-O0",))
+    assert [path.name for path in tmp_path.iterdir()] == [again.name]
+    assert compiling.content_digest(again) in again.name
+    middle = bytearray(again.read_bytes())
+    middle[len(middle) // 2] ^= 0xFF
+    again.unlink()
+    again.write_bytes(middle)
+    third = native.build(system_compiler(), tmp_path, extra=("-O0",))
+    assert third.read_bytes() != bytes(middle)
+    code = (
+        "import sys; from gossamer.deployment.runtime import native; "
+        "native.open_library(native.Path(sys.argv[1]), 'portable')"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(third)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-500:]
+
+
+def test_an_installed_library_that_was_cut_short_is_not_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = native.build(system_compiler(), tmp_path, extra=("-O0",)).read_bytes()
+    installed = tmp_path / compiling.installed_name()
+    monkeypatch.setattr(native, "SOURCE", tmp_path / "kernels.c")
+    for length in (0, 10, 50, len(whole) // 2, len(whole) - 1):
+        installed.write_bytes(whole[:length])
+        assert native.installed_library() is None
+    installed.write_bytes(whole)
+    assert native.installed_library() == installed
+
+
 def test_a_variant_that_does_not_exist_is_refused() -> None:
     library = native.build(system_compiler(), native.cache_directory())
     with pytest.raises(ValueError, match=r"expected a kernel variant out of .*portable.*got 'mmx'"):

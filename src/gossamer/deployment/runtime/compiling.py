@@ -12,6 +12,7 @@ import importlib.util
 import os
 import platform
 import shutil
+import struct
 import subprocess
 import sys
 import tempfile
@@ -77,15 +78,50 @@ def installed_name() -> str:
 
 
 def build(compiler: Sequence[str], directory: Path, *, extra: Sequence[str] = ()) -> Path:
-    """The library made by one compiler, from the directory where it is there already."""
-    target = directory / f"kernels-{recipe_digest(_run([*compiler, '--version']), repr(tuple(extra)))}.so"
-    if not target.exists():
-        compile_library(compiler, target, extra=extra)
+    """The library made by one compiler, from the directory where it is there already.
+
+    Its name ends with the hash of its content: a file that was cut short or changed no longer matches, and is
+    compiled again.
+    """
+    recipe = f"kernels-{recipe_digest(_run([*compiler, '--version']), repr(tuple(extra)))}"
+    for found in sorted(directory.glob(f"{recipe}-*.so")):
+        if found.stem.rpartition("-")[2] == content_digest(found):
+            return found
+        found.unlink(missing_ok=True)
+    directory.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=directory) as scratch:
+        made = Path(scratch) / "made.so"
+        compile_library(compiler, made, extra=extra)
+        target = directory / f"{recipe}-{content_digest(made)}.so"
+        os.replace(made, target)
+    _sync_directory(directory)
     return target
 
 
+def content_digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+
+
+def is_whole(path: Path) -> bool:
+    """Whether a library ends where its header says: loading one that was cut short kills the process.
+
+    An ELF file ends with its table of sections. Files of other kinds are taken as they are.
+    """
+    content = path.read_bytes()
+    if content[:4] != b"\x7fELF":
+        return len(content) > 0
+    wide, order = content[4:5] == b"\x02", "<" if content[5:6] == b"\x01" else ">"
+    try:
+        (table,) = struct.unpack_from(order + ("Q" if wide else "I"), content, 40 if wide else 32)
+        size, count = struct.unpack_from(order + "HH", content, 58 if wide else 46)
+    except struct.error:
+        return False
+    return bool(table + size * count <= len(content))
+
+
 def compile_library(compiler: Sequence[str], target: Path, *, extra: Sequence[str] = ()) -> None:
-    """Compiles every variant this kind of processor can have and links them to ``target``."""
+    """Compiles every variant this kind of processor can have and links them to ``target``, which is on disk before it
+    has its name: neither another process nor a crash leaves half of it."""
     variants = list(VARIANTS) if platform.machine().lower() in _X86 else ["portable"]
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
@@ -95,7 +131,22 @@ def compile_library(compiler: Sequence[str], target: Path, *, extra: Sequence[st
             options = [*FLAGS, *VARIANTS[variant], *extra, f"-DVARIANT={variant}"]
             _run([*compiler, *options, "-c", str(SOURCE), "-o", objects[-1]])
         _run([*compiler, "-shared", *extra, *objects, "-o", f"{scratch}/library.so", "-lm"])
-        os.replace(f"{scratch}/library.so", target)  # atomic: two processes may build at once
+        with open(f"{scratch}/library.so", "rb+") as library:
+            os.fsync(library.fileno())
+        os.replace(f"{scratch}/library.so", target)
+
+
+def _sync_directory(directory: Path) -> None:
+    """Puts new names on disk, where the system has a way to."""
+    if os.name != "posix":
+        return
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError:
+        pass  # some file systems cannot; the name of the file still tells whether it is whole
+    finally:
+        os.close(descriptor)
 
 
 def compile_with_any(target: Path) -> None:

@@ -61,7 +61,7 @@ class Deployed:
     """A network ready to run: call it like the model."""
 
     def __init__(self, run: Run, explanation: Explanation, native: NativeModel | None) -> None:
-        self._run = run
+        self._run: Run = run.__call__ if isinstance(run, NativeModel) else run  # the method itself is quicker to call
         self._explanation = explanation
         self.native = native
 

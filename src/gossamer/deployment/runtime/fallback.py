@@ -42,22 +42,31 @@ def to_csr(weight: Tensor) -> Tensor:
         return torch.sparse_csr_tensor(rows, columns, wide.values(), size=weight.shape, check_invariants=True)
 
 
+class _CsrProduct:
+    def __init__(self, layer: nn.Linear) -> None:
+        self._weight, self._bias = to_csr(layer.weight), layer.bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return csr_linear(self._weight, x, self._bias)
+
+
+class _NativeProduct:
+    def __init__(self, layer: nn.Linear, native: Native) -> None:
+        example = torch.zeros(1, layer.in_features, dtype=torch.float32, device="cpu")
+        self._product = NativeModel(capture(layer, (example,)), native)
+        self._features = layer.in_features, layer.out_features
+
+    def __call__(self, x: Tensor) -> Tensor:
+        y: Tensor = self._product(x.reshape(-1, self._features[0]))
+        return y.reshape(*x.shape[:-1], self._features[1])
+
+
 def by_csr(layer: nn.Linear) -> Multiply:
-    weight = to_csr(layer.weight)
-    return lambda x: csr_linear(weight, x, layer.bias)
+    return _CsrProduct(layer)
 
 
 def by_native(native: Native) -> Callable[[nn.Linear], Multiply]:
-    def make(layer: nn.Linear) -> Multiply:
-        product = NativeModel(capture(layer, (torch.zeros(1, layer.in_features),)), native)
-
-        def multiply(x: Tensor) -> Tensor:
-            y: Tensor = product(x.reshape(-1, layer.in_features))
-            return y.reshape(*x.shape[:-1], layer.out_features)
-
-        return multiply
-
-    return make
+    return lambda layer: _NativeProduct(layer, native)
 
 
 class _SparseLinear(nn.Module):

@@ -2,8 +2,8 @@
 
 Installing the package compiles the kernels and puts the library beside their source (``compiling``). Where that
 was not possible, or the source has changed since, they are compiled on first use and kept in the user's cache
-under the hash of source, flags and compiler. Which of the variants in the library runs is decided by asking the
-processor.
+under the hash of source, flags, compiler and content. The processor decides which of the variants in the library
+runs.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from gossamer.deployment.runtime.compiling import (
     chosen_compiler,
     find_compilers,
     installed_name,
+    is_whole,
     no_compiler,
 )
 
@@ -41,6 +42,10 @@ class Native:
     variant: str
     library: Path
     run: Any
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy is this machine's library: the variant that it had, or the best there is."""
+        return _load_variant, (self.variant,)
 
     @functools.cached_property
     def digest(self) -> str:
@@ -84,7 +89,7 @@ def open_library(path: Path, variant: str | None = None) -> Native:
 def installed_library() -> Path | None:
     """The library that was made of the present sources when the package was installed, if there is one."""
     path = SOURCE.with_name(installed_name())
-    return path if path.exists() else None
+    return path if path.exists() and is_whole(path) else None
 
 
 def _libraries() -> Iterator[Callable[[], Path]]:
@@ -120,3 +125,10 @@ def _load_cached(variant: str | None) -> Native:
 def load_native(variant: str | None = None) -> Native:
     """The kernels, compiled if there are none yet; raises ``NoCompilerError`` with advice."""
     return _load_cached(variant)
+
+
+def _load_variant(variant: str) -> Native:
+    try:
+        return load_native(variant)
+    except ValueError:  # pickled on another kind of processor
+        return load_native()

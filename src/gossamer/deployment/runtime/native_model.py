@@ -8,7 +8,6 @@ pool, which is also what makes calls from several threads safe.
 from __future__ import annotations
 
 import ctypes
-import os
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,13 +18,27 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.utils._pytree import tree_leaves, tree_unflatten
 
-from gossamer.deployment.runtime.graph import Graph, Recurrent, Source, UnsupportedError, batch_axis
+from gossamer.deployment.runtime import torch_op
+from gossamer.deployment.runtime.checked import (
+    check_kind,
+    check_tensors,
+    dispatch_modes,
+    empty,
+    function_modes,
+    intercepted,
+    is_dynamo_compiling,
+    is_plain,
+    readable,
+    tracing_state,
+)
+from gossamer.deployment.runtime.graph import Floats, Graph, Recurrent, Source, UnsupportedError, batch_axis
 from gossamer.deployment.runtime.native import Native
 from gossamer.deployment.runtime.plan import choices, make_plan
 from gossamer.deployment.runtime.records import Plan
-from gossamer.deployment.runtime.weights import Kernel
+from gossamer.deployment.runtime.weights import Kernel, aligned_zeros
 
 MAX_LANES = 64
 KEPT = 32  # batch sizes that are kept ready, each with its memory; the oldest go first
@@ -61,7 +74,7 @@ def possible_lanes(graph: Graph, batch: int) -> list[int]:
 
 @dataclass(frozen=True, eq=False)
 class _Workspace:
-    arena: Tensor
+    arena: Floats
     block: Any
     address: int  # of the block: passing it is quicker than having ctypes ask for it
 
@@ -74,6 +87,8 @@ class _Prepared:
     records: np.ndarray[tuple[int, ...], np.dtype[np.int64]]
     outputs: tuple[tuple[int, ...], ...]
     like: Tensor  # the first output's shape, as torch copies it fastest
+    nbytes: int  # of the first input
+    itemsize: int
     batch: int
     shares: tuple[tuple[int, int], ...]  # groups of each thread
     spare: list[_Workspace] = field(default_factory=list)
@@ -87,55 +102,96 @@ class NativeModel:
         self.native = native
         self.setting = setting
         self._dtypes = [torch.int64 if s.form == "tokens" else torch.float32 for s in graph.inputs]
+        self._dtype = self._dtypes[0]
+        self._native_run = native.run
         self._alone: dict[torch.Size, _Prepared] = {}  # one tensor in, one out, one thread: the short way
         self._plans: dict[tuple[int, tuple[tuple[int, Kernel], ...]], Plan] = {}
         self._ready: dict[tuple[torch.Size, ...], _Prepared] = {}
         self._settings: dict[int, Setting] = {}
         self._lock = threading.Lock()
         self._pool: ThreadPoolExecutor | None = None
-        self._pool_of = 0  # process that the pool's threads live in: a fork does not take them along
+        self._name = torch_op.register(self)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copies and pickles make their plans anew: those of this model are full of addresses."""
+        return NativeModel, (self.graph, self.native, self.setting), {"_settings": dict(self._settings)}
 
     def __call__(self, *arguments: Any) -> Any:
         """Arguments and result as the model has them: tensors, or nested tuples of tensors."""
-        if len(arguments) == 1:  # written out: of a small network this is a third of the time
-            (x,) = arguments
-            ready = self._alone.get(x.shape) if isinstance(x, Tensor) else None
-            if ready is not None and x.dtype is self._dtypes[0] and x.is_cpu and x.is_contiguous():
-                y = torch.empty_like(ready.like)
+        if len(arguments) == 1 and not is_dynamo_compiling() and type(x := arguments[0]) is Tensor:
+            # The checks of `intercepted` and `readable`, written out: of a small network they are a third of the time.
+            try:
+                if (
+                    (ready := self._alone.get(x.shape)) is not None
+                    and x.dtype is self._dtype
+                    and x.is_cpu
+                    and x.is_contiguous()
+                    and not x.is_neg()
+                    and x.untyped_storage().nbytes() >= ready.nbytes + x.storage_offset() * ready.itemsize
+                    and (source := x.data_ptr())
+                    and not dispatch_modes()
+                    and not function_modes()
+                    and tracing_state() is None
+                    and forward_ad._current_level < 0
+                ):
+                    y = torch.empty_like(ready.like)
+                    target = y.data_ptr()
+                else:
+                    ready = None
+            except RuntimeError:  # a tensor without memory of its own, as inside a transform
+                ready = None
+            if ready is not None:
                 try:
                     workspace = ready.spare.pop()
                 except IndexError:
                     workspace = self._workspace(ready)
                 block = workspace.block
-                block[_POINTERS] = x.data_ptr()
-                block[_POINTERS + 1] = y.data_ptr()
-                failed = self.native.run(workspace.address)
+                block[_POINTERS] = source
+                block[_POINTERS + 1] = target
+                failed = self._native_run(workspace.address)
                 ready.spare.append(workspace)
                 if failed:
                     raise IndexError(_OUTSIDE)
                 return y
-        inputs: tuple[Tensor, ...] = tuple(tree_leaves(arguments))
-        for given in inputs:
-            if not isinstance(given, Tensor):
-                raise TypeError(f"expected tensors, got a {type(given).__name__}; convert it first")
-        prepared = self._ready.get(tuple([x.shape for x in inputs]))
-        if prepared is None:
-            prepared = self._prepare(inputs)
-        sources = []
-        for x, dtype in zip(inputs, self._dtypes, strict=True):
-            if x.dtype is not dtype or not x.is_cpu:
-                raise ValueError(f"expected {dtype} on the CPU, got {x.dtype} on {x.device}; convert it first")
-            sources.append(x if x.is_contiguous() else x.contiguous())
-        outputs = [torch.empty(shape) for shape in prepared.outputs]
-        if len(prepared.shares) == 1:
-            failed = self._run(prepared, sources, outputs, *prepared.shares[0])
+        inputs: list[Tensor] = tree_leaves(arguments)
+        check_tensors(inputs)
+        if is_dynamo_compiling():
+            outputs = self._run_as_operator(inputs)
+        elif intercepted() or not all(map(is_plain, inputs)):
+            torch_op.refuse_gradients(inputs)
+            outputs = self._run_as_operator(inputs)
         else:
-            pool = self._threads(len(prepared.shares) - 1)
-            rest = [pool.submit(self._run, prepared, sources, outputs, *share) for share in prepared.shares[1:]]
-            failed = max(self._run(prepared, sources, outputs, *prepared.shares[0]), *(r.result() for r in rest))
+            outputs = self.run(inputs)
+        return outputs[0] if self.graph.structure is None else tree_unflatten(outputs, self.graph.structure)
+
+    def _run_as_operator(self, inputs: list[Tensor]) -> list[Tensor]:
+        with torch.no_grad():
+            outputs: list[Tensor] = torch_op.run(inputs, self._name)
+        return outputs
+
+    def run(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        """The outputs for plain tensors, each checked before native code reads it."""
+        check_tensors(inputs)
+        with torch._C.DisableTorchFunction(), torch.no_grad():
+            prepared = self._ready.get(tuple([x.shape for x in inputs])) or self._prepare(inputs)
+            sources = [readable(x, dtype) for x, dtype in zip(inputs, self._dtypes, strict=True)]
+            outputs = [empty(shape) for shape in prepared.outputs]
+            if len(prepared.shares) > 1:
+                pool = self._threads(len(prepared.shares) - 1)
+                rest = [pool.submit(self._run, prepared, sources, outputs, *share) for share in prepared.shares[1:]]
+                failed = max(self._run(prepared, sources, outputs, *prepared.shares[0]), *(r.result() for r in rest))
+            else:
+                failed = max((self._run(prepared, sources, outputs, *share) for share in prepared.shares), default=0)
         if failed:
             raise IndexError(_OUTSIDE)
-        return outputs[0] if self.graph.structure is None else tree_unflatten(outputs, self.graph.structure)
+        return outputs
+
+    def run_fake(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        """Outputs without values, for tracing."""
+        batch = self._batch_of(inputs)
+        for x, dtype in zip(inputs, self._dtypes, strict=True):
+            check_kind(x, dtype, devices=("cpu", "meta"))
+        return [empty(shape, inputs[0].device) for shape in self._output_shapes(batch)]
 
     def plan(self, lanes: int, kernels: tuple[tuple[int, Kernel], ...] = ()) -> Plan:
         """The plan for a number of samples that travel together (1, 2, 4, 8 or a multiple of 16)."""
@@ -172,9 +228,11 @@ class NativeModel:
 
     def profile(self, *arguments: Any) -> dict[int, float]:
         """Seconds that each operation takes in one call by one thread, by its number; -1: input and output."""
-        inputs: tuple[Tensor, ...] = tuple(x.contiguous() for x in tree_leaves(arguments))
-        prepared = self._ready.get(tuple([x.shape for x in inputs])) or self._prepare(inputs)
-        outputs = [torch.empty(shape) for shape in prepared.outputs]
+        leaves = tree_leaves(arguments)
+        check_tensors(leaves)
+        prepared = self._ready.get(tuple([x.shape for x in leaves])) or self._prepare(leaves)
+        inputs = [readable(x, dtype) for x, dtype in zip(leaves, self._dtypes, strict=True)]
+        outputs = [empty(shape) for shape in prepared.outputs]
         workspace = self._workspace(prepared)
         seconds = np.zeros(len(prepared.records))
         workspace.block[_TIMES] = seconds.ctypes.data
@@ -198,29 +256,36 @@ class NativeModel:
         axis = self._axis(source)
         return (*source.shape[:axis], batch, *source.shape[axis + 1 :])
 
-    def _prepare(self, inputs: Sequence[Tensor]) -> _Prepared:
+    def _batch_of(self, inputs: Sequence[Tensor]) -> int:
+        """The batch size of inputs that have the right shapes; raises for others."""
         if len(inputs) != len(self.graph.inputs):
             raise ValueError(f"expected {len(self.graph.inputs)} inputs, got {len(inputs)}; pass what the example had")
-        batches = set()
+        batches: list[int] = []
         for x, source in zip(inputs, self.graph.inputs, strict=True):
             batch = x.shape[self._axis(source)] if x.dim() == len(source.shape) else 0
-            if batch == 0 or tuple(x.shape) != self._with_batch(source, batch):
+            if x.dim() != len(source.shape) or tuple(x.shape) != self._with_batch(source, batch):
                 wanted = self._with_batch(source, -1)
                 raise ValueError(
-                    f"expected an input of shape {wanted}, any batch from 1 for -1, got {tuple(x.shape)}; "
+                    f"expected an input of shape {wanted}, any batch size for -1, got {tuple(x.shape)}; "
                     "deploy again with an example of this shape"
                 )
-            batches.add(batch)
-        if len(batches) != 1:
-            raise ValueError(f"expected inputs of one batch size, got {sorted(batches)}")
-        batch = batches.pop()
+            batches.append(batch)
+        if any(batch != batches[0] for batch in batches):
+            raise ValueError(f"expected inputs of one batch size, got {sorted(set(batches))}; pass the same for all")
+        return batches[0]
+
+    def _prepare(self, inputs: Sequence[Tensor]) -> _Prepared:
+        batch = self._batch_of(inputs)
         setting = self.setting_for(batch)
         plan = self.plan(setting.lanes, setting.kernels)
         groups = -(-batch // plan.lanes)
         edges = [groups * i // setting.threads for i in range(setting.threads + 1)]
         shares = tuple((a, b) for a, b in pairwise(edges) if a < b)
         shapes = self._output_shapes(batch)
-        prepared = _Prepared(plan, plan.for_batch(batch), shapes, torch.empty(shapes[0]), batch, shares)
+        itemsize = self._dtypes[0].itemsize
+        nbytes = inputs[0].numel() * itemsize
+        like = empty(shapes[0])
+        prepared = _Prepared(plan, plan.for_batch(batch), shapes, like, nbytes, itemsize, batch, shares)
         with self._lock:
             while len(self._ready) >= KEPT:
                 oldest = next(iter(self._ready))
@@ -262,16 +327,26 @@ class NativeModel:
 
     def _workspace(self, prepared: _Prepared) -> _Workspace:
         plan = prepared.plan
-        arena = torch.zeros(plan.arena)
+        arena = aligned_zeros(plan.arena)
         block = (ctypes.c_int64 * (_POINTERS + len(self.graph.inputs) + len(prepared.outputs)))()
         block[_OPS], block[_N_OPS] = prepared.records.ctypes.data, len(prepared.records)
-        block[_ARENA], block[_BATCH], block[_LANES] = arena.data_ptr(), prepared.batch, plan.lanes
+        block[_ARENA], block[_BATCH], block[_LANES] = arena.ctypes.data, prepared.batch, plan.lanes
         block[_N_INPUTS] = len(self.graph.inputs)
         block[_FIRST], block[_LAST] = prepared.shares[0]
         return _Workspace(arena, block, ctypes.addressof(block))
 
     def _threads(self, count: int) -> ThreadPoolExecutor:
         with self._lock:
-            if self._pool is None or self._pool._max_workers < count or self._pool_of != os.getpid():
-                self._pool, self._pool_of = ThreadPoolExecutor(count, thread_name_prefix="gossamer"), os.getpid()
+            if self._pool is None or self._pool._max_workers < count:
+                self._pool = ThreadPoolExecutor(count, thread_name_prefix="gossamer")
             return self._pool
+
+    def start_anew(self) -> None:
+        """In a forked child: the threads did not come along, and a lock may have been held by one of them."""
+        self._lock = threading.Lock()
+        if self._pool is not None:
+            _LEFT_BEHIND.append(self._pool)
+            self._pool = None
+
+
+_LEFT_BEHIND: list[ThreadPoolExecutor] = []  # pools of a parent process, never finalized: their locks may be held

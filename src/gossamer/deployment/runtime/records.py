@@ -41,6 +41,9 @@ class Plan:
     kept: tuple[npt.NDArray[Any], ...]
     owners: tuple[int, ...]  # number of the operation behind each record, -1 for input and output
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        raise TypeError("expected to copy a model, got its plan, which holds addresses; copy the NativeModel instead")
+
     @property
     def nbytes(self) -> int:
         """Bytes of weights with their indices, and records. Activations (``4 * arena``) come on top, as elsewhere."""

@@ -296,7 +296,8 @@ def _states(node: fx.Node) -> list[Any]:
 def to_floats(tensor: Tensor) -> Floats:
     if tensor.dtype != torch.float32:
         raise UnsupportedError(f"parameters of dtype {tensor.dtype}; the kernels work in float32")
-    return tensor.detach().cpu().contiguous().numpy()
+    own = tensor.detach().to("cpu", copy=True)  # the model may go on changing its parameters, or free them
+    return own.contiguous().numpy()
 
 
 def activation(handle: Any, node: fx.Node, *forms: str) -> Handle:

@@ -25,6 +25,13 @@ WINDOW = 32  # values that the kernel of windows has at hand in a step
 DENSE_ABOVE = 0.1  # share of connections below which no dense kernel has a chance
 
 
+def aligned_zeros(count: int) -> Floats:
+    """Floats that begin with a cache line: vectors that straddle two take twice as long to load."""
+    room = np.zeros(count * 4 + LINE, np.uint8)
+    begin = -room.ctypes.data % LINE
+    return room[begin : begin + count * 4].view(np.float32)
+
+
 class Kept:
     """Arrays that native code points to."""
 
