@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from compact.test_by_hand import assert_same, shapes, zero_
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from compaction.test_by_hand import assert_same, shapes, zero_
 from gossamer import compact
 
 HEADS, SIZE, WIDTH = 4, 3, 12

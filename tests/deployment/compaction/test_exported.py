@@ -6,13 +6,13 @@ import copy
 
 import pytest
 import torch
-from compact.networks import Concatenated, Residual, convolutions, mobile, prepare, sparsify_
-from compact.test_attention import HEADS, SIZE, WIDTH, head
-from compact.test_by_hand import assert_same, shapes, zero_
 from foreign_models import FOREIGN
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from compaction.networks import Concatenated, Residual, convolutions, mobile, prepare, sparsify_
+from compaction.test_attention import HEADS, SIZE, WIDTH, head
+from compaction.test_by_hand import assert_same, shapes, zero_
 from gossamer import compact
 from gossamer.deployment.compaction import exported
 from gossamer.deployment.compaction.exported import trace_by_export

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from compact.networks import sparsify_
 from foreign_models import FOREIGN, Foreign
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from compaction.networks import sparsify_
 from gossamer import compact
 
 # Layers of their own make: a transposed linear layer; a recurrence over a state.

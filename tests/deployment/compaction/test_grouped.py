@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from compact.test_by_hand import assert_same, integers_, whole, zero_
 from torch import Tensor, nn
 
+from compaction.test_by_hand import assert_same, integers_, whole, zero_
 from gossamer import compact
 
 

@@ -8,7 +8,11 @@ from functools import partial
 
 import pytest
 import torch
-from compact.networks import (
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from compaction.networks import (
     Attentive,
     Concatenated,
     Residual,
@@ -20,10 +24,6 @@ from compact.networks import (
     sparsify_,
     tagger,
 )
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from torch import Tensor, nn
-
 from gossamer import compact
 
 NETWORKS: dict[str, Callable[[], nn.Module]] = {

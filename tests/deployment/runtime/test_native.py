@@ -3,50 +3,17 @@
 from __future__ import annotations
 
 import importlib.util
-import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import sanitizers
 import torch
 from torch import Tensor, nn
 
 from gossamer.deployment.runtime import NoCompilerError, compiling, deploy, deployed, native
 from gossamer.deployment.runtime.fallback import SparseLinears, by_csr, by_native, csr_linear, to_csr
-
-SANITIZED = """
-import sys
-from pathlib import Path
-import pytest
-import torch
-from gossamer.deployment.runtime import NativeModel, Setting, native
-from gossamer.deployment.runtime.capture import capture
-from gossamer.deployment.runtime.native import open_library
-native.installed_library = lambda: Path(sys.argv[1])
-native.chosen_compiler = native.find_compilers = list
-drawn = [f"{sys.argv[2]}/{name}.py" for name in ("test_kernels", "test_shifted", "test_drawn_layers")]
-if pytest.main(["-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", *drawn]):
-    raise SystemExit("a drawn test failed under the sanitizers")
-sys.path.insert(0, sys.argv[2])
-from test_networks import CASES, kernel_choices, make_sparse
-for name in ("resnet, odd size", "densenet", "mobile", "lstm", "borders", "waves", "decoder", "generator",
-             "resnet of groups", "convnext"):
-    make, draw, lane_choices = CASES[name]
-    torch.manual_seed(0)
-    model = make_sparse(make())
-    graph = capture(model, (draw(2),))
-    for variant in ("portable", None):
-        for lanes in set(lane_choices) - {2, 4, 32}:
-            for kernels in kernel_choices(graph, lanes):
-                fast = NativeModel(graph, open_library(Path(sys.argv[1]), variant), Setting(lanes, 1, kernels))
-                for batch in (1, 19):
-                    x = draw(batch)
-                    with torch.no_grad():
-                        torch.testing.assert_close(fast(x), model(x), rtol=1e-4, atol=1e-4)
-sys.stdout.write("all networks ran")
-"""
 
 
 @pytest.fixture(autouse=True)
@@ -221,20 +188,9 @@ def test_csr_linear(batch: int) -> None:
     torch.testing.assert_close(csr_linear(csr, x, bias), nn.functional.linear(x, weight, bias))
 
 
-def test_sanitizers_find_nothing(tmp_path: Path) -> None:
-    """The drawn tests of every kernel, then networks, with AddressSanitizer at the ends of the arena and of the
-    weights, and UndefinedBehaviorSanitizer all over."""
-    gcc = shutil.which("gcc")
-    runtime = subprocess.run([gcc, "-print-file-name=libasan.so"], capture_output=True, text=True).stdout if gcc else ""
-    if gcc is None or not os.path.isabs(runtime.strip()):
-        pytest.skip("no gcc with AddressSanitizer")
-    flags = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-O1", "-g")
-    library = native.build((gcc,), tmp_path, extra=flags)
-    preload = " ".join(
-        subprocess.run([gcc, f"-print-file-name={name}"], capture_output=True, text=True).stdout.strip()
-        for name in ("libasan.so", "libubsan.so")
-    )
-    environment = {**os.environ, "LD_PRELOAD": preload, "ASAN_OPTIONS": "detect_leaks=0"}
-    command = [sys.executable, "-c", SANITIZED, str(library), str(Path(__file__).parent)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, check=False)
-    assert done.stdout.endswith("all networks ran"), done.stdout[-3000:] + done.stderr[-3000:]
+@pytest.mark.parametrize("kind", list(sanitizers.FLAGS))
+def test_sanitizers_find_nothing(kind: str, tmp_path: Path) -> None:
+    """The short form; ``python tests/sanitizers.py`` runs all of it."""
+    if sanitizers.runtime_libraries(kind) is None:
+        pytest.skip(f"no gcc with the {kind} sanitizer")
+    sanitizers.run(kind, tmp_path, short=True)

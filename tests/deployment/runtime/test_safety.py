@@ -38,6 +38,7 @@ from gossamer.deployment.runtime.deployed import Explanation
 from gossamer.deployment.runtime.fallback import SparseLinears, by_native
 
 FEATURES = 100
+FORKS = int(os.environ.get("GOSSAMER_TEST_FORKS", "20"))
 
 
 def sparse_mlp() -> nn.Module:
@@ -495,7 +496,7 @@ class TestFork:
         for thread in threads:
             thread.start()
         try:
-            assert all(self.child_succeeds(lambda: torch.equal(native(x), want)) for _ in range(40))
+            assert all(self.child_succeeds(lambda: torch.equal(native(x), want)) for _ in range(FORKS))
         finally:
             stop.set()
             for thread in threads:

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from batched.test_race import CPU, PHASES, RACE, data, network
 from methods.test_captured import Watch
-from side_by_side.test_race import CPU, PHASES, RACE, data, network
 from torch import Tensor, nn
 from torch.nn import functional as F
 

@@ -161,7 +161,7 @@ def test_unfitting_torchvision_is_explained(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.usefixtures("torchvision_or_skip")
 def test_a_plain_torchvision_beside_a_cpu_only_torch_builds_its_networks() -> None:
     """In a process of its own, where nobody has defined its operators before."""
-    program = "from gossamer import models; print(models.create('resnet50', num_classes=7).fc.out_features)"
+    program = "from gossamer.lab import models; print(models.create('resnet50', num_classes=7).fc.out_features)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.stdout == "7\n", done.stderr
 

@@ -61,12 +61,13 @@ class Deployed:
     """A network ready to run: call it like the model."""
 
     def __init__(self, run: Run, explanation: Explanation, native: NativeModel | None) -> None:
-        self._run: Run = run.__call__ if isinstance(run, NativeModel) else run  # the method itself is quicker to call
+        self._run = run
+        self._run_one: Run = run.call_one if isinstance(run, NativeModel) else run
         self._explanation = explanation
         self.native = native
 
     def __call__(self, *inputs: Tensor) -> Any:
-        return self._run(*inputs)
+        return self._run_one(inputs[0]) if len(inputs) == 1 else self._run(*inputs)
 
     def explain(self) -> Explanation:
         return self._explanation

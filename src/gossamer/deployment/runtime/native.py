@@ -2,8 +2,8 @@
 
 Installing the package compiles the kernels and puts the library beside their source (``compiling``). Where that
 was not possible, or the source has changed since, they are compiled on first use and kept in the user's cache
-under the hash of source, flags, compiler and content. The processor decides which of the variants in the library
-runs.
+under the hashes of source, flags and compiler, and of their content. Which of the variants in the library runs
+is decided by asking the processor.
 """
 
 from __future__ import annotations

@@ -25,11 +25,15 @@ WINDOW = 32  # values that the kernel of windows has at hand in a step
 DENSE_ABOVE = 0.1  # share of connections below which no dense kernel has a chance
 
 
-def aligned_zeros(count: int) -> Floats:
-    """Floats that begin with a cache line: vectors that straddle two take twice as long to load."""
-    room = np.zeros(count * 4 + LINE, np.uint8)
+def cache_lines(nbytes: int) -> npt.NDArray[np.uint8]:
+    """Bytes that begin with a cache line: vectors that straddle two take twice as long to load."""
+    room = np.zeros(nbytes + LINE, np.uint8)
     begin = -room.ctypes.data % LINE
-    return room[begin : begin + count * 4].view(np.float32)
+    return room[begin : begin + nbytes]
+
+
+def aligned_zeros(count: int) -> Floats:
+    return cache_lines(4 * count).view(np.float32)
 
 
 class Kept:
@@ -39,11 +43,8 @@ class Kept:
         self.arrays: list[npt.NDArray[Any]] = []
 
     def keep(self, array: npt.NDArray[Any]) -> int:
-        """Address of a copy that lives as long as this and begins with a cache line: vectors that straddle two
-        take twice as long to load."""
-        room = np.empty(array.nbytes + LINE, np.uint8)
-        begin = -room.ctypes.data % LINE
-        aligned = room[begin : begin + array.nbytes].view(array.dtype)
+        """Address of a copy that lives as long as this."""
+        aligned = cache_lines(array.nbytes).view(array.dtype)
         aligned[:] = array.ravel()
         self.arrays.append(aligned)
         return int(aligned.ctypes.data)
