@@ -19,10 +19,11 @@ import tyro
 from rich.console import Console
 
 import gossamer
-from gossamer.cli.arguments import at_home, keys_as_options, nameless_folder
+from gossamer.cli.arguments import at_home, nameless_folder, repeated
 from gossamer.cli.deploy import Export, Speed
 from gossamer.cli.many import Compare, Sweep
 from gossamer.cli.paper import Reproduce
+from gossamer.cli.run_options import with_values
 from gossamer.cli.show import List, Report
 from gossamer.cli.telling import tell
 from gossamer.cli.train import Quickstart, Train, leads
@@ -72,13 +73,13 @@ def _main(given: list[str]) -> None:
     if given == ["--version"]:
         print(f"gossamer {gossamer.__version__}, torch {torch.__version__}, Python {platform.python_version()}")
         sys.exit(0)
-    wrong = keys_as_options(given) or nameless_folder(given)
+    wrong = nameless_folder(given) or repeated(given)
     if wrong:
         tell(f"gossamer: {wrong}")
         sys.exit(2)
     command: Executable = tyro.cli(
         Command,
-        args=given,
+        args=with_values(given),
         prog="gossamer",
         description="Neural networks that become sparse while they train. `gossamer --version` says which one this is.",
         config=(tyro.conf.FlagCreatePairsOff,),

@@ -10,6 +10,7 @@ import torch
 from rich.console import Console
 
 from gossamer.cli.arguments import Assignments, Folder, RecipeName, at_home, joined
+from gossamer.cli.run_options import RunOptions, assignments
 from gossamer.lab import tables
 from gossamer.lab.recipes import Recipe, find
 from gossamer.lab.training import train
@@ -25,15 +26,17 @@ class Train:
     """Name of a recipe (see `gossamer list`), or a JSON file such as a run.json."""
     out: Folder
     """Folder for checkpoints, log, model and result."""
+    options: RunOptions
     set: Assignments = ()
-    """Changes to the recipe, as key=value: lr=0.05, sparsity=0.9, settings.mask_lr=0.1, device=cuda."""
+    """Changes to the recipe as key=value, the same as the options below: lr=0.05 settings.mask_lr=0.1."""
     debug: bool = False
     """Show the traceback of an error."""
 
     def carry_out(self, console: Console) -> None:
         recipe, out = find(self.recipe), at_home(self.out)
         written_before = _written(out / RESULT)
-        result = _train(recipe, out, joined(self.set))
+        changes = joined(self.set)
+        result = _train(recipe, out, [*changes, *assignments(self.options, changes)])
         if leads():
             if _written(out / RESULT) == written_before:
                 _say(console, f"This run has finished before, in {out}: nothing was trained.")

@@ -35,71 +35,110 @@ def _no_options() -> Mapping[str, Scalar]:
 
 @dataclass(frozen=True)
 class Run:
-    """One training run. Durations carry units: '150ep', '2000it', '0.3run'."""
+    """One training run. Durations carry units: '150ep', '2000it', '0.3run'.
 
-    # What is trained on what.
+    The docstrings of the fields are the help texts of `gossamer train --help`, whose groups follow this order.
+    """
+
     model: str = "resnet20"
+    """Network out of `gossamer list`."""
     model_options: Mapping[str, Scalar] = field(default_factory=_no_options, hash=False)
+    """Arguments of the network."""
     data: str = "cifar10"
-    validation: int = 0  # training images held out to look at while training; text sets bring their own
+    """Data set out of `gossamer list`."""
+    validation: int = 0
+    """Training images held out as a validation set; text sets bring their own."""
     augment: bool = True
-    image_size: int = 224  # of an image folder; other sets have their own
+    """Random crops and flips of training images."""
+    image_size: int = 224
+    """Pixels a side, for an image folder; other sets have their own size."""
 
-    # How it is made sparse: exactly one request, none for the dense network.
     method: str = "dense"
+    """Method out of `gossamer list`; dense trains without masks."""
     sparsity: float | None = None
+    """Share of zeros: 0.95 is 95 %."""
     flops: float | None = None
+    """Share of the dense network's multiply-adds to keep: 0.1 is a tenth."""
     decay: float | None = None
+    """The paper's fixed λ1; the sparsity is what comes out."""
     leave_at: float | None = None
+    """With decay: end the sparsify phase at this sparsity."""
     preset: str = "default"
-    settings: Mapping[str, Scalar] = field(default_factory=_no_options, hash=False)  # fields of Settings
-    include: tuple[str, ...] = ()  # name patterns; nothing means all connections
+    """Named set of mask settings that the others are changes to."""
+    settings: Mapping[str, Scalar] = field(default_factory=_no_options, hash=False)
+    """Settings of the method."""
+    include: tuple[str, ...] = ()
+    """Name patterns of the weights to prune; none means all."""
     exclude: tuple[str, ...] = ()
+    """Name patterns of weights to leave dense."""
 
-    # How long, and in what portions.
     epochs: int = 1
-    batch_size: int = 64  # over all processes together
-    bptt: int = 35  # steps through which a language model's gradient goes
+    """Passes over the training set."""
+    batch_size: int = 64
+    """Samples per step, over all processes together."""
+    bptt: int = 35
+    """Time steps through which a language model's gradient flows."""
     seed: int = 0
+    """Seed of the initial weights, the order of the data and its augmentation."""
 
-    # The optimizer.
     optimizer: str = "sgd"
+    """The optimizer."""
     lr: float = 0.1
+    """Learning rate, before its schedule."""
     momentum: float = 0.9
+    """Momentum of SGD."""
     nesterov: bool = False
+    """Nesterov momentum."""
     weight_decay: float = 1e-4
-    weight_decay_power: float = 0.0  # once connections go: times the share that shall be left, to this power
-    clip: float | None = None  # largest norm of the gradient
+    """Weight decay."""
+    weight_decay_power: float = 0.0
+    """While weights are pruned, weight decay is multiplied by the target density to this power."""
+    clip: float | None = None
+    """Largest norm of the gradient."""
     label_smoothing: float = 0.0
-
-    # Its learning rate: lr times a factor of the step (see gossamer.lab.training.optimise).
+    """Label smoothing of the cross-entropy."""
     schedule: str = "cosine"
+    """Schedule of the learning rate (docs/training.md)."""
     lr_warmup: str = "0it"
-    lr_drops: tuple[str, ...] = ()  # moments of the run, for schedule=steps
-    lr_factor: float = 0.1  # of each drop; of the end of the mask phases for phases_cosine
+    """Duration over which the learning rate rises, such as 5ep."""
+    lr_drops: tuple[str, ...] = ()
+    """With schedule=steps: when the learning rate drops, such as 150ep,0.8run."""
+    lr_factor: float = 0.1
+    """Factor of each drop; with phases_cosine, the factor at the end of the mask phases."""
+    lr_restart: float | None = None
+    """With schedule=restart: the learning rate after the warm-up; none means lr again."""
 
-    lr_restart: float | None = None  # of schedule=restart, where the warm-up ends; none: lr once more
-
-    # Learning from another network as well (see gossamer.lab.training.teacher).
-    distil: float = 0.0  # its share in the loss
+    distil: float = 0.0
+    """Share of the teacher's answers in the loss; 0 trains without a teacher."""
     temperature: float = 4.0
-    teacher: str = TRUNK  # or the folder of a finished run, or a file with a network
+    """Temperature of the distillation."""
+    teacher: str = TRUNK
+    """trunk (the network itself, as the warm-up left it), the folder of a finished run, or a file with a network."""
 
-    # The arithmetic.
-    precision: str = AUTO  # by measurement, as the switches that are None: see gossamer.lab.training.modes
-    sharding: str = "ddp"  # where there are several processes
-    evaluate_every: int = 1  # epochs between two looks at the validation part
-
-    # Where, how fast, and what is written: not part of the identity.
+    precision: str = AUTO
+    """Precision of the forward pass; auto, here and below, goes by measurements of this GPU and network."""
+    sharding: str = "ddp"
+    """How several processes share the work."""
+    evaluate_every: int = 1
+    """Epochs between two evaluations on the validation set."""
     device: str = "auto"
+    """Device, such as cpu or cuda:1; auto takes a GPU where there is one."""
     channels_last: bool | None = None
+    """Store images and filters channels-last."""
     compile: bool | None = None
-    capture: bool | None = None  # the whole step as one CUDA graph
+    """Compile the forward and backward pass."""
+    capture: bool | None = None
+    """Capture the whole step as one CUDA graph."""
     data_root: str | None = None
-    workers: int = 4  # processes that decode the images of a folder
-    checkpoint_minutes: float = 5.0  # 0 switches off
-    checkpoint_steps: int = 0  # 0 switches off
+    """Folder with the data sets."""
+    workers: int = 4
+    """Processes that decode the images of a folder."""
+    checkpoint_minutes: float = 5.0
+    """Minutes between two checkpoints; 0 switches them off."""
+    checkpoint_steps: int = 0
+    """Steps between two checkpoints; 0 switches them off."""
     log_steps: int = 50
+    """Steps between two lines of the log."""
 
     def __new__(cls, *args: Any, **values: Any) -> "Run":
         for name in values:
@@ -122,7 +161,7 @@ class Run:
         """Bring every value to the type of its field, so that lr=1 and lr=1.0 are the same run, as in a file. Returns
         what is wrong with those that have another."""
         wrong = []
-        for name, kind in _types().items():
+        for name, kind in field_types().items():
             try:
                 object.__setattr__(self, name, typed(kind, name, getattr(self, name)))
             except ValueError as error:
@@ -216,14 +255,14 @@ class Run:
             if option:
                 if not _is_mapping(name):
                     raise ValueError(f"expected a plain value for {name}, got the part {option!r} of it: {name}=…")
-                if name == "settings" and option in _types() and option not in setting_types(method):
+                if name == "settings" and option in field_types() and option not in setting_types(method):
                     raise ValueError(f"{option} is a key of the run, not of its settings: {option}={text}")
                 before = changes.get(name, getattr(self, name))
                 changes[name] = {**before, option: _option(name, option, text, method)}
             elif _is_mapping(name):
                 raise ValueError(f"expected {name}.key=value, such as {_EXAMPLES[name]}, got '{key}={text}'")
             else:
-                changes[name] = parse(_types()[name], name, text)
+                changes[name] = parse(field_types()[name], name, text)
         return replace(self, **changes)
 
 
@@ -234,7 +273,8 @@ _EXAMPLES = {"settings": "settings.mask_lr=0.1", "model_options": "model_options
 
 
 @cache
-def _types() -> dict[str, Any]:
+def field_types() -> dict[str, Any]:
+    """The fields of a run with their types."""
     hints = typing.get_type_hints(Run)
     return {each.name: hints[each.name] for each in fields(Run)}
 
@@ -282,7 +322,7 @@ def _as_text(plain: Any) -> str:
 
 
 def _is_mapping(name: str) -> bool:
-    return typing.get_origin(_types()[name]) is Mapping
+    return typing.get_origin(field_types()[name]) is Mapping
 
 
 def _plain(run: Run) -> dict[str, Any]:
@@ -297,10 +337,10 @@ def _plain(run: Run) -> dict[str, Any]:
 
 def full_key(name: str) -> str | None:
     """The key of a run of this name, with what comes before its dot; None where there is none."""
-    return name if name in _types() else f"settings.{name}" if name in setting_types(Run.method) else None
+    return name if name in field_types() else f"settings.{name}" if name in setting_types(Run.method) else None
 
 
 def _check_key(name: str, method: str, model: str) -> None:
-    if name not in _types():
-        hint = did_you_mean(name, _types(), method=method, model=model)
+    if name not in field_types():
+        hint = did_you_mean(name, field_types(), method=method, model=model)
         raise ValueError(f"unknown key {name!r} of a run: {hint}")
