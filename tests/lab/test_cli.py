@@ -384,7 +384,7 @@ def test_the_help_shows_every_field_with_its_text(capsys: pytest.CaptureFixture[
     for name in names:
         assert f"--{name.replace('_', '-')} " in shown
         assert f"--{name.replace('_', '-')} " in swept
-    assert "By default all of this is as the recipe says" in shown
+    assert "The defaults, here and below, are those of the recipe." in shown
     assert "--epochs INT Passes over the training set. --batch-size INT Samples per step" in shown
     assert "--optimizer sgd|adamw The optimizer." in shown
 

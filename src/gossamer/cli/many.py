@@ -1,4 +1,4 @@
-"""Many runs at once: `gossamer sweep` over settings, and `gossamer compare` of methods under the same rules."""
+"""Many runs at once: `gossamer sweep` over settings, `gossamer compare` of methods under the same rules."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,7 +39,7 @@ class Sweep:
     recipe: RecipeName
     """Name of a recipe (see `gossamer list`), or a JSON file such as a run.json."""
     out: Folder
-    """Folder for one record a run; runs that have one are not trained again."""
+    """Folder for one record per run; runs that have one are not trained again."""
     options: RunOptions
     grid: Assignments = ()
     """What the runs differ in as key=value,value: seed=0,1,2 method=scl,dpf sparsity=0.9,0.95."""
@@ -84,37 +84,37 @@ class Sweep:
 
 @dataclass(frozen=True)
 class Compare:
-    """Train methods against each other, all runs side by side as one stacked network, and show the table."""
+    """Compare methods under the same rules, all runs batched in one process, and show the table."""
 
     out: OptionalFolder = None
-    """Folder for records, table and plot (results/race-NET); runs that have a record are not trained again."""
+    """Folder for records, table and plot (default: results/race-NET); runs that have a record are not trained again."""
     net: str = "resnet20"
-    """Network out of `gossamer list`, for images like those of the data set."""
+    """Network from `gossamer list`, for images like those of the data set."""
     data: str = "cifar10"
-    """Set of images out of `gossamer list`."""
+    """Image set from `gossamer list`."""
     methods: tuple[str, ...] = ("scl", "dpf")
-    """Names out of `gossamer list`, or with settings: autoprune:two_pass=True; all: every one with its defaults; tuned:
-    with the settings of the published table. dense always runs with them."""
+    """Names from `gossamer list`, also with settings: autoprune:two_pass=True; all: every method with its defaults;
+    tuned: every method with the settings of the published table. dense is always included."""
     sparsity: tuple[float, ...] = (0.9, 0.95, 0.98)
-    """Shares of zeros: 0.95 is 95 %."""
+    """Sparsities: 0.95 is 95 % zeros."""
     seeds: int = 3
-    """Runs of each kind, with seeds from 0 on."""
+    """Runs of each kind, with seeds 0, 1, …"""
     tier: Literal["screening", "final"] = "screening"
-    """screening: 50 epochs, 5,000 training images held out. final: 350 epochs, on all of them."""
+    """screening: 50 epochs with a validation set of 5,000 training images. final: 350 epochs on all of them."""
     epochs: OptionalNumber = None
-    """Other than the tier's."""
+    """Epochs. Default: those of the tier."""
     validation: OptionalNumber = None
-    """Training images held out, other than the tier's; 0 trains on all of them."""
+    """Training images held out as a validation set; 0 trains on all of them. Default: that of the tier."""
     weight_decay: float = Comparison.weight_decay
-    """Of all runs but those with one of their own, such as str:weight_decay=1e-4."""
+    """Weight decay of all runs except those with their own, such as str:weight_decay=1e-4."""
     plot: OptionalFile = None
-    """Draw accuracy against sparsity into this file, not TIER.svg in OUT; needs matplotlib."""
+    """Plot accuracy against sparsity into this file instead of TIER.svg in OUT; needs matplotlib."""
     together: int = 32
     """Runs trained at the same time."""
     save_models: bool = False
-    """Leave each network beside its record, as a file for `gossamer.load`."""
+    """Save each network beside its record, for `gossamer.load`."""
     device: str = "auto"
-    """auto takes a GPU where there is one."""
+    """auto takes a GPU if there is one."""
     debug: bool = False
     """Show the traceback of an error."""
 

@@ -23,7 +23,7 @@ from gossamer.methods import METHODS
 
 # The groups of the help: each has the fields from the one named here up to the first one of the next group.
 _GROUPS: Mapping[str, tuple[str, str]] = {
-    "data": ("model", "What is trained on what. By default all of this is as the recipe says."),
+    "data": ("model", "What is trained on what. The defaults, here and below, are those of the recipe."),
     "sparsity": ("method", "How the network is made sparse: by one of sparsity, flops and decay."),
     "training": ("epochs", "How long, and in what portions."),
     "optimizer": ("optimizer", "The optimizer and its learning rate."),

@@ -1,8 +1,8 @@
 """A run as a frozen value: everything that decides what a training run computes, and its short identity.
 
-A `Run` is built in Python, read from a JSON file, or made from another one by `--set key=value`. Its identity is the
-hash of what differs from the defaults, so that a field added later, whose default means "no effect", leaves the
-identities of old runs as they were. Where and how often things are written, and on which device, is not part of it.
+A `Run` is built in Python, read from a JSON file, or made from another one by options and `--set key=value`. Its
+identity is the hash of what differs from the defaults, so a field added later, whose default means "no effect", does
+not change the identities of old runs. Where and how often things are written, and on which device, is not part of it.
 """
 
 import hashlib
@@ -22,7 +22,7 @@ from gossamer.settings import Settings, choose
 
 FORMAT = 1  # of the dictionary and of the files that hold it
 
-# Where a run is computed and how often it is written down: the same run, whatever these are.
+# Where a run is computed and how often it is written: these do not make it another run.
 _NOT_IN_IDENTITY = frozenset(
     {"device", "data_root", "workers", "checkpoint_minutes", "checkpoint_steps", "log_steps"}
     | {"channels_last", "compile", "capture"}
@@ -158,8 +158,8 @@ class Run:
             raise ValueError("a run that cannot be trained:\n  " + "\n  ".join(problems))
 
     def _take_types(self) -> list[str]:
-        """Bring every value to the type of its field, so that lr=1 and lr=1.0 are the same run, as in a file. Returns
-        what is wrong with those that have another."""
+        """Convert every value to the type of its field, so that lr=1 and lr=1.0 are the same run. Returns what is wrong
+        with values that cannot be converted."""
         wrong = []
         for name, kind in field_types().items():
             try:
@@ -173,7 +173,7 @@ class Run:
 
     @property
     def run_id(self) -> str:
-        """Ten hexadecimal digits that tell this run from every other."""
+        """Ten hexadecimal digits that identify this run."""
         told = {name: value for name, value in self.differences().items() if name not in _NOT_IN_IDENTITY}
         return hashlib.sha256(_as_text(told).encode()).hexdigest()[:10]
 
@@ -183,7 +183,7 @@ class Run:
 
     @property
     def method_settings(self) -> dict[str, Scalar]:
-        """The settings that only the method of this run knows."""
+        """The settings that only the method of this run has."""
         shared = shared_settings(self)
         return {name: value for name, value in self.settings.items() if name not in shared}
 
@@ -193,7 +193,7 @@ class Run:
         return {name: value for name, value in _plain(self).items() if value != defaults[name]}
 
     def differences_from(self, other: "Run") -> list[str]:
-        """Names of the fields, and of single settings, that make this another run than `other`."""
+        """Names of the fields, and of single settings, in which this run differs from `other`."""
         found: list[str] = []
         mine, theirs = _plain(self), _plain(other)
         for name in mine:
@@ -210,12 +210,12 @@ class Run:
         return found
 
     def to_dict(self) -> dict[str, Any]:
-        """Every field as a plain value, and the number of the format."""
+        """Every field as a plain value, and the format version."""
         return {"format": FORMAT, **_plain(self)}
 
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> "Run":
-        """A run from `to_dict()` or from a file; what is left out has its default."""
+        """A run from `to_dict()` or from a file; missing fields have their defaults."""
         version = values.get("format", FORMAT)
         if type(version) is not int or version < 1:
             raise ValueError(f"format: expected {FORMAT}, got {version!r}: write {FORMAT}, or leave it out")
@@ -233,11 +233,11 @@ class Run:
         return Run(**given)
 
     def with_settings(self, assignments: Iterable[str]) -> "Run":
-        """This run with some fields changed by 'key=value', values read by the type of the field.
+        """This run with some fields changed by 'key=value', values parsed by the type of the field.
 
         A field of the mask settings is 'settings.mask_lr=0.1', an argument of the network 'model_options.hidden=650'.
-        With another `model` or `method` go the arguments and settings of the one before that it does not take, and a
-        warning says so.
+        If `model` or `method` changes, arguments and settings that the new one does not take are dropped, with a
+        warning.
         """
         if isinstance(assignments, str):
             raise TypeError(f"expected a list of key=value, got the text {assignments!r}: [{assignments!r}]")
@@ -287,7 +287,7 @@ def _split(assignment: str) -> tuple[str, str]:
 
 
 def _option(name: str, option: str, text: str, method: str) -> Scalar:
-    """One value of a mapping: by the type of the setting where that is known."""
+    """One value of a table, parsed by the type of the setting if that is known."""
     kinds = setting_types(method) if name == "settings" else {}
     if option in kinds:
         value: Scalar = parse(kinds[option], f"settings.{option}", text)
@@ -298,7 +298,7 @@ def _option(name: str, option: str, text: str, method: str) -> Scalar:
 def _still_taken(
     name: str, before: Mapping[str, Scalar], taker: str, taken: Collection[str] | None
 ) -> dict[str, Scalar]:
-    """What another network or method takes of the values of the one before; all of them where nobody knows it."""
+    """The values that the new network or method takes, too; all of them if it is unknown."""
     if taken is None:
         return dict(before)
     gone = [f"{name}.{key}={value}" for key, value in before.items() if key not in taken]
@@ -310,14 +310,14 @@ def _still_taken(
 
 
 def _as_numbers(settings: Mapping[str, Scalar], method: str) -> dict[str, Scalar]:
-    """The same settings with 2 written as 2.0 where a setting is a number, so that both are the same run."""
+    """The settings with 2 as 2.0 if a setting is a float, so that both are the same run."""
     kinds = setting_types(method)
     numbers = {name for name, kind in kinds.items() if float in (kind, *typing.get_args(kind))}
     return {name: float(value) if name in numbers and type(value) is int else value for name, value in settings.items()}
 
 
 def _as_text(plain: Any) -> str:
-    """What the identity is made of. 4 and 4.0, the same to Python, are different arguments of a network."""
+    """The text that is hashed. 4 and 4.0, equal in Python, are different arguments of a network."""
     return json.dumps(plain, sort_keys=True, separators=(",", ":"))
 
 
@@ -336,7 +336,7 @@ def _plain(run: Run) -> dict[str, Any]:
 
 
 def full_key(name: str) -> str | None:
-    """The key of a run of this name, with what comes before its dot; None where there is none."""
+    """The full key of a field or setting of this name, such as settings.mask_lr; None if there is none."""
     return name if name in field_types() else f"settings.{name}" if name in setting_types(Run.method) else None
 
 
