@@ -1,8 +1,8 @@
-"""The command `gossamer` before gossamer is there.
+"""The command `gossamer` before the package is imported.
 
-Whatever is imported of that package imports torch, which takes seconds. Somebody may press Ctrl-C in them: that is one
-line and exit code 130, and not a traceback out of torch. And a stream that the caller has closed (`2>&-`) has to be
-there first, or the next file that is opened takes its number, and gets what C libraries say.
+Importing the package imports torch, which takes seconds. Ctrl-C during that time gives one line and exit code 130
+instead of a traceback from torch. Streams that the caller has closed (`2>&-`) are opened first; otherwise the next file
+would get their number, and the messages of C libraries.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ def main() -> None:
     """Start the command line."""
     open_closed_streams()
     before = signal.getsignal(signal.SIGINT)
-    if before is signal.default_int_handler:  # what runs in the background may ignore interrupts, and goes on doing so
+    if before is signal.default_int_handler:  # a background process may ignore interrupts, and keeps doing so
         signal.signal(signal.SIGINT, _leave)
     from gossamer.cli import main as carry_out
 
@@ -25,7 +25,7 @@ def main() -> None:
 
 
 def open_closed_streams() -> None:
-    """Connect standard streams that are closed to nothing."""
+    """Connect closed standard streams to the null device."""
     for number in range(3):
         try:
             os.fstat(number)
@@ -40,7 +40,7 @@ def open_closed_streams() -> None:
 
 
 def _leave(number: int, frame: FrameType | None) -> None:
-    """At once: an exception would pass through imports, which may swallow it or say something else."""
+    """Exit at once: an exception would pass through imports, which may swallow or replace it."""
     with contextlib.suppress(OSError):
         os.write(2, b"gossamer: stopped while it was starting\n")
     os._exit(130)

@@ -6,7 +6,7 @@ import re
 import signal
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +20,12 @@ from gossamer import cli
 from gossamer.lab import data, models, tables
 from gossamer.lab.batched import runs_of
 from gossamer.lab.recipes import RECIPES, find
+from gossamer.lab.training import Run
 from gossamer.lab.training.progress import JsonLines, LiveLine, PlainLines, Status
+from gossamer.lab.training.result import read_run
+from gossamer.settings import Settings
 
-SHORT = ["--set", "epochs=2", "log_steps=4", "--set", "model_options.width=4"]
+SHORT = ["--epochs", "2", "--log-steps=4", "--set", "model_options.width=4"]
 
 
 def run(*arguments: str) -> int:
@@ -137,14 +140,25 @@ def test_signs_that_a_terminal_does_not_know_are_no_error() -> None:
         (["train", "digits", "--out", "OUT", "--set", "model=resnet20"], "resnet20 does not take batches of digits"),
         (["train", "cifar10-resnet20", "--out", "OUT", "--set", "data_root=OUT"], "to name a folder with data sets"),
         (["train", "NEW", "--out", "OUT"], "written by a newer version of gossamer"),
-        (["sweep", "digits", "--out", "OUT"], "add --grid seed=0,1,2"),
-        (["train", "digits", "--out", "OUT", "--epochs", "3"], "got --epochs: gossamer train … --set epochs=3"),
+        (["sweep", "digits", "--out", "OUT"], "got no option with several values: add --seed 0,1,2"),
+        (["sweep", "digits", "--out", "OUT", "--seed", "0"], "got no option with several values: add --seed 0,1,2"),
+        (["sweep", "digits", "--out", "OUT", "--epochs", "1,"], "such as seed=0,1,2, got 'epochs=1,'"),
+        (["train", "digits", "--out", "OUT", "--epochs", "2.5"], "epochs: expected a whole number, got '2.5'"),
+        (["train", "digits", "--out", "OUT", "--epochs="], "expected a value behind --epochs, got an empty one"),
+        (["train", "digits", "--out", "OUT", "--nesterov=2"], "nesterov: expected true or false, got '2'"),
+        (["train", "digits", "--out", "OUT", "--optimizer", "sdg"], "expected one of sgd, adamw, got 'sdg'"),
         (
-            ["train", "digits", "--batch-size=8", "--out", "OUT"],
-            "got --batch-size: gossamer train … --set batch_size=8",
+            ["train", "digits", "--out", "OUT", "--flops", "0.1"],
+            "set what you do not mean to none, such as",
         ),
-        (["sweep", "digits", "--out", "OUT", "--warmup", "1ep"], "gossamer sweep … --set settings.warmup=1ep"),
-        (["train", "digits", "--out", "OUT", "--nesterov", "--debug"], "--set nesterov=VALUE"),
+        (["train", "digits", "--out", "OUT", "--settings.fraction", "0.1"], "unknown setting 'fraction'"),
+        (
+            ["train", "digits", "--out", "OUT", "--settings.mask-lr", "1", "--set", "settings.mask_lr=1"],
+            "expected each key once, got settings.mask_lr more than once, as an option or behind --set or --grid: keep",
+        ),
+        (["train", "digits", "--out", "OUT", "--set", "lr=1", "--set", "lr=2"], "expected each key once, got lr more"),
+        (["sweep", "digits", "--out", "OUT", "--seed", "0,1", "--grid", "seed=2,3"], "each key once, got seed more"),
+        (["train", "digits", "--out", "OUT", "--batch-size=8", "--batch_size", "9"], "expected --batch-size once, got"),
         (["compare", "--out", "OUT", "--sparsity", "95"], "such as 0.95, got [95.0]"),
         (["speed", "NEW", "--out", "OUT/nowhere/speed.json"], "make it first"),
         (["train", "NEW", "--out", "OUT"], "new.json: expected a run in format 1 or older, got format 7"),
@@ -157,10 +171,6 @@ def test_signs_that_a_terminal_does_not_know_are_no_error() -> None:
         (["train", "digits", "--out", "OUT", "--set", ""], "expected key=value, such as lr=0.05, got ''"),
         (["train", "digits", "--out", "OUT", "--set"], "expected key=value behind --set and --grid, got nothing"),
         (["sweep", "digits", "--out", "OUT", "--grid"], "expected key=value behind --set and --grid, got nothing"),
-        (
-            ["sweep", "digits", "--out", "OUT", "--seed", "0,1"],
-            "behind --grid, got --seed: gossamer sweep … --grid seed",
-        ),
         (["sweep", "digits", "--out", "NEW", "--grid", "seed=0"], "which is a file: choose another name (--out)"),
     ],
 )
@@ -346,6 +356,67 @@ def test_a_sweep_tells_what_is_there_and_its_example_can_be_trained(
 def test_debug_shows_where_an_error_comes_from(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert run("train", "digitz", "--out", str(tmp_path), "--debug") == 2
     assert "Traceback" in capsys.readouterr().err
+
+
+def test_fields_of_a_run_are_options(tmp_path: Path) -> None:
+    options = ["--epochs", "2", "--batch-size=90", "--nesterov", "--augment", "no", "--clip", "none", "--method=rigl"]
+    nested = ["--settings.fraction", "0.2", "--model-options.width=4", "--settings.sparsify", "0.2run"]
+    assert run("train", "digits", "--out", str(tmp_path), *options, *nested, "--sparsity", "0.8") == 0
+    found = read_run(tmp_path / "run.json")
+    changes = "epochs=2 batch_size=90 nesterov=true augment=no clip=none method=rigl sparsity=0.8"
+    changes += " settings.fraction=0.2 model_options.width=4 settings.sparsify=0.2run"
+    assert found == find("digits").run.with_settings(changes.split())
+    assert (found.epochs, found.nesterov, found.model_options) == (2, True, {"width": 4})
+
+
+def test_a_switch_without_a_value_does_not_take_the_recipe_for_one(tmp_path: Path) -> None:
+    assert run("train", "--nesterov", "digits", "--out", str(tmp_path), *SHORT) == 0
+    assert read_run(tmp_path / "run.json").nesterov
+
+
+def test_the_help_shows_every_field_with_its_text(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("train", "--help") == 0
+    train = capsys.readouterr().out
+    assert run("sweep", "--help") == 0
+    shown, swept = (" ".join(each.replace("│", " ").split()) for each in (train, capsys.readouterr().out))
+    names = [each.name for each in fields(Run) if each.name not in ("settings", "model_options")]
+    names += [f"settings.{each.name}" for each in fields(Settings)] + ["settings.fraction", "model-options.width"]
+    for name in names:
+        assert f"--{name.replace('_', '-')} " in shown
+        assert f"--{name.replace('_', '-')} " in swept
+    assert "The defaults, here and below, are those of the recipe." in shown
+    assert "--epochs INT Passes over the training set. --batch-size INT Samples per step" in shown
+    assert "--optimizer sgd|adamw The optimizer." in shown
+
+
+@pytest.mark.filterwarnings("always:method=dense does not take")
+def test_options_of_a_sweep_with_commas_are_its_grid(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--seed", "0,1", "--method", "dense,scl", "--sparsity=0.8", "--device", "cpu", "--model-options.width=2"]
+    lists = ["--epochs=1", "--schedule=steps", "--lr-drops", "2it,3it", "--settings.mask-lr=0.1"]
+    assert run("sweep", "digits", "--out", str(tmp_path), *options, *lists) == 0
+    assert "warning: method=dense does not take settings.mask_lr" in capsys.readouterr().err
+    found = [json.loads(path.read_text())["config"] for path in tmp_path.glob("*.json")]
+    assert sorted((each["seed"], each["method"], each["sparsity"] or 0) for each in found) == [
+        (0, "dense", 0),
+        (0, "scl", 0.8),
+        (1, "dense", 0),
+        (1, "scl", 0.8),
+    ]
+    assert all(each["lr_drops"] == ["2it", "3it"] for each in found)
+
+
+@pytest.mark.parametrize(
+    ("option", "meant"),
+    [("--epoch", "--epochs"), ("--batchsize", "--batch-size"), ("--mask-lr", "--settings.mask-lr")],
+)
+def test_a_misspelt_option_suggests_the_right_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], option: str, meant: str
+) -> None:
+    assert run("train", "digits", "--out", str(tmp_path / "out"), option, "3") == 2
+    said = capsys.readouterr().err
+    assert f"Unrecognized options: {option}, 3" in said
+    assert f" {meant} " in said.partition("Perhaps you meant")[2]
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_wrong_option_exits_with_two(capsys: pytest.CaptureFixture[str]) -> None:

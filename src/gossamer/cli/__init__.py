@@ -1,8 +1,8 @@
 """The command line. Each file here has the commands of one kind: a command is a frozen dataclass whose fields are its
-options, with a method that carries it out.
+options, with a method that executes it.
 
 Errors are one message on stderr and exit code 2; `--debug` shows the traceback. A run stopped by Ctrl-C exits with 130
-and goes on when the same command is given again.
+and resumes when the same command is given again.
 """
 
 import errno
@@ -19,10 +19,11 @@ import tyro
 from rich.console import Console
 
 import gossamer
-from gossamer.cli.arguments import at_home, keys_as_options, nameless_folder
+from gossamer.cli.arguments import at_home, nameless_folder, repeated
 from gossamer.cli.deploy import Export, Speed
 from gossamer.cli.many import Compare, Sweep
 from gossamer.cli.paper import Reproduce
+from gossamer.cli.run_options import with_values
 from gossamer.cli.show import List, Report
 from gossamer.cli.telling import tell
 from gossamer.cli.train import Quickstart, Train, leads
@@ -30,7 +31,7 @@ from gossamer.lab.training import Interrupted
 from gossamer.lab.training.checkpoint import Checkpoints
 from gossamer.lab.training.place import end_process
 
-# What a user's input or machine can cause. Anything else is a fault of ours and keeps its traceback.
+# What a user's input or machine can cause. Anything else is a bug in gossamer and keeps its traceback.
 _EXPECTED = (ValueError, OSError, ImportError, ArithmeticError, RuntimeError)
 
 Command = (
@@ -47,13 +48,13 @@ Command = (
 
 
 class Executable(Protocol):
-    """What every command has."""
+    """The interface of a command."""
 
     @property
     def debug(self) -> bool: ...
 
     def carry_out(self, console: Console) -> None:
-        """Do it, and show on the console what came out."""
+        """Execute the command and print its result."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -67,34 +68,34 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _main(given: list[str]) -> None:
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # λ and × are not in every encoding, and not worth an error
+        if isinstance(stream, io.TextIOWrapper):  # λ and × are missing in some encodings, which should be no error
             stream.reconfigure(errors="replace")
     if given == ["--version"]:
         print(f"gossamer {gossamer.__version__}, torch {torch.__version__}, Python {platform.python_version()}")
         sys.exit(0)
-    wrong = keys_as_options(given) or nameless_folder(given)
+    wrong = nameless_folder(given) or repeated(given)
     if wrong:
         tell(f"gossamer: {wrong}")
         sys.exit(2)
     command: Executable = tyro.cli(
         Command,
-        args=given,
+        args=with_values(given),
         prog="gossamer",
-        description="Neural networks that become sparse while they train. `gossamer --version` says which one this is.",
+        description="Neural networks that become sparse while they train. `gossamer --version` shows the version.",
         config=(tyro.conf.FlagCreatePairsOff,),
     )
     end_process(run(command))
 
 
 def run(command: Executable) -> int:
-    """The exit code of a command that has been carried out."""
+    """Execute a command and return its exit code."""
     try:
         with warnings.catch_warnings():
             warnings.showwarning = _show_warning
             command.carry_out(Console(markup=False))  # names of files and layers may have brackets
         return 0
     except Interrupted as stopped:
-        if leads():  # all have stopped
+        if leads():  # all processes have stopped
             tell(stopped)
         return 130
     except KeyboardInterrupt:
@@ -120,17 +121,17 @@ _REMEDIES = {
 
 
 def _remedy(error: Exception) -> str:
-    """What to do about an error of the system, which has no advice in it."""
+    """What to do about an error of the operating system, whose message has no advice."""
     advice = _REMEDIES.get(error.errno or 0) if isinstance(error, OSError) else None
     return f": {advice}, and give the command again" if advice else ""
 
 
 def _afterwards(command: Executable) -> str:
-    """What the same command would do after a stop at once, by a second Ctrl-C or before the first step."""
+    """What the same command would do after an immediate stop, by a second Ctrl-C or before the first step."""
     if isinstance(command, Train):
         return f" at once; when the same command is given again {Checkpoints(at_home(command.out)).next_time()}"
     if isinstance(command, Quickstart | Sweep | Compare | Reproduce):
-        return "; finished runs are kept, and the same command goes on with the rest, from a checkpoint if there is one"
+        return "; finished runs are kept, and the same command resumes the rest, from a checkpoint if there is one"
     return ""
 
 

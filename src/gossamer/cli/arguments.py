@@ -1,4 +1,4 @@
-"""Kinds of arguments that several commands have, with the names that their help shows."""
+"""Argument types that several commands share, and checks of the command line before it is parsed."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -7,8 +7,6 @@ from typing import Annotated
 
 import tyro
 from tyro.conf import arg
-
-from gossamer.lab.training.run import full_key
 
 RecipeName = Annotated[tyro.conf.Positional[str], arg(metavar="RECIPE")]
 Assignments = Annotated[
@@ -20,41 +18,32 @@ OptionalFile = Annotated[Path | None, arg(metavar="FILE")]
 NetworkFile = Annotated[tyro.conf.Positional[Path], arg(metavar="FILE")]
 OptionalName = Annotated[str | None, arg(metavar="NAME")]
 OptionalNumber = Annotated[int | None, arg(metavar="INT")]
+_REPEATABLE = ("--set", "--grid")
 
 
 def at_home(path: Path) -> Path:
-    """The path with ~ resolved, which a shell leaves alone in --out=~/runs."""
+    """The path with ~ expanded, which shells do not do in --out=~/runs."""
     return path.expanduser()
 
 
-def keys_as_options(given: Sequence[str]) -> str | None:
-    """What is wrong with a command line that has keys of a run as options: --epochs 3 for --set epochs=3."""
-    own = {"train": ("out", "set", "debug"), "sweep": ("out", "grid", "set", "together", "device", "debug")}
-    if not given or given[0] not in own:
-        return None
-    for number, argument in enumerate(given):
-        name, _, value = argument.removeprefix("--").partition("=")
-        key = full_key(name.replace("-", "_"))
-        if not argument.startswith("--") or name in own[given[0]] or key is None:
-            continue
-        following = given[number + 1 : number + 2]
-        told = value or next((each for each in following if not each.startswith("-")), "VALUE")
-        option = "--grid" if given[0] == "sweep" and "," in told else "--set"
-        return f"expected the keys of a run behind {option}, got --{name}: gossamer {given[0]} … {option} {key}={told}"
-    return None
+def repeated(given: Sequence[str]) -> str | None:
+    """What is wrong with a command line that has an option twice, of which only the last one would count."""
+    names = [each.partition("=")[0].replace("_", "-") for each in given if each.startswith("--")]
+    twice = next((name for name in names if names.count(name) > 1 and name not in _REPEATABLE), None)
+    return f"expected {twice} once, got it {names.count(twice)} times: keep one of them" if twice else None
 
 
 def nameless_folder(given: Sequence[str]) -> str | None:
-    """What is wrong with a command line that has --out "", as of a shell's variable that is not set: as a path that is
-    the current folder, which nobody has asked for."""
+    """What is wrong with a command line that has --out "", as from an unset shell variable: as a path it would mean the
+    current folder."""
     if "--out=" not in given and ("--out", "") not in pairwise(given):
         return None
     return "expected a folder behind --out, got an empty name: write --out . for the current folder"
 
 
 def joined(given: tuple[tuple[str, ...], ...]) -> list[str]:
-    """All assignments of an option that can be given several times; nothing behind it, as of a shell's variable that
-    is not set, would be a run that nobody has asked for."""
+    """All assignments of a repeatable option. An option without any, as from an unset shell variable, is an error, as
+    it would start another run than the one that was meant."""
     if () in given:
         raise ValueError("expected key=value behind --set and --grid, got nothing: write it, or leave the option out")
     return [assignment for several in given for assignment in several]

@@ -1,4 +1,4 @@
-"""A trained network put to use: `gossamer speed` and `gossamer export`."""
+"""Using a trained network: `gossamer speed` and `gossamer export`."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -18,24 +18,25 @@ from gossamer.lab.stored import open_network
 
 @dataclass(frozen=True)
 class Speed:
-    """Time a network with every engine there is, dense and sparse, and say what its zeros gain on this machine."""
+    """Time a network with every engine available, dense and sparse, and report what its zeros gain on this machine."""
 
     file: NetworkFile
     """A safetensors file, sparse or plain."""
     net: OptionalName = None
-    """Its network: a name out of `gossamer list`, or module:function. By default as the file or its run.json says."""
+    """Architecture of the file: a name from `gossamer list`, or module:function. Default: as the file or its run.json
+    says."""
     shape: tuple[int, ...] = ()
-    """Shape of one sample, for a network of your own."""
+    """Shape of one sample, for your own network."""
     max_bytes: OptionalNumber = None
-    """The most memory that the tensors of the file may take; by default 1024 times its size, at least 64 MiB."""
+    """Largest memory for the tensors of the file, in bytes. Default: 1024 times its size, at least 64 MiB."""
     batch: tuple[int, ...] = (1, 64)
-    """Samples a call."""
+    """Batch sizes to time."""
     threads: tuple[int, ...] = (1,)
-    """Threads that an engine may use."""
+    """Numbers of threads to time."""
     engines: tuple[str, ...] = tuple(ENGINES)
-    """Those to time; one that is not installed says so in its row."""
+    """Engines to time; one that is not installed says so in its row."""
     seconds: float = 5.0
-    """Time for each batch size and number of threads, besides getting ready."""
+    """Seconds of timing per batch size and number of threads, after preparation."""
     out: OptionalFile = None
     """Write the measurement to this JSON file."""
     plot: OptionalFile = None
@@ -71,20 +72,21 @@ class Speed:
 
 @dataclass(frozen=True)
 class Export:
-    """Write a network for other programs: ONNX, torch.export or plain dense safetensors. All are checked."""
+    """Write a network for other programs: ONNX, torch.export or plain dense safetensors. The file is checked."""
 
     file: NetworkFile
     """A safetensors file, sparse or plain."""
     out: NetworkFile
-    """What to write."""
+    """File to write."""
     to: Literal["onnx", "pt2", "dense"]
     """pt2 is torch.export's format; dense is plain safetensors."""
     net: OptionalName = None
-    """Its network: a name out of `gossamer list`, or module:function. By default as the file or its run.json says."""
+    """Architecture of the file: a name from `gossamer list`, or module:function. Default: as the file or its run.json
+    says."""
     shape: tuple[int, ...] = ()
-    """Shape of one sample, for a network of your own."""
+    """Shape of one sample, for your own network."""
     max_bytes: OptionalNumber = None
-    """The most memory that the tensors of the file may take; by default 1024 times its size, at least 64 MiB."""
+    """Largest memory for the tensors of the file, in bytes. Default: 1024 times its size, at least 64 MiB."""
     debug: bool = False
     """Show the traceback of an error."""
 

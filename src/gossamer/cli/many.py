@@ -1,4 +1,4 @@
-"""Many runs at once: `gossamer sweep` over settings, and `gossamer compare` of methods under the same rules."""
+"""Many runs at once: `gossamer sweep` over settings, `gossamer compare` of methods under the same rules."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +16,7 @@ from gossamer.cli.arguments import (
     at_home,
     joined,
 )
+from gossamer.cli.run_options import RunOptions, assignments, is_list
 from gossamer.cli.telling import lines_to
 from gossamer.lab import tables
 from gossamer.lab.batched import runs_of, sweep
@@ -27,35 +28,44 @@ from gossamer.lab.results import about, race_blocks, race_table, sweep_table
 from gossamer.methods import METHODS
 from gossamer.provenance import commit
 
+_OF_A_METHOD = ("sparsity=", "flops=", "decay=", "settings.")  # what one method takes and another one does not
+
 
 @dataclass(frozen=True)
 class Sweep:
-    """Train every combination of some settings of a recipe, all runs side by side as one stacked network."""
+    """Train every combination of some settings of a recipe, all runs batched in one process. Each option below may have
+    several values: --seed 0,1,2."""
 
     recipe: RecipeName
     """Name of a recipe (see `gossamer list`), or a JSON file such as a run.json."""
     out: Folder
-    """Folder for one record a run; runs that have one are not trained again."""
-    grid: Assignments
-    """What the runs differ in, as key=value,value: seed=0,1,2 method=scl,dpf sparsity=0.9,0.95."""
+    """Folder for one record per run; runs that have one are not trained again."""
+    options: RunOptions
+    grid: Assignments = ()
+    """What the runs differ in as key=value,value: seed=0,1,2 method=scl,dpf sparsity=0.9,0.95."""
     set: Assignments = ()
-    """Changes to the recipe, as key=value, for all runs."""
+    """Changes to the recipe as key=value, for all runs."""
     together: int = 32
     """Runs trained at the same time."""
     save_models: bool = False
-    """Leave each network beside its record, as a file for `gossamer.load`."""
-    device: str = "auto"
-    """auto takes a GPU where there is one."""
+    """Save each network beside its record, for `gossamer.load`."""
     debug: bool = False
     """Show the traceback of an error."""
 
     def carry_out(self, console: Console) -> None:
-        if not self.grid:
+        changes, grid = joined(self.set), joined(self.grid)
+        options = assignments(self.options, (*changes, *grid))
+        grid += [each for each in options if _has_several(each)]
+        if not grid:
             raise ValueError(
-                "expected what the runs differ in, got nothing: add --grid seed=0,1,2, or train one run alone"
+                "expected what the runs differ in, got no option with several values: add --seed 0,1,2, for example, "
+                "or train one run with gossamer train"
             )
-        base = find(self.recipe).run.with_settings(joined(self.set))
-        runs, out = runs_of(base, joined(self.grid)), at_home(self.out)
+        if any(each.startswith("method=") for each in grid):
+            # A grid also takes single values, and knows which methods take which.
+            grid += [each for each in options if each not in grid and each.startswith(_OF_A_METHOD)]
+        changes += [each for each in options if each not in grid]
+        runs, out = runs_of(find(self.recipe).run.with_settings(changes), grid), at_home(self.out)
         there = sum(record_path(out, run).exists() for run in runs)
         if there:
             console.print(
@@ -64,7 +74,7 @@ class Sweep:
         records = sweep(
             runs,
             out,
-            device=base.device if self.device == "auto" else self.device,
+            device=runs[0].device,
             together=self.together,
             save_models=self.save_models,
             progress=lines_to(console),
@@ -74,37 +84,37 @@ class Sweep:
 
 @dataclass(frozen=True)
 class Compare:
-    """Train methods against each other, all runs side by side as one stacked network, and show the table."""
+    """Compare methods under the same rules, all runs batched in one process, and show the table."""
 
     out: OptionalFolder = None
-    """Folder for records, table and plot (results/race-NET); runs that have a record are not trained again."""
+    """Folder for records, table and plot (default: results/race-NET); runs that have a record are not trained again."""
     net: str = "resnet20"
-    """Network out of `gossamer list`, for images like those of the data set."""
+    """Network from `gossamer list`, for images like those of the data set."""
     data: str = "cifar10"
-    """Set of images out of `gossamer list`."""
+    """Image set from `gossamer list`."""
     methods: tuple[str, ...] = ("scl", "dpf")
-    """Names out of `gossamer list`, or with settings: autoprune:two_pass=True; all: every one with its defaults; tuned:
-    with the settings of the published table. dense always runs with them."""
+    """Names from `gossamer list`, also with settings: autoprune:two_pass=True; all: every method with its defaults;
+    tuned: every method with the settings of the published table. dense is always included."""
     sparsity: tuple[float, ...] = (0.9, 0.95, 0.98)
-    """Shares of zeros: 0.95 is 95 %."""
+    """Sparsities: 0.95 is 95 % zeros."""
     seeds: int = 3
-    """Runs of each kind, with seeds from 0 on."""
+    """Runs of each kind, with seeds 0, 1, …"""
     tier: Literal["screening", "final"] = "screening"
-    """screening: 50 epochs, 5,000 training images held out. final: 350 epochs, on all of them."""
+    """screening: 50 epochs with a validation set of 5,000 training images. final: 350 epochs on all of them."""
     epochs: OptionalNumber = None
-    """Other than the tier's."""
+    """Epochs. Default: those of the tier."""
     validation: OptionalNumber = None
-    """Training images held out, other than the tier's; 0 trains on all of them."""
+    """Training images held out as a validation set; 0 trains on all of them. Default: that of the tier."""
     weight_decay: float = Comparison.weight_decay
-    """Of all runs but those with one of their own, such as str:weight_decay=1e-4."""
+    """Weight decay of all runs except those with their own, such as str:weight_decay=1e-4."""
     plot: OptionalFile = None
-    """Draw accuracy against sparsity into this file, not TIER.svg in OUT; needs matplotlib."""
+    """Plot accuracy against sparsity into this file instead of TIER.svg in OUT; needs matplotlib."""
     together: int = 32
     """Runs trained at the same time."""
     save_models: bool = False
-    """Leave each network beside its record, as a file for `gossamer.load`."""
+    """Save each network beside its record, for `gossamer.load`."""
     device: str = "auto"
-    """auto takes a GPU where there is one."""
+    """auto takes a GPU if there is one."""
     debug: bool = False
     """Show the traceback of an error."""
 
@@ -141,6 +151,11 @@ class Compare:
             progress=lines_to(console),
             finished=show,
         )
+
+
+def _has_several(assignment: str) -> bool:
+    key, _, value = assignment.partition("=")
+    return "," in value and not is_list(key)
 
 
 def _named(text: str) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""Exhibits of the paper: `gossamer reproduce`."""
+"""Experiments of the paper: `gossamer reproduce`."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,19 +18,19 @@ from gossamer.lab.training.place import check_one_process, join
 
 @dataclass(frozen=True)
 class Reproduce:
-    """Repeat an exhibit of the paper and show its table."""
+    """Repeat an experiment of the paper and show its table."""
 
     exhibit: tyro.conf.Positional[Literal["map-fitting", "mnist"]]
     out: OptionalFolder = None
-    """Folder for the records (results/EXHIBIT); what is there already is not computed again."""
+    """Folder for the records (default: results/EXHIBIT); records that exist are not computed again."""
     seeds: int = 3
-    """Runs of each kind, with seeds from 0 on."""
+    """Runs of each kind, with seeds 0, 1, …"""
     steps: int = map_fitting.STEPS
-    """Of map-fitting."""
+    """Steps of map-fitting."""
     epochs: int = mnist.EPOCHS
-    """Of mnist."""
+    """Epochs of mnist."""
     device: str = "auto"
-    """Of mnist: auto takes a GPU where there is one."""
+    """Device of mnist: auto takes a GPU if there is one."""
     debug: bool = False
     """Show the traceback of an error."""
 
@@ -45,13 +45,13 @@ class Reproduce:
             records = map_fitting.reproduce(out, seeds=self.seeds, steps=self.steps, progress=lines_to(console))
             console.print(tables.of_map_fitting(map_fitting_rows(records)))
             console.print(
-                "The paper has curves and no numbers: clipped ReLU worst, ReLU better, the other three better still "
-                "and alike, and normalisation reduces all errors."
+                "The paper prints curves and no numbers: clipped ReLU is worst, ReLU better, the other three better "
+                "still and alike, and normalisation reduces all errors."
             )
-            console.print(f"the records and, where matplotlib is installed, their curves are in {out}")
+            console.print(f"the records and, if matplotlib is installed, their curves are in {out}")
             return
         device = join(self.device).device
         records = mnist.reproduce(out, seeds=self.seeds, epochs=self.epochs, device=device, progress=lines_to(console))
         for head, rows in (mnist_decay_table(records), mnist_estimator_table(records)):
             console.print(tables.of_rows(head, rows))
-        console.print(f"the records and, where matplotlib is installed, the picture {mnist.PICTURE} are in {out}")
+        console.print(f"the records and, if matplotlib is installed, the picture {mnist.PICTURE} are in {out}")

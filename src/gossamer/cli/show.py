@@ -1,4 +1,4 @@
-"""What there is and what came out: `gossamer list` and `gossamer report`."""
+"""`gossamer list` of what is available, and `gossamer report` of finished runs."""
 
 import json
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from gossamer.lab.training.result import RESULT, RUN, read_layers, read_result_f
 
 @dataclass(frozen=True)
 class List:
-    """Show the models, data sets, methods and recipes there are."""
+    """Show the available models, data sets, methods and recipes."""
 
     debug: bool = False
     """Show the traceback of an error."""
@@ -28,13 +28,13 @@ class List:
 
 @dataclass(frozen=True)
 class Report:
-    """Show finished runs in one table, of a sweep also what its runs differ in, and with --layers the connections of
+    """Show finished runs in one table, for a sweep with the settings that differ, and with --layers the nonzeros of
     every layer."""
 
     files: Annotated[tyro.conf.Positional[tuple[Path, ...]], arg(metavar="DIR [DIR ...]")]
-    """Folders of runs, folders that hold such, as a sweep's, or result.json files."""
+    """Folders of runs, folders that contain such folders or the records of a sweep, or result.json files."""
     layers: bool = False
-    """Also one table a run with every layer."""
+    """Also show one table per run with every layer."""
     debug: bool = False
     """Show the traceback of an error."""
 
@@ -44,14 +44,14 @@ class Report:
         found = {run: read_result_file(run) for file in self.files for run in _runs_in(file)}
         console.print(tables.of_results([(str(run), result) for run, result in found.items()]))
         swept = [result for result in found.values() if {"config", "diverged"} <= result.keys()]
-        if len(swept) > 1:  # the names of their files tell nothing
+        if len(swept) > 1:  # the names of their files do not describe them
             console.print(tables.of_rows(*sweep_table(sorted(swept, key=lambda each: json.dumps(each["config"])))))
         for file in found if self.layers else ():
             console.print(tables.of_layers(read_layers(file), str(file)))
 
 
 def _runs_in(path: Path) -> list[Path]:
-    """The path itself where it is a run, or may have become one; else the runs that the folder holds."""
+    """The path itself if it is a run, finished or not; else the runs in the folder."""
     if not path.is_dir() or (path / RESULT).exists() or (path / RUN).exists():
         return [path]
     folders = sorted(child for child in path.iterdir() if (child / RESULT).is_file())

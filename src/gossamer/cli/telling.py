@@ -1,4 +1,4 @@
-"""Saying something to somebody who may be gone: a closed stream, a pipe that nobody reads, a terminal that was shut."""
+"""Console output that tolerates closed streams, broken pipes and closed terminals."""
 
 import contextlib
 import sys
@@ -8,16 +8,16 @@ from rich.console import Console
 
 
 def tell(sentence: object) -> None:
-    """A line on stderr, or nothing where that cannot be written."""
+    """Write a line to stderr, or nothing if stderr cannot be written."""
     with contextlib.suppress(OSError, ValueError):
         print(sentence, file=sys.stderr)
 
 
 def lines_to(console: Console) -> Callable[[str], None]:
-    """What shows a line of progress, and lets training go on where nobody sees it."""
+    """A function that prints a line of progress and ignores a closed output."""
 
     def show(line: str) -> None:
-        # At a broken pipe rich asks for the end of the program, and is quiet from then on.
+        # At a broken pipe rich raises SystemExit once, and prints nothing from then on.
         with contextlib.suppress(OSError, ValueError, SystemExit):
             console.print(line)
 

@@ -1,4 +1,4 @@
-"""One run: `gossamer train`, and `gossamer quickstart`, which is two of them on a small network."""
+"""One run: `gossamer train`; and two on a small network: `gossamer quickstart`."""
 
 import os
 from collections.abc import Sequence
@@ -10,6 +10,7 @@ import torch
 from rich.console import Console
 
 from gossamer.cli.arguments import Assignments, Folder, RecipeName, at_home, joined
+from gossamer.cli.run_options import RunOptions, assignments
 from gossamer.lab import tables
 from gossamer.lab.recipes import Recipe, find
 from gossamer.lab.training import train
@@ -19,24 +20,26 @@ from gossamer.lab.training.result import MODEL, RESULT, SPARSE_MODEL, read_layer
 
 @dataclass(frozen=True)
 class Train:
-    """Train a recipe, or go on with it where it was stopped or killed."""
+    """Train a recipe, or resume it after a stop or a kill. What no option says is as in the recipe."""
 
     recipe: RecipeName
     """Name of a recipe (see `gossamer list`), or a JSON file such as a run.json."""
     out: Folder
     """Folder for checkpoints, log, model and result."""
+    options: RunOptions
     set: Assignments = ()
-    """Changes to the recipe, as key=value: lr=0.05, sparsity=0.9, settings.mask_lr=0.1, device=cuda."""
+    """Changes to the recipe as key=value, the same as the options below: lr=0.05 settings.mask_lr=0.1."""
     debug: bool = False
     """Show the traceback of an error."""
 
     def carry_out(self, console: Console) -> None:
         recipe, out = find(self.recipe), at_home(self.out)
         written_before = _written(out / RESULT)
-        result = _train(recipe, out, joined(self.set))
+        changes = joined(self.set)
+        result = _train(recipe, out, [*changes, *assignments(self.options, changes)])
         if leads():
             if _written(out / RESULT) == written_before:
-                _say(console, f"This run has finished before, in {out}: nothing was trained.")
+                _say(console, f"This run had already finished in {out}: nothing was trained.")
             console.print(tables.of_results([(recipe.name, result)]))
             console.print(tables.against_paper(recipe, result))
             if (out / MODEL).is_file():
@@ -45,7 +48,7 @@ class Train:
 
 @dataclass(frozen=True)
 class Quickstart:
-    """Train a small network on digits, dense and 95 % sparse, and compare. Needs no data and no GPU."""
+    """Train a small network on digits, dense and 95 % sparse, and compare them. Needs no data and no GPU."""
 
     out: Folder = Path("gossamer-quickstart")
     """Folder for both runs."""
@@ -53,11 +56,13 @@ class Quickstart:
     """Show the traceback of an error."""
 
     def carry_out(self, console: Console) -> None:
-        torch.set_num_threads(1)  # so small a network gains nothing from a second one, and loses much on a busy machine
+        torch.set_num_threads(
+            1
+        )  # a network this small gains nothing from a second one, and loses much on a busy machine
         folders = {name: at_home(self.out) / name for name in ("digits-dense", "digits")}
         results = [(name, _train(find(name), folder)) for name, folder in folders.items()]
         console.print(tables.of_results(results))
-        console.print(tables.of_layers(read_layers(folders["digits"]), "The connections that are left"))
+        console.print(tables.of_layers(read_layers(folders["digits"]), "Nonzeros by layer"))
         plain, small = (folders["digits"] / name for name in (MODEL, SPARSE_MODEL))
         smaller = plain.stat().st_size / small.stat().st_size
         _say(
@@ -76,15 +81,15 @@ def _train(recipe: Recipe, out: Path, changes: Sequence[str] = ()) -> dict[str, 
 
 
 def _say(console: Console, sentence: str) -> None:
-    """A line with a path in it, which a terminal may break but we do not: it can then be copied."""
+    """Print a line with a path in it without wrapping it, so that the path can be copied."""
     console.print(sentence, soft_wrap=True, highlight=False)
 
 
 def _written(path: Path) -> int | None:
-    """When a file was written, None where it is not there."""
+    """When a file was written, None if it does not exist."""
     return path.stat().st_mtime_ns if path.is_file() else None
 
 
 def leads() -> bool:
-    """Whether this process shows results, where torchrun has started several."""
+    """Whether this process prints results; torchrun may have started several."""
     return os.environ.get("RANK", "0") == "0"

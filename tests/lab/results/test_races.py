@@ -13,7 +13,7 @@ import pytest
 from gossamer.lab.recipes import RECIPES
 from gossamer.lab.results import Record, plot, race_blocks, race_page, race_table
 from gossamer.lab.results.pages import drawings, in_a_sentence, summary
-from gossamer.lab.results.races import PUBLISHED, one_a_method, published, race_groups, races, shown
+from gossamer.lab.results.races import PUBLISHED, one_a_method, over_lengths, published, race_groups, races, shown
 from gossamer.methods import METHODS
 
 
@@ -207,6 +207,21 @@ def test_the_readme_has_of_each_method_what_is_nearest_to_the_defaults_or_suits_
         [METHODS["dpf"].title, "–", "90.00"],
         [f"{METHODS['gradual'].title}, weight_decay=0.001", "–", "89.50"],
     ]  # and no column for what is not there
+
+
+def test_the_spread_over_races_of_several_lengths_is_told() -> None:
+    short = [record("scl", 0.95, accuracy, seed, tier="final") for seed, accuracy in enumerate([90.0, 91.0])]
+    others = [
+        record("scl", 0.95, 80.0, settings={"mask_lr": 0.1}, tier="final"),
+        record("dpf", 0.95, 70.0, tier="final"),
+    ]
+    longer = [
+        record("scl", 0.95, accuracy, seed, tier="final", epochs=60) for seed, accuracy in enumerate([92.0, 93.0])
+    ]
+    assert over_lengths([*short, *others]) == ""
+    assert over_lengths([*short, *others, *longer]).startswith(
+        "At 95 % zeros the defaults give 90.50 ± 0.71 in 50 epochs and 92.50 ± 0.71 in 60 epochs: 91.50 ± 1.29 over all"
+    )
 
 
 def test_longer_runs_of_fewer_methods_are_a_sentence_of_the_readme(checkout: Path) -> None:

@@ -135,7 +135,7 @@ def test_commands_that_keep_nothing_promise_nothing(
 
     monkeypatch.setattr(cli.Sweep, "carry_out", stop)
     assert cli.run(cli.Sweep("digits", Path("somewhere"), grid=())) == 130
-    assert capsys.readouterr().err.endswith("goes on with the rest, from a checkpoint if there is one\n")
+    assert capsys.readouterr().err.endswith("resumes the rest, from a checkpoint if there is one\n")
     monkeypatch.setattr(cli.List, "carry_out", stop)
     assert cli.run(cli.List()) == 130
     assert capsys.readouterr().err == "gossamer: stopped\n"

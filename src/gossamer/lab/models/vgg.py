@@ -2,8 +2,8 @@
 
 Convolutions of 3 × 3 without bias, each followed by batch normalisation and ReLU; four maximum pools and a
 last average pool bring 32 × 32 down to one pixel of 512 channels. VGG-16 has a classifier of two layers (512
-hidden units, 14,977,728 connections), VGG-19 a single one (20,024,000): the two variants whose counts the
-paper reports.
+hidden units, 14,977,728 prunable weights), VGG-19 a single one (20,024,000). The paper does not print the sizes
+of its VGGs.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A recipe is a value: a run, and what the paper reports for it."""
+"""A recipe is a value: a run, and the numbers that the paper prints for it."""
 
 from dataclasses import dataclass, replace
 
@@ -74,5 +74,5 @@ def variants(
             published,
             tolerance,
         ),
-        Recipe(f"{name}-paper", f"{about}, as in the paper", paper, published, tolerance),
+        Recipe(f"{name}-paper", f"{about}, the paper's settings", paper, published, tolerance),
     )

@@ -152,7 +152,8 @@ def mnist(root: Path) -> str:
             f"117,152 connections, {first['epochs']} epochs, batch 64; test accuracy in percent at the last epoch, "
             f"mean ± standard deviation, seeds: {seeds}; {told}; `gossamer reproduce mnist --out results/mnist`.",
             table(*mnist_decay_table(records)),
-            f"Estimators at exactly 95 % zeros, everything but the budget as in the paper; {_defaults(records)} "
+            f'Estimators at exactly 95 % zeros, with `preset="paper"` and λ1 solved for instead of fixed; '
+            f"{_defaults(records)} "
             f"at 95 %: {_accuracy(ours)}.",
             table(*mnist_estimator_table(records)),
             "Connections of each pixel, over all layers, darkest where there are most (numbers in the records):",

@@ -1,7 +1,9 @@
 """What is wrong with a run, all of it at once, before anything is trained."""
 
 import re
+from collections.abc import Mapping
 from dataclasses import fields
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,12 +19,17 @@ from gossamer.settings import PRESETS, choose
 if TYPE_CHECKING:  # which checks itself by what is here
     from gossamer.lab.training.run import Run
 
-OPTIMIZERS = ("sgd", "adamw")
-SCHEDULES = ("constant", "cosine", "steps", "phases", "phases_cosine", "restart", "plateau")
 TRUNK = "trunk"  # the teacher that is the network itself, as it was after the warm-up
 AUTO = "auto"
-PRECISIONS = (AUTO, "float32", "bf16")
-SHARDINGS = ("ddp", "fsdp2")
+CHOICES: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "optimizer": ("sgd", "adamw"),
+        "schedule": ("constant", "cosine", "steps", "phases", "phases_cosine", "restart", "plateau"),
+        "precision": (AUTO, "float32", "bf16"),
+        "sharding": ("ddp", "fsdp2"),
+        "preset": tuple(PRESETS),
+    }
+)
 _LARGEST = torch.finfo(torch.float32).max  # of numbers that weights and masks are computed with
 # How messages about single settings begin, several of which may stand in one line.
 _NAMED, _NEXT = re.compile(r"\w+: "), re.compile(r"; (?=\w+: )")
@@ -35,16 +42,9 @@ def problems_of(run: "Run") -> list[str]:
 
 
 def _wrong_choices(run: "Run") -> list[str]:
-    table = (
-        ("optimizer", OPTIMIZERS),
-        ("schedule", SCHEDULES),
-        ("precision", PRECISIONS),
-        ("sharding", SHARDINGS),
-        ("preset", tuple(PRESETS)),
-    )
     wrong = [
         f"{name}: expected one of {', '.join(choices)}, got {getattr(run, name)!r}"
-        for name, choices in table
+        for name, choices in CHOICES.items()
         if getattr(run, name) not in choices
     ]
     if run.preset in PRESETS:

@@ -1,6 +1,6 @@
-"""What the settings of a run can be called: those of its masks depend on the method, those of its network on the model.
+"""The names of a run's settings: mask settings depend on the method, arguments of the network on the model.
 
-Whoever misspells one, or leaves out what comes before its dot, is told the name that was probably meant.
+A misspelt name, or one without its prefix, is an error that suggests the right one.
 """
 
 import difflib
@@ -19,7 +19,7 @@ _WITH_ALL_SETTINGS = ("dense", "scl")
 
 
 def shares_all_settings(method: str) -> bool:
-    """Whether the settings of this method are the fields of `Settings`; a peer has its own beside a few of them."""
+    """Whether the settings of this method are the fields of `Settings`; others have their own and a few of these."""
     return method in _WITH_ALL_SETTINGS
 
 
@@ -29,7 +29,7 @@ def is_known(method: str) -> bool:
 
 @cache
 def setting_types(method: str) -> dict[str, Any]:
-    """The settings of a method by name, with their types; all that there are where nobody knows the method."""
+    """The settings of a method by name, with their types; those of `Settings` if the method is unknown."""
     general = typing.get_type_hints(Settings)
     rule = METHODS.get(ALIASES.get(method, method))
     if rule is None or shares_all_settings(method):
@@ -38,17 +38,17 @@ def setting_types(method: str) -> dict[str, Any]:
 
 
 def options_of(model: str) -> tuple[str, ...]:
-    """The arguments that a network takes, without the number of classes, which is that of its data."""
+    """The arguments of a network, without the number of classes, which comes from the data."""
     return tuple(name for name in inspect.signature(models.entry(model).builder).parameters if name != "num_classes")
 
 
 def options_if_known(model: str) -> tuple[str, ...] | None:
-    """The same, None for a network that is not there."""
+    """The arguments of a network, None if it is unknown."""
     return options_of(model) if model in models.names() else None
 
 
 def did_you_mean(name: str, keys: Iterable[str], *, method: str, model: str) -> str:
-    """The key of a run that somebody means who writes `name`, or all there are where nothing is near."""
+    """A hint for an unknown key: the most similar key, or all keys if none is similar."""
     known = [*keys]
     full = {each: each for each in known}
     for prefix, parts in (("settings", setting_types(method)), ("model_options", options_if_known(model))):

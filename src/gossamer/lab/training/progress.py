@@ -1,7 +1,7 @@
-"""What a run tells while it goes on: a live line, a log of JSON lines, and TensorBoard where that is installed.
+"""Progress of a run: a live line, a log of JSON lines, and TensorBoard if it is installed.
 
-Where there is no terminal the live line is a plain one now and then. The loop hands a frozen `Status` to every observer
-and knows nothing of how it is shown.
+Without a terminal, plain lines replace the live one. The loop passes a frozen `Status` to every observer and does not
+know how it is shown.
 """
 
 import importlib.util
@@ -27,7 +27,7 @@ from gossamer.lab.training.checkpoint import write_atomically
 
 @dataclass(frozen=True)
 class Status:
-    """Where a run is. What is not known at this moment is None."""
+    """Progress of a run. What is unknown at this moment is None."""
 
     step: int  # steps done
     total_steps: int
@@ -35,38 +35,38 @@ class Status:
     epochs: int
     phase: str
     lr: float
-    seconds: float  # of training, all sittings together
+    seconds: float  # of training, over all sessions
     loss: float | None = None  # mean since the last status
     metric: str = "accuracy"
-    train: float | None = None  # the metric on the batches since the last status, as the network was at each of them
-    validation: float | None = None  # the metric on the validation part
+    train: float | None = None  # the metric on the training batches since the last status, each at its own step
+    validation: float | None = None  # the metric on the validation set
     sparsity: float | None = None
     decay: float | None = None  # λ1, given or solved for
 
 
 class Observer(Protocol):
-    """Somebody who wants to know."""
+    """Receives training events."""
 
     def begin(self, status: Status) -> None: ...
 
     def tell(self, status: Status) -> None: ...
 
     def move(self, step: int, seconds: float, doing: str | None = None) -> None:
-        """Between two statuses, about every second: what is known without waiting for the device. `doing` says what
-        the run does where that is no training."""
+        """Called about once a second between two statuses, with what is known without synchronizing with the device.
+        `doing` describes what the run does if it is not training."""
         ...
 
     def close(self) -> None: ...
 
 
 class Observers:
-    """Several observers as one; closes them all, whatever happens.
+    """Several observers as one; always closes all of them.
 
-    A full disk or a terminal that is gone is no reason to stop a run: there is a warning, and training goes on.
+    A full disk or a closed terminal does not stop a run: there is a warning, and training goes on.
     """
 
     def __init__(self, observers: Sequence[Observer], *, every: float = 1.0) -> None:
-        """They are moved `every` so many seconds at most."""
+        """`every` is the least time between two calls of `move`, in seconds."""
         self._observers, self._every = observers, every
         self._warned: set[int] = set()
         self._last = -math.inf
@@ -109,7 +109,7 @@ class Observers:
 
 
 class JsonLines:
-    """One JSON object a status, in log.jsonl. A run that goes on drops the lines of steps it will do again."""
+    """One JSON object per status, in log.jsonl. A resumed run drops the lines of steps that it will repeat."""
 
     def __init__(self, folder: Path | str) -> None:
         self.path = Path(folder) / "log.jsonl"
@@ -126,10 +126,10 @@ class JsonLines:
             file.write(json.dumps(values) + "\n")
 
     def move(self, step: int, seconds: float, doing: str | None = None) -> None:
-        pass  # the log has the steps that are asked for, however fast they are
+        pass  # the log has only the steps that were asked for
 
     def close(self) -> None:
-        pass  # the file is opened for each line only, so a kill loses none
+        pass  # the file is opened for each line, so a kill loses none
 
 
 def _name_of(observer: Observer) -> str:
@@ -137,7 +137,7 @@ def _name_of(observer: Observer) -> str:
 
 
 def _step_of(line: str) -> float:
-    """The step of a line; infinite for one that a kill has left incomplete."""
+    """The step of a line; infinite for a line that a kill left incomplete."""
     try:
         return int(json.loads(line)["step"])
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
@@ -160,11 +160,11 @@ class TensorBoard:
         from torch.utils.tensorboard import SummaryWriter
 
         self._hook, threading.excepthook = threading.excepthook, self._hear
-        # What an earlier sitting wrote after this step is done again, and hidden.
+        # Steps after this one that an earlier session logged are repeated, and hidden.
         self._writer = SummaryWriter(str(self.path), purge_step=status.step + 1 if status.step else None)
 
     def _hear(self, told: threading.ExceptHookArgs) -> None:
-        """What goes wrong in the thread of the writer is an error of the next scalar as well, and told there."""
+        """Silences errors in the writer's thread: the next scalar raises them again."""
         if not type(told.thread).__module__.startswith("tensorboard."):
             self._hook(told)
 
@@ -193,7 +193,7 @@ class TensorBoard:
 
 
 class LiveLine:
-    """One line on the terminal that stays in its place; where that is narrow the bar and the title give way."""
+    """One line on the terminal, updated in place; on a narrow terminal the bar and the title shrink."""
 
     def __init__(self, title: str, console: Console | None = None) -> None:
         self._title = title
@@ -235,10 +235,10 @@ class LiveLine:
 
 
 class PlainLines:
-    """The same where nobody looks at a terminal, as in the log of a batch job: a line of its own now and then."""
+    """Progress without a terminal, as in the log of a batch job: a plain line now and then."""
 
     def __init__(self, title: str, console: Console | None = None, *, every: float = 30.0) -> None:
-        """`every` so many seconds, and at the end."""
+        """A line `every` this many seconds, and at the end."""
         self._title, self._every = title, every
         self._console = console or Console(stderr=True)
         self._last = -math.inf
@@ -267,7 +267,7 @@ class PlainLines:
         left = status.seconds * (status.total_steps - status.step) / status.step if status.step else None
         told = "" if not left else f" · {timedelta(seconds=round(left))} left"
         line = f"{self._title}: {facts(status, self._validation, doing)}{told}"
-        self._console.file.write(f"{line}\n")  # not by rich, which ends the program where nobody reads a pipe
+        self._console.file.write(f"{line}\n")  # rich would end the program at a broken pipe
         self._console.file.flush()
 
     def close(self) -> None:
@@ -280,12 +280,12 @@ class _Facts(ProgressColumn):
 
 
 def moved(status: Status, step: int, seconds: float) -> Status:
-    """The status some steps later, with what was known before."""
+    """The status some steps later, with the last known metrics."""
     return replace(status, step=step, epoch=status.epochs * step / status.total_steps, seconds=seconds)
 
 
 def facts(status: Status, validation: float | None, doing: str | None = None) -> str:
-    """The status in words, as short as possible."""
+    """A short description of the status."""
     parts = [f"{min(int(status.epoch) + 1, status.epochs)}/{status.epochs} {status.phase}"]
     if doing is not None:
         return f"{parts[0]} · {doing}"
@@ -293,7 +293,7 @@ def facts(status: Status, validation: float | None, doing: str | None = None) ->
         parts.append(f"loss {status.loss:.3f}")
     if validation is not None:
         parts.append(f"{validation:.2%}" if status.metric == "accuracy" else f"ppl {validation:.2f}")
-    elif status.train is not None:  # better than nothing where no images are held out
+    elif status.train is not None:  # without a validation set
         parts.append(
             f"train acc {status.train:.1%}" if status.metric == "accuracy" else f"train ppl {status.train:.2f}"
         )

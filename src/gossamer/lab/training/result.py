@@ -1,4 +1,4 @@
-"""What a finished run leaves behind: result.json, with everything needed to believe and to repeat it."""
+"""The files of a finished run: result.json, with everything needed to check and to repeat it, and its network."""
 
 import json
 import math
@@ -44,8 +44,8 @@ def make_result(
     settled: Mapping[str, float] | None = None,
     teacher: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """The result as plain values. `mode` is how steps were computed; `flops` are those of one sample (of a language
-    model: one word). What mask learning `settled` on and a `teacher` are told where there was one."""
+    """The result as plain values. `mode` says how steps were computed; `flops` are per sample (of a language model: per
+    word). `settled` has the values that mask learning derived, `teacher` describes the teacher, if there were any."""
     total = counted.total
     result: dict[str, Any] = {
         "run_id": run.run_id,
@@ -79,7 +79,7 @@ def count(run: Run, model: nn.Module, example: Tensor) -> Report:
 
 @contextmanager
 def writing(folder: Path, content: str = "the run") -> Iterator[None]:
-    """The first writing into the folder of a run, or of other `content`, which fails where it is not a place for it."""
+    """Wraps the first writing into the folder of a run, or of other `content`, and explains why it fails."""
     files = [each for each in (folder, *folder.parents) if each.exists() and not each.is_dir()]
     if files:
         which = "which" if files[0] == folder else f"and {files[0]}"
@@ -96,11 +96,9 @@ def writing(folder: Path, content: str = "the run") -> Iterator[None]:
 
 
 def read_result(folder: Path, run: Run) -> dict[str, Any] | None:
-    """The result of this very run, where the folder has it. A folder of another run is an error."""
+    """The result of this run if the folder has it. A folder of another run is an error."""
     if (folder / RUN).is_file():
-        read_object(
-            folder / RUN, remedy=": if it was damaged, delete it; a checkpoint says as well whose the folder is"
-        )
+        read_object(folder / RUN, remedy=": if it was damaged, delete it; its run is recorded in a checkpoint, too")
         _refuse_another(folder, run, folder / RUN)
     result = folder / RESULT
     found = read_object(result, remedy=": if it was damaged, delete it to train again") if result.is_file() else {}
@@ -118,7 +116,7 @@ def read_result(folder: Path, run: Run) -> dict[str, Any] | None:
 
 
 def _refuse_another(folder: Path, run: Run, path: Path) -> None:
-    """An error where a file of the folder tells of another run than the one that is asked for."""
+    """An error if a file of the folder belongs to another run."""
     other = read_run(path)
     if other.run_id != run.run_id:
         command = shlex.join(["gossamer", "train", str(path), "--out", str(folder)])
@@ -161,7 +159,7 @@ _OPTIONAL = ("flops", "flops_dense", "validation_accuracy", "validation_perplexi
 
 
 def check_result(values: Mapping[str, Any], file: Path) -> None:
-    """Refuse a result with something else where tables show a number."""
+    """Refuse a result whose table entries are not numbers."""
     diverged = values.get("diverged") is True
     wrong = [
         name
@@ -187,7 +185,7 @@ def is_number(value: object) -> bool:
 
 
 def read_layers(path: Path) -> Report:
-    """The connections of every layer of a finished run, from its folder or its result file."""
+    """The nonzeros of every layer of a finished run, from its folder or its result file."""
     file = (path if path.is_dir() else path.parent) / LAYERS
     if not file.is_file():
         raise FileNotFoundError(
@@ -226,9 +224,9 @@ def write_json(path: Path, values: Mapping[str, Any]) -> None:
 
 
 def write_all(folder: Path, tensors: Mapping[str, Tensor], counted: Report, result: Mapping[str, Any]) -> None:
-    """Everything that a run leaves behind. The result comes last: the run is complete when it is there.
+    """Writes all files of a finished run. The result comes last: the run is complete when it exists.
 
-    Somebody may have removed the folder meanwhile: it is made again, with the run.json that was written first.
+    The folder may have been deleted in the meantime: it is created again, with the run.json that was written first.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -1,8 +1,8 @@
 """A run as a frozen value: everything that decides what a training run computes, and its short identity.
 
-A `Run` is built in Python, read from a JSON file, or made from another one by `--set key=value`. Its identity is the
-hash of what differs from the defaults, so that a field added later, whose default means "no effect", leaves the
-identities of old runs as they were. Where and how often things are written, and on which device, is not part of it.
+A `Run` is built in Python, read from a JSON file, or made from another one by options and `--set key=value`. Its
+identity is the hash of what differs from the defaults, so a field added later, whose default means "no effect", does
+not change the identities of old runs. Where and how often things are written, and on which device, is not part of it.
 """
 
 import hashlib
@@ -22,7 +22,7 @@ from gossamer.settings import Settings, choose
 
 FORMAT = 1  # of the dictionary and of the files that hold it
 
-# Where a run is computed and how often it is written down: the same run, whatever these are.
+# Where a run is computed and how often it is written: these do not make it another run.
 _NOT_IN_IDENTITY = frozenset(
     {"device", "data_root", "workers", "checkpoint_minutes", "checkpoint_steps", "log_steps"}
     | {"channels_last", "compile", "capture"}
@@ -35,71 +35,110 @@ def _no_options() -> Mapping[str, Scalar]:
 
 @dataclass(frozen=True)
 class Run:
-    """One training run. Durations carry units: '150ep', '2000it', '0.3run'."""
+    """One training run. Durations carry units: '150ep', '2000it', '0.3run'.
 
-    # What is trained on what.
+    The docstrings of the fields are the help texts of `gossamer train --help`, whose groups follow this order.
+    """
+
     model: str = "resnet20"
+    """Network out of `gossamer list`."""
     model_options: Mapping[str, Scalar] = field(default_factory=_no_options, hash=False)
+    """Arguments of the network."""
     data: str = "cifar10"
-    validation: int = 0  # training images held out to look at while training; text sets bring their own
+    """Data set out of `gossamer list`."""
+    validation: int = 0
+    """Training images held out as a validation set; text sets bring their own."""
     augment: bool = True
-    image_size: int = 224  # of an image folder; other sets have their own
+    """Random crops and flips of training images."""
+    image_size: int = 224
+    """Pixels a side, for an image folder; other sets have their own size."""
 
-    # How it is made sparse: exactly one request, none for the dense network.
     method: str = "dense"
+    """Method out of `gossamer list`; dense trains without masks."""
     sparsity: float | None = None
+    """Share of zeros: 0.95 is 95 %."""
     flops: float | None = None
+    """Share of the dense network's multiply-adds to keep: 0.1 is a tenth."""
     decay: float | None = None
+    """The paper's fixed λ1; the sparsity is what comes out."""
     leave_at: float | None = None
+    """With decay: end the sparsify phase at this sparsity."""
     preset: str = "default"
-    settings: Mapping[str, Scalar] = field(default_factory=_no_options, hash=False)  # fields of Settings
-    include: tuple[str, ...] = ()  # name patterns; nothing means all connections
+    """Named set of mask settings that the others are changes to."""
+    settings: Mapping[str, Scalar] = field(default_factory=_no_options, hash=False)
+    """Settings of the method."""
+    include: tuple[str, ...] = ()
+    """Name patterns of the weights to prune; none means all."""
     exclude: tuple[str, ...] = ()
+    """Name patterns of weights to leave dense."""
 
-    # How long, and in what portions.
     epochs: int = 1
-    batch_size: int = 64  # over all processes together
-    bptt: int = 35  # steps through which a language model's gradient goes
+    """Passes over the training set."""
+    batch_size: int = 64
+    """Samples per step, over all processes together."""
+    bptt: int = 35
+    """Time steps through which a language model's gradient flows."""
     seed: int = 0
+    """Seed of the initial weights, the order of the data and its augmentation."""
 
-    # The optimizer.
     optimizer: str = "sgd"
+    """The optimizer."""
     lr: float = 0.1
+    """Learning rate, before its schedule."""
     momentum: float = 0.9
+    """Momentum of SGD."""
     nesterov: bool = False
+    """Nesterov momentum."""
     weight_decay: float = 1e-4
-    weight_decay_power: float = 0.0  # once connections go: times the share that shall be left, to this power
-    clip: float | None = None  # largest norm of the gradient
+    """Weight decay."""
+    weight_decay_power: float = 0.0
+    """While weights are pruned, weight decay is multiplied by the target density to this power."""
+    clip: float | None = None
+    """Largest norm of the gradient."""
     label_smoothing: float = 0.0
-
-    # Its learning rate: lr times a factor of the step (see gossamer.lab.training.optimise).
+    """Label smoothing of the cross-entropy."""
     schedule: str = "cosine"
+    """Schedule of the learning rate (docs/training.md)."""
     lr_warmup: str = "0it"
-    lr_drops: tuple[str, ...] = ()  # moments of the run, for schedule=steps
-    lr_factor: float = 0.1  # of each drop; of the end of the mask phases for phases_cosine
+    """Duration over which the learning rate rises, such as 5ep."""
+    lr_drops: tuple[str, ...] = ()
+    """With schedule=steps: when the learning rate drops, such as 150ep,0.8run."""
+    lr_factor: float = 0.1
+    """Factor of each drop; with phases_cosine, the factor at the end of the mask phases."""
+    lr_restart: float | None = None
+    """With schedule=restart: the learning rate after the warm-up; none means lr again."""
 
-    lr_restart: float | None = None  # of schedule=restart, where the warm-up ends; none: lr once more
-
-    # Learning from another network as well (see gossamer.lab.training.teacher).
-    distil: float = 0.0  # its share in the loss
+    distil: float = 0.0
+    """Share of the teacher's answers in the loss; 0 trains without a teacher."""
     temperature: float = 4.0
-    teacher: str = TRUNK  # or the folder of a finished run, or a file with a network
+    """Temperature of the distillation."""
+    teacher: str = TRUNK
+    """trunk (the network itself, as the warm-up left it), the folder of a finished run, or a file with a network."""
 
-    # The arithmetic.
-    precision: str = AUTO  # by measurement, as the switches that are None: see gossamer.lab.training.modes
-    sharding: str = "ddp"  # where there are several processes
-    evaluate_every: int = 1  # epochs between two looks at the validation part
-
-    # Where, how fast, and what is written: not part of the identity.
+    precision: str = AUTO
+    """Precision of the forward pass; auto, here and below, goes by measurements of this GPU and network."""
+    sharding: str = "ddp"
+    """How several processes share the work."""
+    evaluate_every: int = 1
+    """Epochs between two evaluations on the validation set."""
     device: str = "auto"
+    """Device, such as cpu or cuda:1; auto takes a GPU where there is one."""
     channels_last: bool | None = None
+    """Store images and filters channels-last."""
     compile: bool | None = None
-    capture: bool | None = None  # the whole step as one CUDA graph
+    """Compile the forward and backward pass."""
+    capture: bool | None = None
+    """Capture the whole step as one CUDA graph."""
     data_root: str | None = None
-    workers: int = 4  # processes that decode the images of a folder
-    checkpoint_minutes: float = 5.0  # 0 switches off
-    checkpoint_steps: int = 0  # 0 switches off
+    """Folder with the data sets."""
+    workers: int = 4
+    """Processes that decode the images of a folder."""
+    checkpoint_minutes: float = 5.0
+    """Minutes between two checkpoints; 0 switches them off."""
+    checkpoint_steps: int = 0
+    """Steps between two checkpoints; 0 switches them off."""
     log_steps: int = 50
+    """Steps between two lines of the log."""
 
     def __new__(cls, *args: Any, **values: Any) -> "Run":
         for name in values:
@@ -119,10 +158,10 @@ class Run:
             raise ValueError("a run that cannot be trained:\n  " + "\n  ".join(problems))
 
     def _take_types(self) -> list[str]:
-        """Bring every value to the type of its field, so that lr=1 and lr=1.0 are the same run, as in a file. Returns
-        what is wrong with those that have another."""
+        """Convert every value to the type of its field, so that lr=1 and lr=1.0 are the same run. Returns what is wrong
+        with values that cannot be converted."""
         wrong = []
-        for name, kind in _types().items():
+        for name, kind in field_types().items():
             try:
                 object.__setattr__(self, name, typed(kind, name, getattr(self, name)))
             except ValueError as error:
@@ -134,7 +173,7 @@ class Run:
 
     @property
     def run_id(self) -> str:
-        """Ten hexadecimal digits that tell this run from every other."""
+        """Ten hexadecimal digits that identify this run."""
         told = {name: value for name, value in self.differences().items() if name not in _NOT_IN_IDENTITY}
         return hashlib.sha256(_as_text(told).encode()).hexdigest()[:10]
 
@@ -144,7 +183,7 @@ class Run:
 
     @property
     def method_settings(self) -> dict[str, Scalar]:
-        """The settings that only the method of this run knows."""
+        """The settings that only the method of this run has."""
         shared = shared_settings(self)
         return {name: value for name, value in self.settings.items() if name not in shared}
 
@@ -154,7 +193,7 @@ class Run:
         return {name: value for name, value in _plain(self).items() if value != defaults[name]}
 
     def differences_from(self, other: "Run") -> list[str]:
-        """Names of the fields, and of single settings, that make this another run than `other`."""
+        """Names of the fields, and of single settings, in which this run differs from `other`."""
         found: list[str] = []
         mine, theirs = _plain(self), _plain(other)
         for name in mine:
@@ -171,12 +210,12 @@ class Run:
         return found
 
     def to_dict(self) -> dict[str, Any]:
-        """Every field as a plain value, and the number of the format."""
+        """Every field as a plain value, and the format version."""
         return {"format": FORMAT, **_plain(self)}
 
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> "Run":
-        """A run from `to_dict()` or from a file; what is left out has its default."""
+        """A run from `to_dict()` or from a file; missing fields have their defaults."""
         version = values.get("format", FORMAT)
         if type(version) is not int or version < 1:
             raise ValueError(f"format: expected {FORMAT}, got {version!r}: write {FORMAT}, or leave it out")
@@ -194,11 +233,11 @@ class Run:
         return Run(**given)
 
     def with_settings(self, assignments: Iterable[str]) -> "Run":
-        """This run with some fields changed by 'key=value', values read by the type of the field.
+        """This run with some fields changed by 'key=value', values parsed by the type of the field.
 
         A field of the mask settings is 'settings.mask_lr=0.1', an argument of the network 'model_options.hidden=650'.
-        With another `model` or `method` go the arguments and settings of the one before that it does not take, and a
-        warning says so.
+        If `model` or `method` changes, arguments and settings that the new one does not take are dropped, with a
+        warning.
         """
         if isinstance(assignments, str):
             raise TypeError(f"expected a list of key=value, got the text {assignments!r}: [{assignments!r}]")
@@ -216,14 +255,14 @@ class Run:
             if option:
                 if not _is_mapping(name):
                     raise ValueError(f"expected a plain value for {name}, got the part {option!r} of it: {name}=…")
-                if name == "settings" and option in _types() and option not in setting_types(method):
+                if name == "settings" and option in field_types() and option not in setting_types(method):
                     raise ValueError(f"{option} is a key of the run, not of its settings: {option}={text}")
                 before = changes.get(name, getattr(self, name))
                 changes[name] = {**before, option: _option(name, option, text, method)}
             elif _is_mapping(name):
                 raise ValueError(f"expected {name}.key=value, such as {_EXAMPLES[name]}, got '{key}={text}'")
             else:
-                changes[name] = parse(_types()[name], name, text)
+                changes[name] = parse(field_types()[name], name, text)
         return replace(self, **changes)
 
 
@@ -234,7 +273,8 @@ _EXAMPLES = {"settings": "settings.mask_lr=0.1", "model_options": "model_options
 
 
 @cache
-def _types() -> dict[str, Any]:
+def field_types() -> dict[str, Any]:
+    """The fields of a run with their types."""
     hints = typing.get_type_hints(Run)
     return {each.name: hints[each.name] for each in fields(Run)}
 
@@ -247,7 +287,7 @@ def _split(assignment: str) -> tuple[str, str]:
 
 
 def _option(name: str, option: str, text: str, method: str) -> Scalar:
-    """One value of a mapping: by the type of the setting where that is known."""
+    """One value of a table, parsed by the type of the setting if that is known."""
     kinds = setting_types(method) if name == "settings" else {}
     if option in kinds:
         value: Scalar = parse(kinds[option], f"settings.{option}", text)
@@ -258,7 +298,7 @@ def _option(name: str, option: str, text: str, method: str) -> Scalar:
 def _still_taken(
     name: str, before: Mapping[str, Scalar], taker: str, taken: Collection[str] | None
 ) -> dict[str, Scalar]:
-    """What another network or method takes of the values of the one before; all of them where nobody knows it."""
+    """The values that the new network or method takes, too; all of them if it is unknown."""
     if taken is None:
         return dict(before)
     gone = [f"{name}.{key}={value}" for key, value in before.items() if key not in taken]
@@ -270,19 +310,19 @@ def _still_taken(
 
 
 def _as_numbers(settings: Mapping[str, Scalar], method: str) -> dict[str, Scalar]:
-    """The same settings with 2 written as 2.0 where a setting is a number, so that both are the same run."""
+    """The settings with 2 as 2.0 if a setting is a float, so that both are the same run."""
     kinds = setting_types(method)
     numbers = {name for name, kind in kinds.items() if float in (kind, *typing.get_args(kind))}
     return {name: float(value) if name in numbers and type(value) is int else value for name, value in settings.items()}
 
 
 def _as_text(plain: Any) -> str:
-    """What the identity is made of. 4 and 4.0, the same to Python, are different arguments of a network."""
+    """The text that is hashed. 4 and 4.0, equal in Python, are different arguments of a network."""
     return json.dumps(plain, sort_keys=True, separators=(",", ":"))
 
 
 def _is_mapping(name: str) -> bool:
-    return typing.get_origin(_types()[name]) is Mapping
+    return typing.get_origin(field_types()[name]) is Mapping
 
 
 def _plain(run: Run) -> dict[str, Any]:
@@ -296,11 +336,11 @@ def _plain(run: Run) -> dict[str, Any]:
 
 
 def full_key(name: str) -> str | None:
-    """The key of a run of this name, with what comes before its dot; None where there is none."""
-    return name if name in _types() else f"settings.{name}" if name in setting_types(Run.method) else None
+    """The full key of a field or setting of this name, such as settings.mask_lr; None if there is none."""
+    return name if name in field_types() else f"settings.{name}" if name in setting_types(Run.method) else None
 
 
 def _check_key(name: str, method: str, model: str) -> None:
-    if name not in _types():
-        hint = did_you_mean(name, _types(), method=method, model=model)
+    if name not in field_types():
+        hint = did_you_mean(name, field_types(), method=method, model=model)
         raise ValueError(f"unknown key {name!r} of a run: {hint}")
