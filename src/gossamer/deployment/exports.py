@@ -61,8 +61,8 @@ def to_onnx(
     except Exception as error:
         told = " ".join(str(error.__cause__ or error).split())[:200]
         raise ValueError(
-            f"expected a model whose operations ONNX has, but of {type(model).__name__} torch.onnx says: {told}. Replace "
-            "that operation, or export with to_torch"
+            f"expected a model whose operations ONNX has, but of {type(model).__name__} torch.onnx says: {told}. "
+            "Replace that operation, or export with to_torch"
         ) from error
     cast(Any, written).save(str(target))
     zeros = _zeros(_unique(frozen.state_dict()))

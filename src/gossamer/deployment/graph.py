@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -52,6 +52,7 @@ class Graph:
         _fold(module.graph)
         if not _without_writes(module.graph):
             _fold(self.program.graph)  # or dropout in evaluation mode would count as a copy
+            self.program.graph_module.recompile()
             with quiet_export(), _any_length():
                 module = _unlifted(self.program.run_decompositions({}))
         changed = _without_updates(module.graph)
@@ -76,7 +77,7 @@ def trace(model: nn.Module, example_input: object, *, dynamic_shapes: Any = None
 
 
 def trace_any_size(model: nn.Module, example_input: object) -> Graph:
-    """The graph of a model with all sizes of its inputs left open that can be: the batch first of all."""
+    """The graph of a model with the batch and, of sequences, all other sizes left open that can be."""
     failure: Exception | None = None
     for positional, named, dims in _attempts(model, *arguments(example_input)):
         try:
@@ -112,13 +113,13 @@ def _export(
 def _attempts(
     model: nn.Module, positional: tuple[Any, ...], named: dict[str, Any]
 ) -> Iterator[tuple[tuple[Any, ...], dict[str, Any], Any]]:
-    """Inputs and the sizes to leave open, the most open first. A batch of one would be taken for a fixed size."""
+    """Inputs and the sizes to leave open. A batch of one would be taken for a fixed size."""
     twice, twice_named = tree_map(_doubled, (positional, named))
     bound = inspect.signature(model.forward).bind(*positional, **named).arguments
     if all(isinstance(value, Tensor | int | float | bool | None) for value in _leaves(bound.values())):
-        for axes in (None, 2):
-            yield twice, twice_named, {name: _open(value, axes) for name, value in bound.items()}
-        yield positional, named, {name: _open(value, 2) for name, value in bound.items()}
+        dims: dict[str, Any] = {name: _open(value) for name, value in bound.items()}
+        yield twice, twice_named, dims
+        yield positional, named, dims
     yield positional, named, None
 
 
@@ -132,14 +133,13 @@ def _doubled(value: Any) -> Any:
     return torch.cat((value, value)) if isinstance(value, Tensor) and value.ndim and value.shape[0] == 1 else value
 
 
-def _open(value: Any, axes: int | None) -> Any:
-    """All axes; or the first so many, of pictures only the batch."""
+def _open(value: Any) -> Any:
+    """All axes; of pictures only the batch, since to reason about their sides takes several times as long."""
     if isinstance(value, tuple):
-        return tuple(_open(each, axes) for each in value)
+        return tuple(map(_open, value))
     if not isinstance(value, Tensor):
         return None
-    count = value.ndim if axes is None else min(value.ndim, axes if value.ndim < 4 else 1)
-    return dict.fromkeys(range(count), Dim.AUTO)
+    return dict.fromkeys(range(value.ndim if value.ndim < 4 else 1), Dim.AUTO)
 
 
 @contextmanager
@@ -252,20 +252,22 @@ def _fold(graph: fx.Graph) -> None:
 
 def _does_nothing(node: fx.Node) -> bool:
     if node.target in (aten.dropout.default, aten.alpha_dropout.default, aten.feature_dropout.default):
-        return not (node.args[1] and node.args[2])
+        given = bound(node)
+        return not (given["p"] and given["train"])
     if node.target is aten.slice.Tensor:
-        _, _, start, end, step = (*node.args, *(0, None, None, 1)[len(node.args) - 1 :])
-        return start in (0, None) and end in (None, _END) and step == 1
+        given = bound(node)
+        return given["start"] in (0, None) and given["end"] in (None, _END) and bool(given["step"] == 1)
     return node.target in (aten.detach.default, aten.alias.default)
 
 
 def _restore(graph: fx.Graph) -> None:
-    """Calls that functionalisation renamed or added become what they were."""
+    """Calls that functionalisation renamed or added become what they were; views become reshapes, which differ only
+    where memory is written."""
     for node in list(graph.nodes):
         if node.target is aten._native_batch_norm_legit_no_training.default:
             _restore_batch_norm(graph, node)
-        elif node.target is aten._unsafe_view.default:
-            node.target = aten.view.default
+        elif node.target in (aten.view.default, aten._unsafe_view.default):
+            node.target = aten.reshape.default
         elif node.target is aten.slice_scatter.default:
             _restore_concatenation(graph, node)
         elif node.target is aten._assert_tensor_metadata.default:
@@ -295,11 +297,12 @@ def _restore_batch_norm(graph: fx.Graph, node: fx.Node) -> None:
 
 def _restore_concatenation(graph: fx.Graph, node: fx.Node) -> None:
     """A tensor with a new part is what was before it, the new part, and what is behind."""
-    x, new, dim, *bounds, step = (*node.args, *(0, None, None, 1)[len(node.args) - 2 :])
-    size = shape_of(x)[cast(int, dim)]
-    if step != 1 or not all(isinstance(each, int | None) for each in (*bounds, size)):
+    given = bound(node)
+    x, new, dim, start, end = (given[name] for name in ("self", "src", "dim", "start", "end"))
+    size = shape_of(x)[dim]
+    if given["step"] != 1 or not all(isinstance(each, int | None) for each in (start, end, size)):
         return
-    start, end, _ = slice(*bounds).indices(size)
+    start, end, _ = slice(start, end).indices(size)
     end = max(start, end)
     with graph.inserting_before(node):
         pieces = [_slice(graph, x, dim, first, last) for first, last in ((0, start), (end, size)) if first < last]
@@ -324,3 +327,11 @@ def _replace(graph: fx.Graph, node: fx.Node, other: Any) -> None:
 def shape_of(node: Any) -> tuple[Any, ...]:
     """The shape of the tensor that a call gave in tracing; sizes left open are symbols."""
     return tuple(node.meta["val"].shape)
+
+
+def bound(node: fx.Node) -> dict[str, Any]:
+    """The arguments of a call by name, with the defaults of those that are left out."""
+    assert isinstance(node.target, torch._ops.OpOverload)
+    expected = node.target._schema.arguments
+    defaults = {each.name: each.default_value for each in expected if each.has_default_value()}
+    return {**defaults, **dict(zip((each.name for each in expected), node.args, strict=False)), **node.kwargs}

@@ -551,7 +551,9 @@ def test_inputs_by_name() -> None:
     found = compact(model, {"x": torch.randn(2, 4)})
     assert shapes(found.model)["a.weight"] == (4, 4)
     x = torch.randn(3, 4)
-    torch.testing.assert_close(found.model(x=x, scale=3.0), model(x=x, scale=3.0))
+    torch.testing.assert_close(found.model(x=x), model(x=x))
+    with pytest.raises(TypeError, match="scale"):
+        found.model(x=x, scale=3.0)
 
 
 def test_an_input_that_is_left_out() -> None:
