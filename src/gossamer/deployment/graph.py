@@ -56,15 +56,25 @@ class Graph:
             with quiet_export(), _any_length():
                 module = _unlifted(self.program.run_decompositions({}))
         changed = _without_updates(module.graph)
-        if changed:
+        if changed is not None:
             raise UntraceableError(
-                f"expected a forward pass that leaves the model as it is, but in {self._name} {changed}. The model is "
-                "left as it is; keep the forward pass from changing it in evaluation mode (if self.training: ...)"
+                f"expected a forward pass that leaves the model as it is, but in {self._name} {self._place(changed)}"
+                f"its own tensor {changed}, which it reads, is changed. The model is left as it is; keep the forward pass "
+                "from changing it in evaluation mode (if self.training: ...)"
             )
         _restore(module.graph)
         _fold(module.graph)
-        module.graph.eliminate_dead_code()
+        remove_unused(module.graph)
         return module
+
+    def _place(self, tensor: str) -> str:
+        """File, line and code of the first call that writes into a tensor of the model, as far as the tracer noted
+        them."""
+        calls = [node for node in _unlifted(self.program).graph.nodes if _writes(node)]
+        trace = next((call.stack_trace or "" for call in calls if _root(call).target == tensor), "")
+        frames = re.findall(r'File "([^"]+)", line (\d+), in [^\n]+\n\s*([^\n]+)', trace)
+        own = [frame for frame in frames if not frame[0].startswith((_TORCH, _HERE))]
+        return "at {}, line {}, by {!r}, ".format(*own[-1]) if own else ""
 
 
 def trace(model: nn.Module, example_input: object, *, dynamic_shapes: Any = None) -> Graph:
@@ -86,6 +96,13 @@ def trace_any_size(model: nn.Module, example_input: object) -> Graph:
             failure = failure or error
     assert failure is not None
     raise _untraceable(model, failure) from failure
+
+
+def remove_unused(graph: fx.Graph) -> None:
+    """Take out calls whose result nobody reads; attention counts as random, for the sake of its dropout."""
+    graph.eliminate_dead_code(
+        lambda node: node.is_impure() and torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ())
+    )
 
 
 def module_path(node: fx.Node) -> str:
@@ -222,25 +239,23 @@ def _out_of_place(node: fx.Node) -> Any:
     return getattr(plain, overload, None) if name.endswith("_") else None
 
 
-def _without_updates(graph: fx.Graph) -> str:
-    """Leave out what is written to inputs and to tensors of the model that nothing reads; gives the call that changes
-    one that is read."""
+def _root(node: fx.Node) -> fx.Node:
+    """The node whose memory a call reads or writes through views."""
+    while node.args and isinstance(node.args[0], fx.Node) and (_is_view(node) or node.target is operator.getitem):
+        node = node.args[0]
+    return node
+
+
+def _without_updates(graph: fx.Graph) -> str | None:
+    """Leave out what is written to inputs and to tensors of the model that nothing reads; gives the name of one that is
+    read."""
     updates = [node for node in graph.nodes if node.target is aten.copy_.default]
-    given = [(node.args[0], node.args[1]) for node in updates]
+    written = [node.args[0] for node in updates]
     for node in updates:
         graph.erase_node(node)
-    graph.eliminate_dead_code()
-    for tensor, value in given:
-        if isinstance(tensor, fx.Node) and tensor.op == "get_attr" and tensor.users:
-            return f"{_place(value)} changes its own tensor {tensor.target}, which is read"
-    return ""
-
-
-def _place(node: Any) -> str:
-    """File, line and code of a call, as far as the tracer noted them."""
-    frames = re.findall(r'File "([^"]+)", line (\d+), in [^\n]+\n\s*([^\n]+)', getattr(node, "stack_trace", "") or "")
-    own = [frame for frame in frames if not frame[0].startswith((_TORCH, _HERE))]
-    return "{}, line {}: {}".format(*own[-1]) if own else str(node)
+    remove_unused(graph)
+    changed = [each for each in written if isinstance(each, fx.Node) and each.op == "get_attr" and each.users]
+    return str(changed[0].target) if changed else None
 
 
 def _fold(graph: fx.Graph) -> None:

@@ -586,13 +586,18 @@ def test_what_cannot_be_traced_is_named_in_one_sentence(capfd: pytest.CaptureFix
     assert capfd.readouterr().err == ""  # nor does the exporter log a page for each of its attempts
 
 
-def test_a_random_forward_pass_is_noticed() -> None:
-    class Noisy(nn.Module):
+def test_outputs_that_differ_at_every_call_are_noticed() -> None:
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.calls: list[None] = []
+
         def forward(self, x: Tensor) -> Tensor:
-            return x + torch.rand(1).item()
+            self.calls.append(None)
+            return x + len(self.calls)
 
     with pytest.raises(CompactionError, match="same outputs"):
-        compact(Noisy(), torch.zeros(2, 4))
+        compact(Counting(), torch.zeros(2, 4))
 
 
 def test_an_example_that_does_not_fit_is_refused() -> None:

@@ -288,7 +288,7 @@ def test_pictures_of_other_sizes_are_taken_where_the_model_takes_them(flattens: 
     small = compact(model, torch.randn(2, 3, 8, 8).double()).model
     larger = torch.randn(2, 3, 11, 9).double()
     if flattens:
-        with pytest.raises(AssertionError, match="expected 8 at dimension 2 of input, the only size"):
+        with pytest.raises(AssertionError, match="expected 8 at dimension 2 of input_1, the only size"):
             small(larger)
     else:
         assert_same(small, model, larger, 1e-14)

@@ -135,7 +135,7 @@ FOLLOWED: dict[str, tuple[Callable[[Any, Tensor], Tensor], bool]] = {
     each.__name__: (each, all_go)
     for all_go, group in (
         (True, [relu_as_a_statement, twice, by_a_function, the_input, a_slice, a_slice_twice, a_chunk]),
-        (False, [through_data, pixels, one_channel, everything, where_negative, a_view, other_axes]),
+        (False, [pixels, one_channel, everything, where_negative, a_view, other_axes]),
         (False, [a_view_from_before]),
     )
     for each in group
@@ -182,17 +182,11 @@ def counts_part(m: Writes, x: Tensor) -> Tensor:
     return m.first(x) * m.calls
 
 
-@pytest.mark.parametrize(
-    ("between", "line"),
-    [
-        (counts, r"m.calls.add_\(1\)"),
-        (replaces, r"m.calls = m.calls \+ 1"),
-        (counts_part, r"m.calls\[:2\] \+= 1"),
-    ],
-)
-def test_a_model_that_changes_itself_is_told_so(between: Callable[[Any, Tensor], Tensor], line: str) -> None:
+@pytest.mark.parametrize("between", [counts, replaces, counts_part])
+def test_a_model_that_changes_itself_is_told_so(between: Callable[[Any, Tensor], Tensor]) -> None:
     model = Writes(between).eval()
-    told = rf"leaves the model as it is, but in Writes .*test_writes.py, line \d+: {line} changes its own tensor calls"
+    place = r"at .*test_writes.py, line \d+, by '.*between.*', "
+    told = rf"leaves the model as it is, but in Writes {place}its own tensor calls, which it reads, is changed"
     with pytest.raises(UntraceableError, match=rf"{told}.*if self.training"):
         compact(model, torch.randn(2, 3, 6, 6))
     assert torch.equal(model.calls, torch.zeros(8, 1, 1))
@@ -204,3 +198,8 @@ def test_a_counter_that_nobody_reads_is_no_obstacle() -> None:
         return m.first(x)
 
     assert compact(Writes(between).eval(), torch.randn(2, 3, 6, 6)).model.get_parameter("first.weight").shape[0] == 5
+
+
+def test_a_write_that_the_exporter_does_not_see_is_refused() -> None:
+    with pytest.raises(UntraceableError, match=r"but of Writes it says: .*left as it is"):
+        compact(Writes(through_data).eval(), torch.randn(2, 3, 6, 6))

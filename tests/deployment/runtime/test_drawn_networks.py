@@ -411,7 +411,7 @@ def test_channels_and_steps_change_places(
         ("a resize", lambda m, x: F.interpolate(m.conv(x), size=(3, 3))),
         ("a tensor of shape", lambda m, x: m.conv(x) * m.row),
         ("a number that float32", lambda m, x: m.conv(x) + 1e39),
-        ("changes its own tensor row", lambda m, x: m.conv(x) * m.row.mul_(2).sum()),
+        ("its own tensor row, which it reads, is changed", lambda m, x: m.conv(x) * m.row.mul_(2).sum()),
         ("random numbers", lambda m, x: m.conv(x) * torch.rand_like(m.row).sum()),
         ("makes torch.float64", lambda m, x: m.conv(x) * m.row.sum(0, keepdim=True).double()),
         ("a quotient", lambda m, x: m.conv(x) / m.conv(-x)),

@@ -30,7 +30,7 @@ from gossamer.deployment.compaction.summary import (
     tied_layers,
     what_stayed,
 )
-from gossamer.deployment.graph import aten, trace_any_size
+from gossamer.deployment.graph import aten, remove_unused, trace_any_size
 from gossamer.verify import verify
 
 
@@ -44,8 +44,8 @@ def compact(model: nn.Module, example_input: object, *, tolerance: float | None 
     ``example_input`` is a tensor, a tuple of inputs or a mapping of keyword inputs; the smaller model takes
     other batch sizes too. The model is left as it is. Raises ``UntraceableError`` where ``torch.export`` cannot trace
     it, and ``CompactionError`` if the outputs for the example differ by more than
-    ``tolerance`` times the largest output, as they do for a model whose output is random. None means 1e-4, and more
-    for half precision.
+    ``tolerance`` times the largest output, as they do for a model that gives something else at every call. None means
+    1e-4, and more for half precision.
     """
     check_example(model, copied(example_input))
     before, parameters_before = sizes(model), _parameters(model)
@@ -63,7 +63,7 @@ def compact(model: nn.Module, example_input: object, *, tolerance: float | None 
     if not verification:
         raise CompactionError(
             f"expected the smaller model of {type(model).__name__} to have the same outputs, got {verification}. "
-            "The model is left as it is; is its forward pass random, or does it change with the input's values?"
+            "The model is left as it is; does its forward pass give something else at every call?"
         )
     report = CompactionReport(
         layers=compare(before, smaller, tied_layers(model)),
@@ -128,7 +128,7 @@ def _replace(graph_module: fx.GraphModule, analysis: Analysis, node: fx.Node, si
 
 
 def _tidy(graph_module: fx.GraphModule) -> None:
-    graph_module.graph.eliminate_dead_code()
+    remove_unused(graph_module.graph)
     graph_module.delete_all_unused_submodules()
     called = tuple(f"{node.target}." for node in graph_module.graph.nodes if node.op == "call_module")
     read = {node.target for node in graph_module.graph.nodes if node.op == "get_attr"}

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from gossamer._forward import arguments, undisturbed
 from gossamer.deployment.compaction.nodes import copied
-from gossamer.deployment.graph import Graph, aten, bound, module_path, shape_of
+from gossamer.deployment.graph import Graph, aten, bound, module_path, remove_unused, shape_of
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,8 @@ def to_layers(graph: Graph, model: nn.Module, example_input: object) -> fx.Graph
         elif node.target is aten.slice.Tensor:
             _to_parts(module.graph, node)
     _write_plainly(module.graph, graph.program)
-    module.graph.eliminate_dead_code()
+    remove_unused(module.graph)
+    module.graph._tracer_cls = None  # the exporter's own, which cannot be loaded again
     # A new one: the exporter's own has no modes (train, eval).
     found = fx.GraphModule(module, module.graph, type(model).__name__)
     _insist_on_fixed_inputs(found.graph, any_sides=_takes_larger_pictures(found, model, example_input))
@@ -189,6 +190,7 @@ def _to_parts(graph: fx.Graph, node: fx.Node) -> None:
     with graph.inserting_before(node):
         split = graph.call_function(aten.split_with_sizes.default, (x, [each for each in sizes if each], dim))
         part = graph.call_function(operator.getitem, (split, int(first > 0)))
+        part.meta["val"] = node.meta["val"]
     node.replace_all_uses_with(part)
     graph.erase_node(node)
 
