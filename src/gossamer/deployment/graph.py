@@ -59,8 +59,8 @@ class Graph:
         if changed is not None:
             raise UntraceableError(
                 f"expected a forward pass that leaves the model as it is, but in {self._name} {self._place(changed)}"
-                f"its own tensor {changed}, which it reads, is changed. The model is left as it is; keep the forward pass "
-                "from changing it in evaluation mode (if self.training: ...)"
+                f"its own tensor {changed}, which it reads, is changed. The model is left as it is; keep the forward "
+                "pass from changing it in evaluation mode (if self.training: ...)"
             )
         _restore(module.graph)
         _fold(module.graph)

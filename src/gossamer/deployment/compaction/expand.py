@@ -2,7 +2,7 @@
 
 The module of torch has as many features inside as outside, so one with fewer heads cannot be one of its kind. Where a
 head is dead, it becomes three linear layers for queries, keys and values (``q_proj``, ``k_proj``, ``v_proj``),
-``scaled_dot_product_attention`` and the ``out_proj`` that it had. One without dead heads stays as it is.
+``scaled_dot_product_attention`` and the ``out_proj`` that it had. One without dead heads keeps its tensors.
 """
 
 from __future__ import annotations
@@ -55,14 +55,13 @@ class WrittenOut(nn.Module):
 
 def write_out(model: nn.Module) -> int:
     """Replace, in place, every attention with a dead head; gives the number of constants that moved into biases."""
-    folded = 0
-    for owner in list(model.modules()):
-        for name, module in list(owner.named_children()):
-            if type(module) is nn.MultiheadAttention and _is_plain(module) and _dead_heads(module).any():
-                written = WrittenOut(module)
-                setattr(owner, name, written)
-                folded += written.folded
-    return folded
+    written: dict[nn.Module, WrittenOut] = {}
+    for path, module in list(model.named_modules(remove_duplicate=False)):
+        if path and type(module) is nn.MultiheadAttention and _is_plain(module) and _dead_heads(module).any():
+            if module not in written:
+                written[module] = WrittenOut(module)
+            model.set_submodule(path, written[module])
+    return sum(each.folded for each in written.values())
 
 
 def _additive(mask: Tensor, like: Tensor) -> Tensor:
