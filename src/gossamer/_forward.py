@@ -67,7 +67,7 @@ def check_example(model: nn.Module, example_input: object) -> None:
 
 @contextmanager
 def quiet_export() -> Iterator[None]:
-    """Silences ``torch.export``, which warns of its own handling of some layers, and logs a line and prints half a graph
+    """Silences ``torch.export``, which warns of its own handling of some layers, logs a line and prints half a graph
     before it raises. The error says it all."""
     log = logging.getLogger("torch.fx.experimental.symbolic_shapes")
     disabled, log.disabled = log.disabled, True

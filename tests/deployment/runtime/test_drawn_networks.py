@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from gossamer.deployment.runtime import NativeModel, Setting, UnsupportedError, capture, load_native
-from gossamer.deployment.runtime.graph import Affine, Normalise, Product, Spread
+from gossamer.deployment.runtime.network import Affine, Normalise, Product, Spread
 
 few, batches = st.integers(1, 3), st.sampled_from([1, 2, 5, 16, 19, 33])
 all_lanes, step_lanes = st.sampled_from([1, 2, 4, 8, 16, 32]), st.sampled_from([1, 16, 32])

@@ -1,4 +1,4 @@
-"""From a module to the graph of the runtime: the shared graph is traced, and each of its ATen calls is translated.
+"""From a module to the network of the runtime: the shared graph is traced, and each of its ATen calls is translated.
 
 A call that has no translation is no failure of the program: it raises ``UnsupportedError`` with the name of
 the call, and the caller keeps the model as it is. Everything is for inference: dropout is left out,
@@ -14,13 +14,13 @@ from torch import nn
 
 from gossamer.deployment import graph
 from gossamer.deployment.runtime.fusing import fuse
-from gossamer.deployment.runtime.graph import Graph, UnsupportedError
+from gossamer.deployment.runtime.network import Network, UnsupportedError
 from gossamer.deployment.runtime.translations import TRANSLATIONS
 from gossamer.deployment.runtime.translator import Translator
 
 
-def capture(model: nn.Module, example_inputs: Sequence[Any]) -> Graph:
-    """The fused graph of a model in evaluation mode, for inputs shaped like the examples except for their
+def capture(model: nn.Module, example_inputs: Sequence[Any]) -> Network:
+    """The fused network of a model in evaluation mode, for inputs shaped like the examples except for their
     batch."""
     try:
         traced = graph.trace(model, tuple(example_inputs))

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, fx
 
 from gossamer.deployment.graph import shape_of
-from gossamer.deployment.runtime.graph import Normalise, UnsupportedError
+from gossamer.deployment.runtime.network import Normalise, UnsupportedError
 from gossamer.deployment.runtime.translator import (
     Handle,
     Translation,

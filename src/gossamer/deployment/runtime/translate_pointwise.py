@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from gossamer.deployment.graph import shape_of
-from gossamer.deployment.runtime.graph import Floats, Function, Pointwise, Softmax, UnsupportedError
+from gossamer.deployment.runtime.network import Floats, Function, Pointwise, Softmax, UnsupportedError
 from gossamer.deployment.runtime.translator import (
     Handle,
     Translation,

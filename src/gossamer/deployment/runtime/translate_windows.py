@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from gossamer.deployment.graph import shape_of
-from gossamer.deployment.runtime.graph import (
+from gossamer.deployment.runtime.network import (
     Integers,
     Pair,
     Pool,

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, fx
 
 from gossamer.deployment.graph import RECURRENT_CALLS, shape_of
-from gossamer.deployment.runtime.graph import (
+from gossamer.deployment.runtime.network import (
     Affine,
     Floats,
-    Graph,
     Input,
+    Network,
     Operation,
     Product,
     Source,
@@ -81,7 +81,7 @@ class Translator:
             raise UnsupportedError("recurrent layers with and without batch_first in one network")
         self.time_major = majors == {True}
 
-    def translate(self, structure: Any) -> Graph:
+    def translate(self, structure: Any) -> Network:
         """The graph, whose outputs are nested like ``structure`` (None for a tensor alone)."""
         outputs: tuple[Any, ...] = ()
         shapes: tuple[tuple[int, ...], ...] = ()
@@ -103,7 +103,7 @@ class Translator:
             raise UnsupportedError("outputs that are not activations of the network")
         places, forms = tuple(o.value for o in outputs), tuple(o.form for o in outputs)
         nested = None if structure is None or structure.is_leaf() else structure
-        return Graph(self.values, self.operations, places, forms, shapes, tuple(self.inputs), self.time_major, nested)
+        return Network(self.values, self.operations, places, forms, shapes, tuple(self.inputs), self.time_major, nested)
 
     def _is_constant(self, node: fx.Node) -> bool:
         """Whether a call has tensors of the model as inputs, and nothing else: its result is always the same."""
