@@ -53,8 +53,11 @@ class Graph:
         if not _without_writes(module.graph):
             _fold(self.program.graph)  # or dropout in evaluation mode would count as a copy
             self.program.graph_module.recompile()
-            with quiet_export(), _any_length():
-                module = _unlifted(self.program.run_decompositions({}))
+            try:
+                with quiet_export(), _any_length():
+                    module = _unlifted(self.program.run_decompositions({}))
+            except Exception as error:
+                raise _untraceable(self._name, error) from error
         changed = _without_updates(module.graph)
         if changed is not None:
             raise UntraceableError(
@@ -83,7 +86,7 @@ def trace(model: nn.Module, example_input: object, *, dynamic_shapes: Any = None
     try:
         return Graph(_export(model, *arguments(example_input), dynamic_shapes), type(model).__name__)
     except Exception as error:
-        raise _untraceable(model, error) from error
+        raise _untraceable(type(model).__name__, error) from error
 
 
 def trace_any_size(model: nn.Module, example_input: object) -> Graph:
@@ -95,7 +98,7 @@ def trace_any_size(model: nn.Module, example_input: object) -> Graph:
         except Exception as error:
             failure = failure or error
     assert failure is not None
-    raise _untraceable(model, failure) from failure
+    raise _untraceable(type(model).__name__, failure) from failure
 
 
 def remove_unused(graph: fx.Graph) -> None:
@@ -111,10 +114,10 @@ def module_path(node: fx.Node) -> str:
     return str(stack[-1][0]).partition("@")[0]
 
 
-def _untraceable(model: nn.Module, error: Exception) -> UntraceableError:
+def _untraceable(name: str, error: Exception) -> UntraceableError:
     told = " ".join((str(error).strip() or repr(error)).split())[:200]
     return UntraceableError(
-        f"expected a model that torch.export can trace, but of {type(model).__name__} it says: {told}. The model is "
+        f"expected a model that torch.export can trace, but of {name} it says: {told}. The model is "
         "left as it is. Usual causes are branches or loops that depend on the values of tensors; take the traceable "
         "parts one by one"
     )
