@@ -60,8 +60,11 @@ _TRANSPOSED = ("stride", "padding", "output_padding", "groups", "dilation")
 
 
 def to_layers(graph: Graph, model: nn.Module, example_input: object) -> fx.GraphModule:
-    """The graph of a model as a module of layers. It shares the model's tensors. Inputs of other sizes than those that
-    were traced are refused, except for pictures where larger ones give what the model gives."""
+    """The graph of a model as a module of layers, which shares the model's tensors; ``graph.module`` is used up.
+
+    Inputs of other sizes than those that were traced are refused, except for pictures where larger ones give what the
+    model gives.
+    """
     module, layers = graph.module, dict(model.named_modules(remove_duplicate=False))
     calls: dict[str, list[Any]] = {}
     for node in list(module.graph.nodes):
