@@ -52,7 +52,7 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
 
 
 def check_example(model: nn.Module, example_input: object) -> None:
-    """Runs the example once, so that one which does not fit is told by the model, not by a tracer's long complaint."""
+    """Runs the example once, so that one that does not fit raises the model's own error instead of a tracer's."""
     positional, named = arguments(example_input)
     try:
         with undisturbed(model):
@@ -67,8 +67,8 @@ def check_example(model: nn.Module, example_input: object) -> None:
 
 @contextmanager
 def quiet_export() -> Iterator[None]:
-    """``torch.export`` warns of its own handling of some layers, and where a branch depends on values it logs a line
-    and prints half a graph before it raises. The error tells all of it."""
+    """Silences ``torch.export``, which warns of its own handling of some layers, logs a line and prints half a graph
+    before it raises. The error says it all."""
     log = logging.getLogger("torch.fx.experimental.symbolic_shapes")
     disabled, log.disabled = log.disabled, True
     try:

@@ -9,8 +9,7 @@ function returns.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -22,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from gossamer._forward import quiet_export
+from gossamer.deployment.graph import trace
 from gossamer.io.container import writable
 
 TOLERANCE = 1e-4  # of the largest output: other engines sum in another order
@@ -43,21 +43,6 @@ class Exported:
         return f"{self.path}: {self.file_bytes:,} bytes, {self.zeros:,} zeros kept; {self.checked}"
 
 
-@contextmanager
-def _exporting(model: nn.Module) -> Iterator[None]:
-    """One sentence in place of the exporter's own report of a model that it cannot follow."""
-    try:
-        with quiet_export():
-            yield
-    except Exception as error:
-        cause = error.__cause__ or error  # of the one for ONNX: what torch.export said
-        told = " ".join(str(cause).split())[:200]
-        raise ValueError(
-            f"expected a model that torch.export can trace, but of {type(model).__name__} it says: {told}. Usual "
-            "causes are branches or loops that depend on the values of tensors; export the traceable parts one by one"
-        ) from error
-
-
 def to_onnx(
     model: nn.Module, example_input: Tensor | Sequence[Any], path: str | Path, *, batch_axis: int | None = 0
 ) -> Exported:
@@ -69,10 +54,17 @@ def to_onnx(
     require("onnx", "onnxscript")
     inputs, target = _inputs(example_input), writable(path)
     frozen = copy.deepcopy(model).eval()
-    with _exporting(frozen):
-        shapes = _dynamic(inputs, batch_axis)
-        program = torch.onnx.export(frozen, inputs, dynamo=True, verbose=False, dynamic_shapes=shapes)
-    cast(Any, program).save(str(target))
+    program = trace(frozen, inputs, dynamic_shapes=_dynamic(inputs, batch_axis)).program
+    try:
+        with quiet_export():
+            written = torch.onnx.export(program, dynamo=True, verbose=False)
+    except Exception as error:
+        told = " ".join(str(error.__cause__ or error).split())[:200]
+        raise ValueError(
+            f"expected a model whose operations ONNX has, but of {type(model).__name__} torch.onnx says: {told}. "
+            "Replace that operation, or export with to_torch"
+        ) from error
+    cast(Any, written).save(str(target))
     zeros = _zeros(_unique(frozen.state_dict()))
     found = _onnx_zeros(target)
     if found < zeros:
@@ -98,9 +90,7 @@ def to_torch(
     """Writes a file of ``torch.export`` (usually ``.pt2``), reads it back and runs it on random inputs."""
     inputs, target = _inputs(example_input), writable(path)
     frozen = copy.deepcopy(model).eval()
-    with _exporting(frozen):
-        shapes = _dynamic(inputs, batch_axis)
-        program = torch.export.export(frozen, inputs, dynamic_shapes=shapes, strict=False)
+    program = trace(frozen, inputs, dynamic_shapes=_dynamic(inputs, batch_axis)).program
     with quiet_export():
         torch.export.save(program, target)
         again = torch.export.load(target)

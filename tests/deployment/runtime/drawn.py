@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from gossamer.deployment.runtime.compiling import VARIANTS, NoCompilerError
-from gossamer.deployment.runtime.graph import Graph, Input, Operation, Source, Value
 from gossamer.deployment.runtime.native import load_native
 from gossamer.deployment.runtime.native_model import NativeModel, Setting
+from gossamer.deployment.runtime.network import Input, Network, Operation, Source, Value
 from gossamer.deployment.runtime.plan import choices
 from gossamer.deployment.runtime.weights import KERNELS, Kernel
 
@@ -48,18 +48,18 @@ def sparse(shape: tuple[int, ...], sparsity: float, seed: int) -> Tensor:
     return weight
 
 
-def graph_of(x: Tensor, values: list[Value], operations: list[Operation], shape: tuple[int, ...]) -> Graph:
+def graph_of(x: Tensor, values: list[Value], operations: list[Operation], shape: tuple[int, ...]) -> Network:
     form = "picture" if x.dim() == 4 else "vector"
     out = "picture" if len(shape) == 4 else "vector"
     source = Source(form, tuple(x.shape))
-    return Graph(values, [Input(0, 0), *operations], (len(values) - 1,), (out,), (shape,), (source,), False)
+    return Network(values, [Input(0, 0), *operations], (len(values) - 1,), (out,), (shape,), (source,), False)
 
 
 def value_of(x: Tensor) -> Value:
     return Value(*x.shape[1:]) if x.dim() == 4 else Value(x.shape[1], 1, 1)
 
 
-def run(graph: Graph, x: Tensor, variant: str, lanes: int, kernel: Kernel | None = None, *more: Tensor) -> Tensor:
+def run(graph: Network, x: Tensor, variant: str, lanes: int, kernel: Kernel | None = None, *more: Tensor) -> Tensor:
     """What the graph makes of x and other inputs, by the given kernel where that could run an operation."""
     given = tuple((number, kernel) for number, kernels in choices(graph, lanes).items() if kernel in kernels)
     model = NativeModel(graph, load_native(variant), Setting(lanes, 1, given))  # type: ignore[arg-type]

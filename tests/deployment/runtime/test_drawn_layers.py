@@ -14,14 +14,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
 
-from gossamer.deployment.runtime.graph import (
+from gossamer.deployment.runtime.network import (
     FUNCTIONS,
     GATES,
     Cell,
     Embed,
     Function,
-    Graph,
     Input,
+    Network,
     Normalise,
     Pointwise,
     Recurrence,
@@ -92,7 +92,7 @@ def test_pointwise(
     sources = tuple(Source(form, tuple(each.shape)) for each in (x, other))
     values = [value, value_of(other), value]
     operations = [Input(0, 0), Input(1, 1), Pointwise(0, 2, function, "f", by=1, **parts)]
-    graph = Graph(values, operations, (2,), (form,), (tuple(x.shape),), sources, False)
+    graph = Network(values, operations, (2,), (form,), (tuple(x.shape),), sources, False)
     assert_near(run(graph, x, variant, lanes, None, other), expected * other.double(), terms * other.abs().max())
 
 
@@ -166,7 +166,7 @@ def test_normalise(
     form = "picture" if len(shape) == 3 else "vector"
     sources = (Source(form, tuple(x.shape)),) * 2
     operations = [Input(0, 0), Input(1, 1), step]
-    graph = Graph([value_of(x)] * 3, operations, (2,), (form,), (tuple(x.shape),), sources, False)
+    graph = Network([value_of(x)] * 3, operations, (2,), (form,), (tuple(x.shape),), sources, False)
     got = run(graph, x, variant, lanes, None, add)
     assert_near(got, expected.relu() if "relu" in parts else expected, 5 * expected.abs().max().clamp_min(1))
 
@@ -282,7 +282,7 @@ def test_recurrent(
     values = [Value(features, 1, steps), Value(units, 1, steps)]
     source = Source("sequence", tuple(x.shape))
     shape = tuple(expected.shape)
-    graph = Graph(values, [Input(0, 0), layer], (1,), ("sequence",), (shape,), (source,), time_major)
+    graph = Network(values, [Input(0, 0), layer], (1,), ("sequence",), (shape,), (source,), time_major)
     largest = expected.abs().max() if kind == "rnn_relu" else torch.ones(1)
     assert_near(run(graph, x, variant, lanes, kernel), expected, 10 * largest)  # 1e-5
 
@@ -306,7 +306,7 @@ def test_embedding(
     x = torch.randint(0, tokens, shape, generator=torch.Generator().manual_seed(seed))
     look_up = [Embed(0, 0, table.numpy(), "e")]
     out = (*shape, features)
-    graph = Graph(
+    graph = Network(
         [Value(features, 1, steps)], look_up, (0,), ("sequence",), (out,), (Source("tokens", shape),), time_major
     )
     assert torch.equal(run(graph, x, variant, lanes), table[x])

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from gossamer.deployment.runtime import NativeModel, Setting, UnsupportedError, capture, load_native
-from gossamer.deployment.runtime.graph import Affine, Normalise, Product, Spread
+from gossamer.deployment.runtime.network import Affine, Normalise, Product, Spread
 
 few, batches = st.integers(1, 3), st.sampled_from([1, 2, 5, 16, 19, 33])
 all_lanes, step_lanes = st.sampled_from([1, 2, 4, 8, 16, 32]), st.sampled_from([1, 16, 32])
@@ -411,7 +411,7 @@ def test_channels_and_steps_change_places(
         ("a resize", lambda m, x: F.interpolate(m.conv(x), size=(3, 3))),
         ("a tensor of shape", lambda m, x: m.conv(x) * m.row),
         ("a number that float32", lambda m, x: m.conv(x) + 1e39),
-        ("a change in place of a tensor of the model", lambda m, x: m.conv(x) * m.row.mul_(2).sum()),
+        ("its own tensor row, which it reads, is changed", lambda m, x: m.conv(x) * m.row.mul_(2).sum()),
         ("random numbers", lambda m, x: m.conv(x) * torch.rand_like(m.row).sum()),
         ("makes torch.float64", lambda m, x: m.conv(x) * m.row.sum(0, keepdim=True).double()),
         ("a quotient", lambda m, x: m.conv(x) / m.conv(-x)),

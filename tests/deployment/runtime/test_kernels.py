@@ -25,8 +25,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
 
-from gossamer.deployment.runtime.graph import Affine, Pool, Product, Value, dense_taps
 from gossamer.deployment.runtime.native import load_native
+from gossamer.deployment.runtime.network import Affine, Pool, Product, Value, dense_taps
 from gossamer.deployment.runtime.plan import choices
 from gossamer.deployment.runtime.weights import KERNELS, Kernel
 

@@ -26,7 +26,7 @@ from gossamer.deployment.runtime import (
     load_native,
 )
 from gossamer.deployment.runtime.capture import capture
-from gossamer.deployment.runtime.graph import Affine, Concat, Graph, Normalise, Product
+from gossamer.deployment.runtime.network import Affine, Concat, Network, Normalise, Product
 from gossamer.deployment.runtime.plan import choices
 from gossamer.deployment.runtime.weights import KERNELS, Kernel
 
@@ -379,7 +379,7 @@ def assert_near(actual: Tensor, expected: Tensor) -> None:
     assert float((actual - expected).abs().max()) <= 1e-5 * float(expected.abs().max())
 
 
-def kernel_choices(graph: Graph, lanes: int) -> list[tuple[tuple[int, Kernel], ...]]:
+def kernel_choices(graph: Network, lanes: int) -> list[tuple[tuple[int, Kernel], ...]]:
     """The untimed choice, and every kernel for all operations that it can run."""
     possible = choices(graph, lanes)
     found: list[tuple[tuple[int, Kernel], ...]] = [()]

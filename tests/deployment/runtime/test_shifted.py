@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from gossamer.deployment.runtime import layout, memory, plan_shifted, tuning
-from gossamer.deployment.runtime.graph import Graph, Operation, Product, Value, dense_taps
 from gossamer.deployment.runtime.native import load_native
 from gossamer.deployment.runtime.native_model import NativeModel, Setting
+from gossamer.deployment.runtime.network import Network, Operation, Product, Value, dense_taps
 from gossamer.deployment.runtime.plan import choices, make_plan
 from gossamer.deployment.runtime.records import PRODUCT_FOUR, SHIFTS
 from gossamer.deployment.runtime.weights import Kernel
@@ -24,7 +24,7 @@ from gossamer.deployment.runtime.weights import Kernel
 Weights = list[tuple[Tensor, Tensor, int]]  # weight, bias, dilation
 
 
-def network(x: Tensor, layers: Weights, residual: bool) -> Graph:
+def network(x: Tensor, layers: Weights, residual: bool) -> Network:
     """Convolutions one behind the other that keep the size of a plane; the last adds what the first gave."""
     values, operations = [value_of(x)], list[Operation]()
     for number, (weight, bias, dilation) in enumerate(layers):
@@ -110,7 +110,7 @@ def test_shifted_planes(
     assert_near(actual, expected, terms)
 
 
-def one_layer(channels: int, rows: int, side: int, sparsity: float = 0.5) -> Graph:
+def one_layer(channels: int, rows: int, side: int, sparsity: float = 0.5) -> Network:
     weight = sparse((rows, channels, 3, 3), sparsity, 1)
     return network(sparse((1, channels, side, side), 0, 0), [(weight, torch.zeros(rows), 1)], False)
 

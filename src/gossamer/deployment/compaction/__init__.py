@@ -2,6 +2,6 @@
 
 from gossamer.deployment.compaction.compact import CompactionError, compact
 from gossamer.deployment.compaction.summary import Compaction, CompactionReport, Layer, Stayed
-from gossamer.deployment.compaction.trace import UntraceableError
+from gossamer.deployment.graph import UntraceableError
 
 __all__ = ["Compaction", "CompactionError", "CompactionReport", "Layer", "Stayed", "UntraceableError", "compact"]

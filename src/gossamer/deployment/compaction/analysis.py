@@ -8,16 +8,16 @@ constant into a bias.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor, fx, nn
 
 from gossamer.deployment.compaction.groups import Features, Groups, Hold, Reason
 from gossamer.deployment.compaction.nodes import shape
+from gossamer.deployment.graph import aten
 
 
 class Rule(Protocol):
@@ -158,12 +158,6 @@ class Analysis:
 def _asks_for_another_size(node: fx.Node, source: fx.Node, dim: int) -> bool:
     """Whether a call asks for the size of a tensor, and not for its number of features."""
     size = shape(source)
-    if size is None:
+    if size is None or node.target is not aten.sym_size.int:
         return False
-    if node.op == "call_method" and node.target == "size" and len(node.args) == 2:
-        return isinstance(node.args[1], int) and node.args[1] % len(size) != len(size) + dim
-    whole = node.op == "call_method" and node.target == "size"
-    if not whole and not (node.target is getattr and node.args[1] == "shape"):
-        return False
-    places = [user.args[1] if user.target is operator.getitem else None for user in node.users if user.users]
-    return all(isinstance(place, int) and place % len(size) != len(size) + dim for place in places)
+    return cast(int, node.args[1]) % len(size) != len(size) + dim

@@ -17,9 +17,9 @@ from torch import fx, nn
 
 from gossamer._forward import check_example
 from gossamer.deployment.compaction.analysis import Analysis
-from gossamer.deployment.compaction.expand import expand_attention
+from gossamer.deployment.compaction.expand import write_out
+from gossamer.deployment.compaction.lifting import to_layers
 from gossamer.deployment.compaction.nodes import copied, measure, shape
-from gossamer.deployment.compaction.pointwise import ADDITIONS, changes_what_others_see
 from gossamer.deployment.compaction.rows import merge_zero_rows
 from gossamer.deployment.compaction.rules import obstacles_of, rules_of
 from gossamer.deployment.compaction.summary import (
@@ -30,7 +30,7 @@ from gossamer.deployment.compaction.summary import (
     tied_layers,
     what_stayed,
 )
-from gossamer.deployment.compaction.trace import trace
+from gossamer.deployment.graph import aten, remove_unused, trace_any_size
 from gossamer.verify import verify
 
 
@@ -42,32 +42,17 @@ def compact(model: nn.Module, example_input: object, *, tolerance: float | None 
     """A smaller model with the same outputs, in evaluation mode, and a report of what went.
 
     ``example_input`` is a tensor, a tuple of inputs or a mapping of keyword inputs; the smaller model takes
-    other batch sizes too. The model is left as it is. Raises ``UntraceableError`` where neither ``torch.fx`` nor
-    ``torch.export`` can trace it, and ``CompactionError`` if the outputs for the example differ by more than
-    ``tolerance`` times the largest output, as they do for a model whose output is random. None means 1e-4, and more
-    for half precision.
+    other batch sizes too. The model is left as it is. Raises ``UntraceableError`` where ``torch.export`` cannot trace
+    it, and ``CompactionError`` if the outputs for the example differ by more than
+    ``tolerance`` times the largest output, as they do for a model that gives something else at every call. None means
+    1e-4, and more for half precision.
     """
     check_example(model, copied(example_input))
-    smaller, tool = trace(copy.deepcopy(model).eval(), example_input)
-    _tidy(smaller)
     before, parameters_before = sizes(model), _parameters(model)
-    measure(smaller, example_input)
-    folded, branches = expand_attention(smaller) + int(smaller.meta.get("folded", 0)), list[str]()
-    _tidy(smaller)
-    while True:
-        measure(smaller, example_input)
-        analysis = Analysis(smaller, rules_of(smaller))
-        cut = _cut_constant_branches(smaller, analysis)
-        if cut:
-            branches += cut
-            _tidy(smaller)
-            continue
-        if all(bool(analysis.groups.kept(features.ids).all()) for features in analysis.features.values()):
-            break
-        analysis.rewrite()
-        folded += sum(analysis.folded.values())
-        _tidy(smaller)
-
+    private = copy.deepcopy(model).eval()
+    written_out = write_out(private)
+    smaller = to_layers(trace_any_size(private, example_input), private, example_input)
+    analysis, folded, branches = shrink(smaller, example_input)
     rows = merge_zero_rows(smaller, rules_of(smaller))
 
     def run(*inputs: Any, **named: Any) -> Any:
@@ -78,15 +63,14 @@ def compact(model: nn.Module, example_input: object, *, tolerance: float | None 
     if not verification:
         raise CompactionError(
             f"expected the smaller model of {type(model).__name__} to have the same outputs, got {verification}. "
-            "The model is left as it is; is its forward pass random, or does it change with the input's values?"
+            "The model is left as it is; does its forward pass give something else at every call?"
         )
     report = CompactionReport(
         layers=compare(before, smaller, tied_layers(model)),
         stayed=what_stayed(analysis, obstacles_of(smaller)),
-        folded=folded,
+        folded=folded + written_out,
         branches=tuple(branches),
         rows=rows,
-        traced_by=tool,
         parameters_before=parameters_before,
         parameters_after=_parameters(smaller),
         difference=verification.max_relative,
@@ -94,16 +78,29 @@ def compact(model: nn.Module, example_input: object, *, tolerance: float | None 
     return Compaction(smaller, report)
 
 
+def shrink(graph_module: fx.GraphModule, example_input: object) -> tuple[Analysis, int, list[str]]:
+    """Take dead features out of a module of layers, in place; gives what is known of the features that stay, the number
+    of constants that moved into biases, and the additions of which one side was a constant."""
+    folded, branches = 0, list[str]()
+    while True:
+        _tidy(graph_module)
+        measure(graph_module, example_input)
+        analysis = Analysis(graph_module, rules_of(graph_module))
+        cut = _cut_constant_branches(graph_module, analysis)
+        branches += cut
+        if cut:
+            continue
+        if all(bool(analysis.groups.kept(features.ids).all()) for features in analysis.features.values()):
+            return analysis, folded, branches
+        analysis.rewrite()
+        folded += sum(analysis.folded.values())
+
+
 def _cut_constant_branches(graph_module: fx.GraphModule, analysis: Analysis) -> list[str]:
     """Replace the sides of additions that are constants as a whole; gives the names of those additions."""
     found = []
     for node in list(graph_module.graph.nodes):
-        if (
-            node.target not in ADDITIONS
-            or len(node.args) != 2
-            or node.kwargs
-            or changes_what_others_see(analysis, node)
-        ):
+        if node.target is not aten.add.Tensor or node.kwargs:
             continue
         for side, other in (node.args, node.args[::-1]):
             features = analysis.of(side)
@@ -127,12 +124,11 @@ def _replace(graph_module: fx.GraphModule, analysis: Analysis, node: fx.Node, si
     name = f"constant_{re.sub(r'[^0-9a-zA-Z]', '_', node.name)}"
     graph_module.register_buffer(name, values)
     with graph_module.graph.inserting_before(node):
-        # Never in place: what now comes first may be seen by others.
-        node.op, node.target, node.args = "call_function", torch.add, (other, graph_module.graph.get_attr(name))
+        node.args = (other, graph_module.graph.get_attr(name))
 
 
 def _tidy(graph_module: fx.GraphModule) -> None:
-    graph_module.graph.eliminate_dead_code()
+    remove_unused(graph_module.graph)
     graph_module.delete_all_unused_submodules()
     called = tuple(f"{node.target}." for node in graph_module.graph.nodes if node.op == "call_module")
     read = {node.target for node in graph_module.graph.nodes if node.op == "get_attr"}

@@ -1,40 +1,23 @@
 """``nn.MultiheadAttention`` written out: layers and calls whose single heads can be taken out.
 
 The module of torch has as many features inside as outside, so one with fewer heads cannot be one of its kind. Where a
-head is dead, its call becomes three linear layers for queries, keys and values (``q_proj``, ``k_proj``, ``v_proj``),
-``scaled_dot_product_attention`` and the ``out_proj`` that it had. One without dead heads stays as it is.
+head is dead, it becomes three linear layers for queries, keys and values (``q_proj``, ``k_proj``, ``v_proj``),
+``scaled_dot_product_attention`` and the ``out_proj`` that it had. One without dead heads keeps its tensors.
 """
 
 from __future__ import annotations
 
-import operator
 from typing import cast
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch.nn import functional
 
 from gossamer.deployment.compaction.layers import parameter_like
-from gossamer.deployment.compaction.nodes import bound, shape
-
-_ARGUMENTS = ("query", "key", "value", "key_padding_mask", "need_weights", "attn_mask")
-_REST = ("average_attn_weights", "is_causal")
-
-
-def expand_attention(graph_module: fx.GraphModule) -> int:
-    """Write out every attention with a dead head; gives the number of constants that moved into biases."""
-    nodes, folded = list(graph_module.graph.nodes), 0
-    calls = [node for node in nodes if node.op == "call_module"]
-    for node in calls:
-        module = graph_module.get_submodule(str(node.target))
-        once = sum(other.target == node.target for other in calls) == 1
-        if type(module) is nn.MultiheadAttention and once and _understood(module, node) and _dead_heads(module).any():
-            folded += _expand(graph_module, node, module)
-    return folded
 
 
 class WrittenOut(nn.Module):
-    """The same as a module, for a tracer that looks into everything and follows no calls."""
+    """An attention of plain layers and calls."""
 
     def __init__(self, module: nn.MultiheadAttention) -> None:
         super().__init__()
@@ -72,14 +55,13 @@ class WrittenOut(nn.Module):
 
 def write_out(model: nn.Module) -> int:
     """Replace, in place, every attention with a dead head; gives the number of constants that moved into biases."""
-    folded = 0
-    for owner in list(model.modules()):
-        for name, module in list(owner.named_children()):
-            if type(module) is nn.MultiheadAttention and _is_plain(module) and _dead_heads(module).any():
-                written = WrittenOut(module)
-                setattr(owner, name, written)
-                folded += written.folded
-    return folded
+    written: dict[nn.Module, WrittenOut] = {}
+    for path, module in list(model.named_modules(remove_duplicate=False)):
+        if path and type(module) is nn.MultiheadAttention and _is_plain(module) and _dead_heads(module).any():
+            if module not in written:
+                written[module] = WrittenOut(module)
+            model.set_submodule(path, written[module])
+    return sum(each.folded for each in written.values())
 
 
 def _additive(mask: Tensor, like: Tensor) -> Tensor:
@@ -98,25 +80,6 @@ def _is_plain(module: nn.MultiheadAttention) -> bool:
     return module.bias_k is None and module.bias_v is None and not module.add_zero_attn and not hooks
 
 
-def _understood(module: nn.MultiheadAttention, node: fx.Node) -> bool:
-    given = bound(node, *_ARGUMENTS, *_REST)
-    only_outputs = all(user.target is operator.getitem and user.args[1] == 0 for user in node.users)
-    if not given or not only_outputs or not _is_plain(module):
-        return False
-    sizes = [shape(given[name]) if isinstance(given.get(name), fx.Node) else None for name in _ARGUMENTS[:3]]
-    if any(size is None or len(size) != 3 for size in sizes):
-        return False
-    return all(_is_plain_mask(given.get(name)) for name in ("key_padding_mask", "attn_mask"))
-
-
-def _is_plain_mask(mask: object) -> bool:
-    """None, or a matrix of truth values: the same for all heads."""
-    if mask is None:
-        return True
-    size = shape(mask) if isinstance(mask, fx.Node) else None
-    return size is not None and len(size) == 2 and cast(fx.Node, mask).meta["tensor_meta"].dtype == torch.bool
-
-
 def _projections(module: nn.MultiheadAttention) -> list[Tensor]:
     if module._qkv_same_embed_dim:
         return list(module.in_proj_weight.detach().chunk(3))
@@ -129,40 +92,6 @@ def _dead_heads(module: nn.MultiheadAttention) -> Tensor:
     heads = module.num_heads
     unread = (module.out_proj.weight.detach().view(-1, heads, module.head_dim) == 0).all(2).all(0)
     return unread | (_projections(module)[2].view(heads, -1) == 0).all(1)
-
-
-def _expand(graph_module: fx.GraphModule, node: fx.Node, module: nn.MultiheadAttention) -> int:
-    name, graph, given = str(node.target), graph_module.graph, bound(node, *_ARGUMENTS, *_REST)
-    layers, folded = _layers(module)
-    owner, _, last = name.rpartition(".")
-    setattr(graph_module.get_submodule(owner), last, layers)
-    to_heads, back = _orders(module.batch_first)
-    with graph.inserting_before(node):
-        sides = []
-        for argument, layer in (("query", "q_proj"), ("key", "k_proj"), ("value", "v_proj")):
-            projected = graph.call_module(f"{name}.{layer}", (given[argument],))
-            split = graph.call_method("unflatten", (projected, -1, (module.num_heads, module.head_dim)))
-            sides.append(graph.call_method("permute", (split, to_heads)))
-        mask = _mask(graph, given.get("attn_mask"), given.get("key_padding_mask"))
-        heads = graph.call_function(functional.scaled_dot_product_attention, (*sides, mask))
-        beside = graph.call_method("flatten", (graph.call_method("permute", (heads, back)), -2))
-        result = graph.call_module(f"{name}.out_proj", (beside,))
-    for user in list(node.users):
-        user.replace_all_uses_with(result)
-        graph.erase_node(user)
-    graph.erase_node(node)
-    graph_module.recompile()
-    return folded
-
-
-def _mask(graph: fx.Graph, attention: fx.Node | None, padding: fx.Node | None) -> fx.Node | None:
-    """What may be seen, where the masks of the module say what may not."""
-    if padding is not None:
-        padding = graph.call_method("unsqueeze", (graph.call_method("unsqueeze", (padding, 1)), 1))
-    hidden = attention if padding is None else padding
-    if attention is not None and padding is not None:
-        hidden = graph.call_function(torch.logical_or, (attention, padding))
-    return None if hidden is None else graph.call_function(torch.logical_not, (hidden,))
 
 
 def _layers(module: nn.MultiheadAttention) -> tuple[nn.Module, int]:

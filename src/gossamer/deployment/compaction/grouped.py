@@ -29,7 +29,7 @@ class Grouped:
     def forward(self, analysis: Analysis, node: fx.Node) -> Features | None:
         module = cast(_ConvNd, analysis.module(node))
         source, axis, weight = analysis.of(node.args[0]), feature_axis(module), _by_group(module)
-        if len(node.args) > 1 or node.kwargs or (source is not None and source.dim != axis):
+        if source is not None and source.dim != axis:
             return None
         groups, outputs, inputs, _ = weight.shape
         constant = torch.zeros(groups * inputs, dtype=torch.float64) if source is None else source.constant

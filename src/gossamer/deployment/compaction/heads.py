@@ -8,21 +8,17 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor, fx
-from torch.nn import functional
 
 from gossamer.deployment.compaction.analysis import Analysis
 from gossamer.deployment.compaction.groups import Features
-from gossamer.deployment.compaction.nodes import bound, shape
+from gossamer.deployment.compaction.nodes import shape
+from gossamer.deployment.graph import aten, bound
 
-MATRIX_PRODUCTS: tuple[Any, ...] = (operator.matmul, torch.matmul, "matmul")
-SOFTMAXES: tuple[Any, ...] = (torch.softmax, functional.softmax, "softmax")
-FILLS: tuple[Any, ...] = (torch.masked_fill, "masked_fill")
-SPLITS: tuple[Any, ...] = (torch.split, "split", torch.chunk, "chunk")
-UNBINDS: tuple[Any, ...] = (torch.unbind, "unbind")
+SPLITS = (aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default)
 _HEADS = -3  # the axis of heads in (batch, heads, positions, features)
 
 
@@ -30,12 +26,11 @@ class Attended:
     """``scaled_dot_product_attention``. Its weights sum to one, so a head of one constant value gives that value."""
 
     def forward(self, analysis: Analysis, node: fx.Node) -> Features | None:
-        names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
-        given = bound(node, *names, dropout_p=0.0, attn_mask=None, enable_gqa=False)
-        if not given or given["dropout_p"] or given["enable_gqa"] or not _same_for_all_heads(given["attn_mask"]):
+        given = bound(node)
+        if given["dropout_p"] or given["enable_gqa"] or not _same_for_all_heads(given["attn_mask"]):
             return None
-        sides = [analysis.of(given[name]) for name in names[:3]]
-        if not _alike([given[name] for name in names[:3]], sides):
+        sides = [analysis.of(each) for each in node.args[:3]]
+        if not _alike(node.args[:3], sides):
             return None
         query, key, value = cast(list[Features], sides)
         analysis.groups.join(value.ids, query.ids)
@@ -43,9 +38,8 @@ class Attended:
         return Features(_HEADS, value.ids, value.constant)
 
     def backward(self, analysis: Analysis, node: fx.Node, needed: Tensor) -> None:
-        given = bound(node, "query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
-        for name in ("query", "key", "value"):
-            analysis.read(given[name], needed)
+        for each in node.args[:3]:
+            analysis.read(each, needed)
 
     def rewrite(self, analysis: Analysis, node: fx.Node) -> None:
         """Its three inputs have become smaller in the same way."""
@@ -56,7 +50,7 @@ class MatrixProduct:
 
     def forward(self, analysis: Analysis, node: fx.Node) -> Features | None:
         sides = [analysis.of(each) for each in node.args]
-        if len(node.args) != 2 or node.kwargs or not _alike(node.args, sides):
+        if not _alike(node.args, sides):
             return None
         left, right = cast(list[Features], sides)
         analysis.groups.join(left.ids, right.ids)
@@ -71,20 +65,13 @@ class MatrixProduct:
         """Its two sides have become smaller in the same way."""
 
 
-class Mixed:
-    """Softmax along another axis, and filling by a mask: features stay, what is constant in them does not."""
+class Softmax:
+    """Along another axis: features stay, what is constant in them does not."""
 
     def forward(self, analysis: Analysis, node: fx.Node) -> Features | None:
         source, size = analysis.of(node.args[0]), shape(node)
-        if source is None or size is None or size != shape(cast(fx.Node, node.args[0])):
+        if source is None or size is None or bound(node)["dim"] % len(size) == len(size) + source.dim:
             return None
-        if node.op != "call_module" and node.target in FILLS:
-            if len(node.args) != 3 or not _same_along(node.args[1], source.dim) or isinstance(node.args[2], fx.Node):
-                return None
-        else:
-            dim = analysis.module(node).dim if node.op == "call_module" else _softmax_dim(node)
-            if not isinstance(dim, int) or dim % len(size) == len(size) + source.dim:
-                return None
         return Features(source.dim, source.ids, torch.full_like(source.constant, torch.nan))
 
     def backward(self, analysis: Analysis, node: fx.Node, needed: Tensor) -> None:
@@ -99,11 +86,11 @@ class Parts:
 
     def forward(self, analysis: Analysis, node: fx.Node) -> Features | None:
         source, before = analysis.of(node.args[0]), shape(cast(fx.Node, node.args[0]))
-        dim = parts_dim(node)
-        if source is None or before is None or dim is None:
+        dim = bound(node)["dim"]
+        if source is None or before is None:
             return None
         along, axis = dim % len(before), len(before) + source.dim
-        if node.target in UNBINDS:
+        if node.target is aten.unbind.int:
             return None if along == axis else Features(source.dim + (along > axis), source.ids, source.constant)
         if any(user.target is not operator.getitem for user in node.users):
             return None
@@ -117,21 +104,13 @@ class Parts:
         if kept is None or kept.all() or places is None:
             return
         sizes = [int(kept[each].sum()) for each in places]
-        node.op, node.target = "call_function", torch.split
-        node.args, node.kwargs = (node.args[0], sizes, parts_dim(node)), {}
-
-
-def parts_dim(node: fx.Node) -> int | None:
-    """The axis along which a call takes a tensor apart."""
-    names = ("input", "dim") if node.target in UNBINDS else ("input", "sections", "dim")
-    dim = {"dim": 0, **dict(zip(names, node.args, strict=False)), **node.kwargs}["dim"]
-    return dim if isinstance(dim, int) else None
+        node.target, node.args = aten.split_with_sizes.default, (node.args[0], sizes, bound(node)["dim"])
 
 
 def places_of_parts(analysis: Analysis, node: fx.Node) -> list[slice] | None:
     """Which features each part has, where a tensor is split along them."""
-    before, source, dim = shape(cast(fx.Node, node.args[0])), analysis.of(node.args[0]), parts_dim(node)
-    if node.target in UNBINDS or before is None or source is None or dim is None:
+    before, source, dim = shape(cast(fx.Node, node.args[0])), analysis.of(node.args[0]), bound(node)["dim"]
+    if node.target is aten.unbind.int or before is None or source is None:
         return None
     if dim % len(before) != len(before) + source.dim:
         return None
@@ -152,13 +131,5 @@ def _alike(arguments: Sequence[object], sides: Sequence[Features | None]) -> boo
 
 
 def _same_for_all_heads(mask: object) -> bool:
-    return mask is None or _same_along(mask, _HEADS)
-
-
-def _same_along(argument: object, dim: int) -> bool:
-    size = shape(argument) if isinstance(argument, fx.Node) else None
-    return size is not None and (len(size) < -dim or size[dim] == 1)
-
-
-def _softmax_dim(node: fx.Node) -> object:
-    return {"dim": None, **dict(zip(("input", "dim"), node.args, strict=False)), **node.kwargs}["dim"]
+    size = shape(mask) if isinstance(mask, fx.Node) else None
+    return mask is None or (size is not None and (len(size) < -_HEADS or size[_HEADS] == 1))

@@ -55,7 +55,7 @@ class Weighted:
         module = cast(nn.Linear | _ConvNd, analysis.module(node))
         axis = feature_axis(module)
         source = analysis.of(node.args[0])
-        if len(node.args) > 1 or node.kwargs or (source is not None and source.dim != axis):
+        if source is not None and source.dim != axis:
             return None
         weight = by_output(module).double().cpu()
         constant = torch.zeros(weight.shape[1], dtype=torch.float64) if source is None else source.constant
@@ -146,7 +146,8 @@ class Normalised:
         if source is None or size is None or len(size) + source.dim != 1 or module.running_var is None:
             return None
         with torch.no_grad():
-            values = module(constants_like(node, source.dim, source.constant).to(module.running_var.device))
+            given = constants_like(node, len(size), source.dim, source.constant)
+            values = module(given.to(module.running_var.device))
         values = values.flatten().double().cpu()
         if module.weight is not None:
             shift = torch.zeros_like(values) if module.bias is None else module.bias.detach().double().cpu()

@@ -19,7 +19,7 @@ from gossamer.deployment.compaction.analysis import Analysis
 from gossamer.deployment.compaction.groups import Features, Hold, Reason
 from gossamer.deployment.compaction.heads import SPLITS, places_of_parts
 from gossamer.deployment.compaction.layers import parameter_like
-from gossamer.deployment.compaction.nodes import shape
+from gossamer.deployment.compaction.shapes import WITH_PLACES
 
 _CANDIDATE = {"LSTM": 2, "GRU": 2, "RNN_TANH": 0, "RNN_RELU": 0}
 """Which block of rows of the weights makes the value that a unit takes in."""
@@ -120,27 +120,17 @@ class Recurrent:
 
 
 class Item:
-    """The outputs or the last state of a recurrent layer, a part of a split, or a choice of positions of a tensor."""
+    """The outputs or the last state of a recurrent layer, a part of a split, or the first of two results."""
 
     def forward(self, analysis: Analysis, node: fx.Node) -> Features | None:
         first, index = node.args
         source = analysis.of(first)
         if source is None or not isinstance(first, fx.Node):
             return None
-        size = shape(first)
-        places = places_of_parts(analysis, first) if first.op != "call_module" and first.target in SPLITS else None
+        places = places_of_parts(analysis, first) if first.target in SPLITS else None
         if places is not None and isinstance(index, int):
             return Features(source.dim, source.ids[places[index]], source.constant[places[index]])
-        if size is None:
-            return source if _has_the_same_units(analysis, first, index) else None
-        picked = index if isinstance(index, tuple) else (index,)
-        if not all(isinstance(each, int | slice) for each in picked) or len(node.all_input_nodes) > 1:
-            return None
-        axis = len(size) + source.dim
-        if axis < len(picked) and picked[axis] != slice(None):
-            return None
-        behind = sum(isinstance(each, int) for each in picked[axis + 1 :])
-        return Features(source.dim + behind, source.ids, source.constant)
+        return source if _has_the_same_features(analysis, first, index) else None
 
     def backward(self, analysis: Analysis, node: fx.Node, needed: Tensor) -> None:
         analysis.pass_on(node, needed)
@@ -149,10 +139,11 @@ class Item:
         """It has nothing for single features."""
 
 
-def _has_the_same_units(analysis: Analysis, node: fx.Node, index: object) -> bool:
-    """Whether this part of what a recurrent layer gives has the units of its outputs, in their order."""
+def _has_the_same_features(analysis: Analysis, node: fx.Node, index: object) -> bool:
+    """Whether this part of what a call gives has the features that are known of it; of a recurrent layer, the units of
+    its outputs in their order."""
     if node.op != "call_module":
-        return True  # the two states of one layer of an LSTM
+        return index == 0 or node.target not in WITH_PLACES  # else the two states of a layer of an LSTM, or a part
     module = cast(nn.RNNBase, analysis.module(node))
     return index == 0 or (index == 1 and module.num_layers == 1 and not module.bidirectional)
 

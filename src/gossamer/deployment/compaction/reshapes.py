@@ -15,16 +15,15 @@ from torch import Tensor, fx
 from gossamer.deployment.compaction.analysis import Analysis
 from gossamer.deployment.compaction.groups import Features
 from gossamer.deployment.compaction.nodes import shape
+from gossamer.deployment.graph import aten
 
-FLATTENINGS: tuple[Any, ...] = (torch.flatten, "flatten")
-UNFLATTENINGS: tuple[Any, ...] = (torch.unflatten, "unflatten")
-RESHAPES: tuple[Any, ...] = (*FLATTENINGS, *UNFLATTENINGS, torch.reshape, "reshape", "view")
+RESHAPES = (aten.flatten.using_ints, aten.unflatten.int, aten.reshape.default)
 
 
 class Reshape:
     def forward(self, analysis: Analysis, node: fx.Node) -> Features | None:
         source, before, after = analysis.of(node.args[0]), shape(cast(fx.Node, node.args[0])), shape(node)
-        if source is None or not before or after is None or (node.kwargs and node.target not in FLATTENINGS):
+        if source is None or not before or after is None:
             return None
         form, sizes = _form(len(before) + source.dim, before, after), _sizes(node)
         if form is None:
@@ -59,10 +58,7 @@ class Reshape:
         else:
             place = len(sizes) + features.dim
             sizes[place] = _new_size(sizes[place], int(kept.sum()))
-        if node.target in UNFLATTENINGS:
-            node.args = (node.args[0], node.args[1], tuple(sizes))
-        else:
-            node.args = (node.args[0], tuple(sizes))
+        node.args = (*node.args[:-1], sizes)
 
 
 def _form(axis: int, before: tuple[int, ...], after: tuple[int, ...]) -> str | None:
@@ -98,7 +94,7 @@ def _into_heads(analysis: Analysis, source: Features, heads: int, parts: int) ->
 
 def _can_change(node: fx.Node, sizes: list[Any], place: int, dims: int) -> bool:
     """Whether the call can ask for fewer features: by a number, or by -1 where nothing else is left open."""
-    if node.target in UNFLATTENINGS:
+    if node.target is aten.unflatten.int:
         place += len(sizes) - dims
     elif len(sizes) != dims:
         return False
@@ -111,7 +107,4 @@ def _new_size(size: Any, count: int) -> int:
 
 def _sizes(node: fx.Node) -> list[Any]:
     """The sizes that a call asks for; none where it flattens."""
-    if node.op == "call_module" or node.target in FLATTENINGS:
-        return []
-    rest = node.args[2:] if node.target in UNFLATTENINGS else node.args[1:]
-    return list(rest[0]) if len(rest) == 1 and isinstance(rest[0], tuple | list) else list(rest)
+    return [] if node.target is aten.flatten.using_ints else list(cast(list[Any], node.args[-1]))

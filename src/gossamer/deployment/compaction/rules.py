@@ -6,41 +6,38 @@ import operator
 from collections import Counter
 
 from torch import Tensor, fx, nn
-from torch.nn import functional
 from torch.nn.modules.conv import _ConvNd
 
-from gossamer.deployment.compaction import heads, pointwise, reshapes, shapes
+from gossamer.deployment.compaction import heads, reshapes, shapes
 from gossamer.deployment.compaction.analysis import Rule
 from gossamer.deployment.compaction.grouped import Grouped
 from gossamer.deployment.compaction.layers import Attribute, Embedded, Normalised, Weighted
+from gossamer.deployment.compaction.pointwise import Pointwise, is_pointwise
 from gossamer.deployment.compaction.recurrent import Item, Recurrent
+from gossamer.deployment.graph import aten
 
 _MODULES: dict[type[nn.Module], Rule] = {
     **dict.fromkeys((nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d), Weighted()),
     **dict.fromkeys((nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d), Weighted()),
     **dict.fromkeys((nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d), Normalised()),
-    **dict.fromkeys(pointwise.UNARY_MODULES, pointwise.Unary()),
-    **dict.fromkeys(shapes.POOL_MODULES, shapes.Pool()),
     nn.Embedding: Embedded(),
-    nn.Flatten: reshapes.Reshape(),
-    nn.Softmax: heads.Mixed(),
 }
 _CALLS: dict[object, Rule] = {
-    **dict.fromkeys((*pointwise.UNARY_FUNCTIONS, *pointwise.UNARY_METHODS), pointwise.Unary()),
-    **dict.fromkeys(pointwise.BINARY, pointwise.Binary()),
-    **dict.fromkeys(shapes.POOL_FUNCTIONS, shapes.Pool()),
+    **dict.fromkeys(shapes.POOLS, shapes.Pool()),
     **dict.fromkeys(shapes.REDUCTIONS, shapes.Reduction()),
-    **dict.fromkeys(reshapes.RESHAPES, reshapes.Reshape()),
-    **dict.fromkeys(heads.MATRIX_PRODUCTS, heads.MatrixProduct()),
-    **dict.fromkeys((*heads.SOFTMAXES, *heads.FILLS), heads.Mixed()),
-    **dict.fromkeys((*heads.SPLITS, *heads.UNBINDS), heads.Parts()),
     **dict.fromkeys(shapes.CONCATENATIONS, shapes.Concatenation()),
     **dict.fromkeys(shapes.MOVES, shapes.Move()),
     **dict.fromkeys(shapes.NEW_AXES, shapes.NewAxis()),
-    functional.scaled_dot_product_attention: heads.Attended(),
-    functional.pad: shapes.Padding(),
+    **dict.fromkeys(shapes.PICKS, shapes.Pick()),
+    **dict.fromkeys(shapes.PADS, shapes.Padding()),
+    **dict.fromkeys(reshapes.RESHAPES, reshapes.Reshape()),
+    **dict.fromkeys((*heads.SPLITS, aten.unbind.int), heads.Parts()),
+    aten.matmul.default: heads.MatrixProduct(),
+    aten.softmax.int: heads.Softmax(),
+    aten.scaled_dot_product_attention.default: heads.Attended(),
     operator.getitem: Item(),
 }
+_POINTWISE = Pointwise()
 
 
 def rules_of(graph_module: fx.GraphModule) -> dict[fx.Node, Rule]:
@@ -55,8 +52,8 @@ def rules_of(graph_module: fx.GraphModule) -> dict[fx.Node, Rule]:
         elif node.op == "get_attr":
             value = _tensor_of(graph_module, node)
             rule = Attribute() if value is not None and uses[id(value)] == 1 else None
-        elif node.op in ("call_function", "call_method"):
-            rule = _CALLS.get(node.target)
+        elif node.op == "call_function":
+            rule = _POINTWISE if is_pointwise(node.target) else _CALLS.get(node.target)
         if rule is not None:
             found[node] = rule
     return found
@@ -65,16 +62,14 @@ def rules_of(graph_module: fx.GraphModule) -> dict[fx.Node, Rule]:
 def obstacles_of(graph_module: fx.GraphModule) -> dict[str, str]:
     """Layers that cannot be changed because of how they are used, by name, and why.
 
-    What one use of a layer or tensor can do without, the other may need; and nobody knows what hooks do.
+    What one use of a layer or tensor can do without, the other may need.
     """
     called = _called(graph_module)
     calls, uses = Counter(id(module) for _, module in called), _uses(graph_module)
     found: dict[str, str] = {}
     for name, module in called:
         tensors = _tensors(module)
-        if module._forward_hooks or module._forward_pre_hooks:
-            found[name] = "it has hooks"
-        elif tensors and calls[id(module)] > 1:
+        if tensors and calls[id(module)] > 1:
             found[name] = "it is called more than once"
         elif any(uses[id(tensor)] > 1 for tensor in tensors):
             found[name] = "it shares a tensor with another"
@@ -97,7 +92,6 @@ def _uses(graph_module: fx.GraphModule) -> Counter[int]:
 
 
 def _rule_of_module(module: nn.Module) -> Rule | None:
-    """By exact type: a class derived from a layer may do something else."""
     if type(module) in (nn.LSTM, nn.GRU, nn.RNN):
         return Recurrent()
     if type(module) in _MODULES and isinstance(module, _ConvNd) and module.groups > 1:

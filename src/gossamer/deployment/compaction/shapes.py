@@ -1,45 +1,49 @@
-"""Operations that move, join or summarise positions: pooling, concatenation, padding, other orders of axes."""
+"""Operations that move, join, pick or summarise positions: pooling, concatenation, padding, other orders of axes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, cast
 
 import torch
-from torch import Tensor, fx, nn
-from torch.nn import functional
-from torch.nn.modules.padding import _ConstantPadNd
+from torch import Tensor, fx
 
 from gossamer.deployment.compaction.analysis import Analysis
 from gossamer.deployment.compaction.groups import Features, Hold, Reason
-from gossamer.deployment.compaction.nodes import bound, shape
+from gossamer.deployment.compaction.nodes import shape
+from gossamer.deployment.graph import aten, bound
 
-POOL_MODULES: tuple[type[nn.Module], ...] = (
-    *(nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d, nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d),
-    *(nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d),
-    *(nn.AdaptiveMaxPool1d, nn.AdaptiveMaxPool2d, nn.AdaptiveMaxPool3d),
-    *(nn.Upsample, nn.ZeroPad1d, nn.ZeroPad2d, nn.ZeroPad3d, nn.ConstantPad1d, nn.ConstantPad2d, nn.ConstantPad3d),
+_AVERAGES = (aten.avg_pool1d.default, aten.avg_pool2d.default, aten.avg_pool3d.default)
+_RESIZES = (
+    *(aten.upsample_nearest1d.vec, aten.upsample_nearest2d.vec, aten.upsample_nearest3d.vec),
+    *(aten._upsample_nearest_exact1d.vec, aten._upsample_nearest_exact2d.vec, aten._upsample_nearest_exact3d.vec),
+    *(aten.upsample_linear1d.vec, aten.upsample_bilinear2d.vec, aten.upsample_bicubic2d.vec),
+    aten.upsample_trilinear3d.vec,
 )
-_EXACT_POOLS = (functional.adaptive_avg_pool1d, functional.adaptive_avg_pool2d, functional.adaptive_avg_pool3d)
-_AVERAGES = (functional.avg_pool1d, functional.avg_pool2d, functional.avg_pool3d)
-_MAXIMA = (functional.max_pool1d, functional.max_pool2d, functional.max_pool3d)
-POOL_FUNCTIONS: tuple[Callable[..., Any], ...] = (*_EXACT_POOLS, *_AVERAGES, *_MAXIMA, functional.interpolate)
-REDUCTIONS: tuple[Any, ...] = (torch.mean, "mean", torch.amax, "amax")
-CONCATENATIONS: tuple[Any, ...] = (torch.cat, torch.concat)
-NEW_AXES: tuple[Any, ...] = (torch.squeeze, "squeeze", torch.unsqueeze, "unsqueeze")
-MOVES: tuple[Any, ...] = (torch.permute, "permute", torch.transpose, "transpose")
+WITH_PLACES = (
+    *(aten.adaptive_max_pool1d.default, aten.adaptive_max_pool2d.default, aten.adaptive_max_pool3d.default),
+    aten.max_pool2d_with_indices.default,
+)
+"""Calls that give the largest values, and where they were."""
+POOLS = (
+    *(*_AVERAGES, *_RESIZES, *WITH_PLACES, aten.max_pool1d.default, aten.max_pool2d.default, aten.max_pool3d.default),
+    *(aten.adaptive_avg_pool1d.default, aten.adaptive_avg_pool2d.default, aten.adaptive_avg_pool3d.default),
+)
+REDUCTIONS = (aten.mean.dim, aten.amax.default)
+CONCATENATIONS = (aten.cat.default,)
+NEW_AXES = (aten.squeeze.dim, aten.unsqueeze.default)
+MOVES = (aten.permute.default, aten.transpose.int)
+PICKS = (aten.select.int, aten.slice.Tensor)
+PADS = (aten.pad.default, aten.constant_pad_nd.default)
 
 
 class Pool:
     """Pooling, resizing and spatial padding: positions change, features stay."""
 
     def forward(self, analysis: Analysis, node: fx.Node) -> Features | None:
-        source, size = analysis.of(node.args[0]), shape(node)
-        if source is None or size is None or len(node.all_input_nodes) != 1 or len(size) + source.dim != 1:
+        source, before = analysis.of(node.args[0]), shape(cast(fx.Node, node.args[0]))
+        if source is None or before is None or len(before) + source.dim != 1:
             return None
-        kept = source.is_constant if self._keeps_constants(analysis, node) else source.constant == 0
-        if node.op == "call_module" and isinstance(module := analysis.module(node), _ConstantPadNd):
-            kept = source.constant == module.value
+        kept = source.is_constant if self._keeps_constants(node) else source.constant == 0
         return Features(source.dim, source.ids, source.constant.where(kept, torch.nan))
 
     def backward(self, analysis: Analysis, node: fx.Node, needed: Tensor) -> None:
@@ -49,34 +53,23 @@ class Pool:
         """It has nothing for single features."""
 
     @staticmethod
-    def _keeps_constants(analysis: Analysis, node: fx.Node) -> bool:
+    def _keeps_constants(node: fx.Node) -> bool:
         """Whether the average, the largest or the resized of equal values is that value, also at the border."""
-        if node.op == "call_module":
-            module = analysis.module(node)
-            if isinstance(module, nn.AvgPool1d | nn.AvgPool2d | nn.AvgPool3d):
-                padding = module.padding if isinstance(module.padding, tuple) else (module.padding,)
-                return not any(padding) and getattr(module, "divisor_override", None) is None
-            return not isinstance(module, nn.Upsample)
         if node.target in _AVERAGES:
-            names = ("input", "kernel_size", "stride", "padding", "ceil_mode", "count_include_pad", "divisor_override")
-            given = bound(node, *names, padding=0)
-            padding = given.get("padding", 1)
-            zero = not any(padding) if isinstance(padding, tuple | list) else padding == 0
-            return zero and given.get("divisor_override") is None
-        return node.target is not functional.interpolate
+            given = bound(node)
+            return not any(given["padding"]) and given.get("divisor_override") is None
+        return node.target not in _RESIZES
 
 
 class Reduction:
     """The mean or maximum over positions."""
 
     def forward(self, analysis: Analysis, node: fx.Node) -> Features | None:
-        given = bound(node, "input", "dim", "keepdim", keepdim=False, dim=None)
-        source = analysis.of(given.get("input"))
-        before = shape(node.args[0]) if isinstance(node.args[0], fx.Node) else None
-        dims = (given["dim"],) if given and isinstance(given["dim"], int) else given.get("dim")
-        if source is None or before is None or not isinstance(dims, tuple | list) or len(node.all_input_nodes) != 1:
+        given, before = bound(node), shape(cast(fx.Node, node.args[0]))
+        source, dims = analysis.of(given["self"]), given["dim"]
+        if source is None or before is None or not dims:
             return None
-        gone = {dim - len(before) if dim >= 0 else dim for dim in cast(tuple[int, ...], dims)}
+        gone = {dim - len(before) if dim >= 0 else dim for dim in dims}
         if source.dim in gone:
             return None
         behind = 0 if given["keepdim"] else sum(dim > source.dim for dim in gone)
@@ -94,17 +87,14 @@ class Move:
 
     def forward(self, analysis: Analysis, node: fx.Node) -> Features | None:
         source, size = analysis.of(node.args[0]), shape(node)
-        if source is None or size is None or node.kwargs:
+        if source is None or size is None:
             return None
-        rest = node.args[1:]
-        dims = list(rest[0]) if len(rest) == 1 and isinstance(rest[0], tuple | list) else list(rest)
-        if not all(isinstance(dim, int) for dim in dims):
-            return None
-        order = [dim % len(size) for dim in cast(list[int], dims)]
-        if node.target in (torch.transpose, "transpose"):
-            one, other = order
+        if node.target is aten.permute.default:
+            order = [dim % len(size) for dim in cast(list[int], node.args[1])]
+        else:
+            one, other = cast(tuple[int, int], node.args[1:])
             order = list(range(len(size)))
-            order[one], order[other] = other, one
+            order[one], order[other] = order[other], order[one]
         return Features(order.index(len(size) + source.dim) - len(size), source.ids, source.constant)
 
     def backward(self, analysis: Analysis, node: fx.Node, needed: Tensor) -> None:
@@ -118,9 +108,9 @@ class NewAxis:
     """An axis of size one that comes or goes."""
 
     def forward(self, analysis: Analysis, node: fx.Node) -> Features | None:
-        dim = bound(node, "input", "dim", dim=None).get("dim")
+        dim = bound(node)["dim"]
         source, before, after = analysis.of(node.args[0]), shape(cast(fx.Node, node.args[0])), shape(node)
-        if source is None or before is None or after is None or not isinstance(dim, int):
+        if source is None or before is None or after is None:
             return None
         place, axis = dim % max(len(before), len(after)), len(before) + source.dim
         if len(after) > len(before):
@@ -136,14 +126,34 @@ class NewAxis:
         """It has nothing for single features."""
 
 
+class Pick:
+    """Some of the positions."""
+
+    def forward(self, analysis: Analysis, node: fx.Node) -> Features | None:
+        source, before = analysis.of(node.args[0]), shape(cast(fx.Node, node.args[0]))
+        if source is None or before is None:
+            return None
+        place, axis = bound(node)["dim"] % len(before), len(before) + source.dim
+        if place == axis:
+            return None
+        behind = node.target is aten.select.int and place > axis
+        return Features(source.dim + behind, source.ids, source.constant)
+
+    def backward(self, analysis: Analysis, node: fx.Node, needed: Tensor) -> None:
+        analysis.pass_on(node, needed)
+
+    def rewrite(self, analysis: Analysis, node: fx.Node) -> None:
+        """It has nothing for single features."""
+
+
 class Concatenation:
     """Features of several tensors one after the other, where those that come from elsewhere stay; or positions of
     tensors with the same features, which then go together."""
 
     def forward(self, analysis: Analysis, node: fx.Node) -> Features | None:
-        given, size = bound(node, "tensors", "dim", dim=0), shape(node)
-        parts, dim = given.get("tensors"), given.get("dim")
-        if not isinstance(parts, tuple | list) or not isinstance(dim, int) or size is None:
+        given, size = bound(node), shape(node)
+        parts, dim = given["tensors"], given["dim"]
+        if size is None:
             return None
         axis = dim - len(size) if dim >= 0 else dim
         known = [features for features in map(analysis.of, parts) if features is not None]
@@ -156,7 +166,7 @@ class Concatenation:
         return Features(axis, torch.cat([each.ids for each in found]), torch.cat([each.constant for each in found]))
 
     def backward(self, analysis: Analysis, node: fx.Node, needed: Tensor) -> None:
-        parts = cast(list[Any], bound(node, "tensors", "dim", dim=0)["tensors"])
+        parts = bound(node)["tensors"]
         first = analysis.of(parts[0])
         if first is not None and first.count == needed.numel() and len(parts) > 1:
             for part in parts:
@@ -190,17 +200,17 @@ class Concatenation:
 
 
 class Padding:
-    """``functional.pad`` with a constant: new features, as in the shortcuts of ResNets, or new positions."""
+    """New features that are a constant, as in the shortcuts of ResNets, or new positions."""
 
     def forward(self, analysis: Analysis, node: fx.Node) -> Features | None:
-        given = bound(node, "input", "pad", "mode", "value", mode="constant", value=None)
-        source, pads = analysis.of(given.get("input")), given.get("pad")
-        if source is None or given["mode"] != "constant" or not isinstance(pads, tuple | list):
+        given = bound(node)
+        source, pads = analysis.of(given["self"]), given["pad"]
+        if source is None or not all(isinstance(pad, int) and pad >= 0 for pad in pads):
             return None
-        if not all(isinstance(pad, int) and pad >= 0 for pad in pads):
-            return None
-        value = float(given["value"] or 0)
         first, last = _new_features(pads, source.dim)
+        if given.get("mode", "constant") != "constant":  # new positions are copies of others
+            return None if first + last else source
+        value = float(given["value"] or 0)
         constant = source.constant
         if sum(pads) > first + last:
             constant = constant.where(constant == value, torch.nan)
@@ -214,13 +224,14 @@ class Padding:
     def rewrite(self, analysis: Analysis, node: fx.Node) -> None:
         kept = analysis.kept(node)
         assert kept is not None
-        given = bound(node, "input", "pad", "mode", "value", mode="constant", value=None)
+        given = bound(node)
         dim, pads = analysis.features[node].dim, list(given["pad"])
         first, last = _new_features(pads, dim)
         if first + last:
             pads[2 * (-dim - 1)] = int(kept[:first].sum())
             pads[2 * (-dim - 1) + 1] = int(kept[len(kept) - last :].sum())
-            node.args, node.kwargs = (given["input"], tuple(pads), given["mode"], given["value"]), {}
+            node.target = aten.constant_pad_nd.default
+            node.args, node.kwargs = (given["self"], pads, given["value"] or 0), {}
 
 
 def _new_features(pads: Any, dim: int) -> tuple[int, int]:

@@ -51,8 +51,6 @@ class CompactionReport:
     """Additions of which one side was a constant."""
     rows: int
     """Rows of zeros of embeddings that became one with another."""
-    traced_by: str
-    """torch.fx or torch.export: the latter may have fixed sizes, and paths that depend on sizes, as in the example."""
     parameters_before: int
     parameters_after: int
     difference: float
@@ -64,10 +62,6 @@ class CompactionReport:
             f"{self.parameters_before:,} parameters before, {self.parameters_after:,} after ({share:.1%}); "
             f"largest relative difference of the outputs {self.difference:.1e}"
         ]
-        if self.traced_by != "torch.fx":
-            lines.append(
-                f"  traced by {self.traced_by}, with the sizes of the example where it could not leave them open"
-            )
         changed = [layer for layer in self.layers if layer.after != layer.before]
         width = max((len(layer.name) for layer in changed), default=0)
         for layer in changed:

@@ -6,9 +6,9 @@ is faster, and the model as it is where it is not; ``.explain()`` says which and
 
 from gossamer.deployment.runtime.compiling import NoCompilerError
 from gossamer.deployment.runtime.deployed import Deployed, Explanation, compile_plan, deploy, torch_threads
-from gossamer.deployment.runtime.graph import UnsupportedError
 from gossamer.deployment.runtime.native import load_native
 from gossamer.deployment.runtime.native_model import NativeModel, Setting
+from gossamer.deployment.runtime.network import UnsupportedError
 
 __all__ = [
     "Deployed",

@@ -1,4 +1,4 @@
-"""From a module to the graph of the runtime: ``torch.export`` traces it, each ATen call is translated.
+"""From a module to the network of the runtime: the shared graph is traced, and each of its ATen calls is translated.
 
 A call that has no translation is no failure of the program: it raises ``UnsupportedError`` with the name of
 the call, and the caller keeps the model as it is. Everything is for inference: dropout is left out,
@@ -10,28 +10,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import nn
 
-from gossamer._forward import quiet_export
+from gossamer.deployment import graph
 from gossamer.deployment.runtime.fusing import fuse
-from gossamer.deployment.runtime.graph import Graph, UnsupportedError
+from gossamer.deployment.runtime.network import Network, UnsupportedError
 from gossamer.deployment.runtime.translations import TRANSLATIONS
 from gossamer.deployment.runtime.translator import Translator
 
 
-def capture(model: nn.Module, example_inputs: Sequence[Any]) -> Graph:
-    """The fused graph of a model in evaluation mode, for inputs shaped like the examples except for their
+def capture(model: nn.Module, example_inputs: Sequence[Any]) -> Network:
+    """The fused network of a model in evaluation mode, for inputs shaped like the examples except for their
     batch."""
-    training = {module: module.training for module in model.modules()}
     try:
-        model.eval()
-        with quiet_export():
-            program = torch.export.export(model, tuple(example_inputs), strict=False)
-    except Exception as error:
-        said = (str(error).strip() or repr(error)).splitlines()[0]
-        raise UnsupportedError(f"torch.export cannot trace {type(model).__name__}: {said[:300]}") from error
-    finally:
-        for module, mode in training.items():
-            module.training = mode
-    return fuse(Translator(program, TRANSLATIONS).translate())
+        traced = graph.trace(model, tuple(example_inputs))
+        module = traced.module
+    except graph.UntraceableError as error:
+        raise UnsupportedError(str(error)) from error
+    structure = traced.program.call_spec.out_spec
+    return fuse(Translator(module, TRANSLATIONS).translate(structure))

@@ -19,9 +19,9 @@ from gossamer.deployment.runtime import memory
 from gossamer.deployment.runtime.capture import capture
 from gossamer.deployment.runtime.compiling import NoCompilerError
 from gossamer.deployment.runtime.fallback import SparseLinears, by_csr, by_native
-from gossamer.deployment.runtime.graph import UnsupportedError
 from gossamer.deployment.runtime.native import Native, load_native
 from gossamer.deployment.runtime.native_model import NativeModel, Setting, possible_lanes
+from gossamer.deployment.runtime.network import UnsupportedError
 from gossamer.deployment.runtime.records import Line
 from gossamer.deployment.runtime.tuning import Run, Tuned, race, tune
 

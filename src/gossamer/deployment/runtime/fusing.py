@@ -11,10 +11,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from gossamer.deployment.runtime.graph import (
+from gossamer.deployment.runtime.network import (
     Affine,
     Floats,
-    Graph,
+    Network,
     Normalise,
     Operation,
     Product,
@@ -26,7 +26,7 @@ from gossamer.deployment.runtime.graph import (
 )
 
 
-def fuse(graph: Graph) -> Graph:
+def fuse(graph: Network) -> Network:
     """The graph with everything folded that can be."""
     operations, values = list(graph.operations), list(graph.values)
     changed = True

@@ -14,10 +14,10 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from gossamer.deployment.runtime.graph import (
+from gossamer.deployment.runtime.network import (
     Affine,
     Concat,
-    Graph,
+    Network,
     Normalise,
     Operation,
     Pair,
@@ -67,7 +67,7 @@ Step = Operation | Phases
 class Placed:
     """A graph whose values have a layout and a place in the arena."""
 
-    graph: Graph
+    graph: Network
     steps: list[Step]
     values: list[Value]
     layouts: list[Layout]
@@ -123,7 +123,7 @@ def shifts(product: Product, values: list[Value], lanes: int) -> bool:
     return several and unbroken and taps.count >= WORTH_COPYING * np.unique(taps.channel).size
 
 
-def place(graph: Graph, lanes: int, shifted: frozenset[Product] = frozenset()) -> Placed:
+def place(graph: Network, lanes: int, shifted: frozenset[Product] = frozenset()) -> Placed:
     """A layout and a place for every value; ``shifted`` says which products are to read copies of x. Those whose
     chunks would meet the borders that another product needs do not."""
     values, classes = list(graph.values), _Classes(len(graph.values))
@@ -159,7 +159,7 @@ def _unbroken(product: Product, values: list[Value], layouts: list[Layout]) -> b
     return compact or values[product.y].width % CHUNK == 0
 
 
-def _insert_phases(graph: Graph, values: list[Value], classes: _Classes, lanes: int) -> list[Step]:
+def _insert_phases(graph: Network, values: list[Value], classes: _Classes, lanes: int) -> list[Step]:
     steps: list[Step] = []
     made: dict[tuple[int, Pair], int] = {}
     for operation in graph.operations:
@@ -229,7 +229,7 @@ def _round(size: int) -> int:
 
 
 def _allocate(
-    graph: Graph, steps: list[Step], values: list[Value], layouts: list[Layout]
+    graph: Network, steps: list[Step], values: list[Value], layouts: list[Layout]
 ) -> tuple[list[int], list[int], dict[int, list[tuple[int, int]]], int]:
     """Offsets of values in the arena. Parts of a concatenation are made in place, or copied where that is
     taken."""

@@ -21,9 +21,9 @@ from typing import Any
 
 import torch
 
-from gossamer.deployment.runtime.graph import Graph, Normalise, Pointwise, Product, Recurrent
 from gossamer.deployment.runtime.native import Native, cache_directory
 from gossamer.deployment.runtime.native_model import Setting, possible_lanes
+from gossamer.deployment.runtime.network import Network, Normalise, Pointwise, Product, Recurrent
 from gossamer.deployment.runtime.plan import choices
 from gossamer.deployment.runtime.weights import Kernel
 
@@ -52,7 +52,7 @@ def processor() -> str:
     return platform.processor() or platform.machine()
 
 
-def key_of(graph: Graph, native: Native, batch: int, threads: int) -> str:
+def key_of(graph: Network, native: Native, batch: int, threads: int) -> str:
     """Hash of what a decision depends on; densities count in whole percents, and by the kernels they allow."""
     layers = []
     kernels = [list(choices(graph, lanes).items()) for lanes in possible_lanes(graph, batch)]
@@ -73,7 +73,7 @@ def key_of(graph: Graph, native: Native, batch: int, threads: int) -> str:
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:24]
 
 
-def recall(key: str, graph: Graph, batch: int, threads_allowed: int) -> Decision | None:
+def recall(key: str, graph: Network, batch: int, threads_allowed: int) -> Decision | None:
     """What was decided before, if that still fits the network."""
     entry = _read().get(key)
     if entry is None:

@@ -34,8 +34,8 @@ from gossamer.deployment.runtime.checked import (
     readable,
     tracing_state,
 )
-from gossamer.deployment.runtime.graph import Floats, Graph, Recurrent, Source, UnsupportedError, batch_axis
 from gossamer.deployment.runtime.native import Native
+from gossamer.deployment.runtime.network import Floats, Network, Recurrent, Source, UnsupportedError, batch_axis
 from gossamer.deployment.runtime.plan import choices, make_plan
 from gossamer.deployment.runtime.records import Plan
 from gossamer.deployment.runtime.weights import Kernel, aligned_zeros
@@ -58,7 +58,7 @@ class Setting:
     kernels: tuple[tuple[int, Kernel], ...] = ()
 
 
-def possible_lanes(graph: Graph, batch: int) -> list[int]:
+def possible_lanes(graph: Network, batch: int) -> list[int]:
     """Numbers of lanes worth trying for a batch size, the best guess first.
 
     Pictures fill vectors by themselves and suffer when a group outgrows the cache; vectors and sequences need
@@ -98,7 +98,7 @@ class _Prepared:
 class NativeModel:
     """Runs a captured network; shapes are those of the example but for the batch."""
 
-    def __init__(self, graph: Graph, native: Native, setting: Setting | None = None) -> None:
+    def __init__(self, graph: Network, native: Native, setting: Setting | None = None) -> None:
         self.graph = graph
         self.native = native
         self.setting = setting

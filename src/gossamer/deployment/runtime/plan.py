@@ -13,24 +13,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from gossamer.deployment.runtime.graph import (
-    GATES,
-    Affine,
-    Cell,
-    Concat,
-    Embed,
-    Graph,
-    Input,
-    Normalise,
-    Pointwise,
-    Pool,
-    Product,
-    Recurrent,
-    Softmax,
-    Spread,
-    UnsupportedError,
-    diagonal_taps,
-)
 from gossamer.deployment.runtime.layout import (
     ARENA_TAIL,
     CHUNK,
@@ -40,6 +22,24 @@ from gossamer.deployment.runtime.layout import (
     is_single,
     place,
     shifts,
+)
+from gossamer.deployment.runtime.network import (
+    GATES,
+    Affine,
+    Cell,
+    Concat,
+    Embed,
+    Input,
+    Network,
+    Normalise,
+    Pointwise,
+    Pool,
+    Product,
+    Recurrent,
+    Softmax,
+    Spread,
+    UnsupportedError,
+    diagonal_taps,
 )
 from gossamer.deployment.runtime.plan_pointwise import normalise_fields, pointwise_fields, softmax_fields
 from gossamer.deployment.runtime.plan_shifted import shifted_blocks
@@ -75,7 +75,7 @@ _CODES: dict[Cell, int] = {"lstm": LSTM, "gru": GRU, "rnn_tanh": RNN_TANH, "rnn_
 RECURRENT_COLUMNS = 128  # steps times lanes whose input part is computed ahead of the recurrence
 
 
-def make_plan(graph: Graph, lanes: int, kernels: Mapping[int, Kernel] | None = None) -> Plan:
+def make_plan(graph: Network, lanes: int, kernels: Mapping[int, Kernel] | None = None) -> Plan:
     """The plan for a number of lanes; ``kernels`` says by operation which kernel runs it, where that is not the
     first that could."""
     kernels = kernels or {}
@@ -84,7 +84,7 @@ def make_plan(graph: Graph, lanes: int, kernels: Mapping[int, Kernel] | None = N
     return _Planner(place(graph, lanes, shifted), kernels).plan()
 
 
-def choices(graph: Graph, lanes: int) -> dict[int, tuple[Kernel, ...]]:
+def choices(graph: Network, lanes: int) -> dict[int, tuple[Kernel, ...]]:
     """By operation, the kernels that could run it."""
     found: dict[int, tuple[Kernel, ...]] = {}
     for number, operation in enumerate(graph.operations):

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from gossamer.deployment.runtime.graph import FUNCTIONS, Normalise, Pointwise, Softmax
 from gossamer.deployment.runtime.layout import CHUNK, Placed, chunk_places
+from gossamer.deployment.runtime.network import FUNCTIONS, Normalise, Pointwise, Softmax
 from gossamer.deployment.runtime.weights import Kept
 
 

@@ -17,8 +17,8 @@ from math import gcd
 import numpy as np
 import numpy.typing as npt
 
-from gossamer.deployment.runtime.graph import Integers, Product, Value
 from gossamer.deployment.runtime.layout import CHUNK, Layout, Placed
+from gossamer.deployment.runtime.network import Integers, Product, Value
 from gossamer.deployment.runtime.plan_windows import PASS
 from gossamer.deployment.runtime.weights import Kept, panels
 

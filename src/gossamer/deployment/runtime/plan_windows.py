@@ -3,8 +3,8 @@ in kernels.c; and the channels that a product with windows does at a time."""
 
 from __future__ import annotations
 
-from gossamer.deployment.runtime.graph import Pool, Product, Spread
 from gossamer.deployment.runtime.layout import CHUNK, Phases, Placed
+from gossamer.deployment.runtime.network import Pool, Product, Spread
 
 FIRST_CACHE = 48 << 10  # bytes of input that mostly stay in the first-level cache
 PASS = 128  # floats of output that stay in registers

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from gossamer.deployment.runtime.graph import Normalise, UnsupportedError
+from gossamer.deployment.graph import shape_of
+from gossamer.deployment.runtime.network import Normalise, UnsupportedError
 from gossamer.deployment.runtime.translator import (
     Handle,
     Translation,
@@ -15,7 +16,6 @@ from gossamer.deployment.runtime.translator import (
     activation,
     append_affine,
     as_vector,
-    shape_of,
     to_floats,
 )
 

@@ -10,14 +10,14 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, fx
 
-from gossamer.deployment.runtime.graph import Floats, Function, Pointwise, Softmax, UnsupportedError
+from gossamer.deployment.graph import shape_of
+from gossamer.deployment.runtime.network import Floats, Function, Pointwise, Softmax, UnsupportedError
 from gossamer.deployment.runtime.translator import (
     Handle,
     Translation,
     Translator,
     activation,
     append_affine,
-    shape_of,
     to_floats,
 )
 
@@ -178,39 +178,24 @@ def _softmax(t: Translator, node: fx.Node) -> Handle:
 
 POINTWISE: dict[Any, Translation] = {
     aten.relu.default: _relu,
-    aten.relu_.default: _relu,
     aten.add.Tensor: _sum,
-    aten.add_.Tensor: _sum,
     aten.sub.Tensor: _sum,
-    aten.sub_.Tensor: _sum,
     aten.rsub.Scalar: _reversed_difference,
     aten.rsub.Tensor: _reversed_difference,
     aten.neg.default: _negative,
-    aten.neg_.default: _negative,
     aten.mul.Tensor: _product,
-    aten.mul_.Tensor: _product,
     aten.div.Tensor: _product,
-    aten.div_.Tensor: _product,
     aten.clamp.default: _clamp,
-    aten.clamp_.default: _clamp,
     aten.hardtanh.default: _clamp,
-    aten.hardtanh_.default: _clamp,
     aten.leaky_relu.default: _leaky,
-    aten.leaky_relu_.default: _leaky,
     aten.prelu.default: _leaky,
     aten.sigmoid.default: _plain("sigmoid"),
-    aten.sigmoid_.default: _plain("sigmoid"),
     aten.tanh.default: _plain("tanh"),
-    aten.tanh_.default: _plain("tanh"),
     aten.silu.default: _plain("silu"),
-    aten.silu_.default: _plain("silu"),
     aten.hardsigmoid.default: _plain("hard_sigmoid"),
-    aten.hardsigmoid_.default: _plain("hard_sigmoid"),
     aten.hardswish.default: _plain("hard_swish"),
-    aten.hardswish_.default: _plain("hard_swish"),
     aten.gelu.default: _gelu,
     aten.elu.default: _elu,
-    aten.elu_.default: _elu,
     aten.softplus.default: _softplus,
     aten.softmax.int: _softmax,
     aten.log_softmax.int: _softmax,

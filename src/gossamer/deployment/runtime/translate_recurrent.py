@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor, fx
 
-from gossamer.deployment.runtime.graph import Cell, Recurrence, Recurrent, UnsupportedError, Value, dense_taps
+from gossamer.deployment.runtime.network import Cell, Recurrence, Recurrent, UnsupportedError, Value, dense_taps
 from gossamer.deployment.runtime.translator import (
     Handle,
     Translation,

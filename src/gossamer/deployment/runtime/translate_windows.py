@@ -14,7 +14,8 @@ import numpy as np
 import torch
 from torch import fx
 
-from gossamer.deployment.runtime.graph import (
+from gossamer.deployment.graph import shape_of
+from gossamer.deployment.runtime.network import (
     Integers,
     Pair,
     Pool,
@@ -31,7 +32,6 @@ from gossamer.deployment.runtime.translator import (
     Translator,
     activation,
     bias_or_zeros,
-    shape_of,
     to_floats,
 )
 

@@ -10,7 +10,8 @@ import numpy as np
 import torch
 from torch import fx
 
-from gossamer.deployment.runtime.graph import (
+from gossamer.deployment.graph import shape_of
+from gossamer.deployment.runtime.network import (
     Concat,
     Embed,
     Pair,
@@ -37,7 +38,6 @@ from gossamer.deployment.runtime.translator import (
     as_vector,
     bias_or_zeros,
     loaded_as,
-    shape_of,
     to_floats,
 )
 
@@ -292,11 +292,10 @@ TRANSLATIONS: dict[Any, Translation] = {
     **WINDOWS,
     aten.linear.default: _linear,
     aten.dropout.default: _dropout,
-    aten.dropout_.default: _dropout,
     aten.alpha_dropout.default: _dropout,
     aten.feature_dropout.default: _dropout,
     aten.contiguous.default: _identity,
-    aten.detach.default: _identity,
+    aten.clone.default: _identity,
     aten.flatten.using_ints: _reshape,
     aten.view.default: _reshape,
     aten.reshape.default: _reshape,

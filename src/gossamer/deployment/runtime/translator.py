@@ -1,21 +1,22 @@
-"""The walk over an exported program: inputs and outputs, the values made so far, arguments of a call."""
+"""The walk over the shared graph: inputs and outputs, the values made so far, arguments of a call."""
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, Literal, cast
 
 import numpy as np
 import torch
 from torch import Tensor, fx
 
-from gossamer.deployment.runtime.graph import (
+from gossamer.deployment.graph import RECURRENT_CALLS, shape_of
+from gossamer.deployment.runtime.network import (
     Affine,
     Floats,
-    Graph,
     Input,
+    Network,
     Operation,
     Product,
     Source,
@@ -27,7 +28,6 @@ from gossamer.deployment.runtime.graph import (
 
 Form = Literal["picture", "turned", "grouped", "signal", "vector", "flat", "sequence", "state", "bare"]
 aten = torch.ops.aten
-RECURRENT_LAYERS = (aten.lstm.input, aten.gru.input, aten.rnn_tanh.input, aten.rnn_relu.input)
 TRANSPOSITIONS = (aten.transpose.int, aten.permute.default)
 #: What takes an input of three dimensions for (batch, channels, steps), and for (batch, steps, channels).
 _OF_SIGNALS = (
@@ -36,7 +36,7 @@ _OF_SIGNALS = (
     *(aten.max_pool1d.default, aten.avg_pool1d.default, aten.adaptive_avg_pool1d.default),
     *(aten.adaptive_max_pool1d.default, aten.upsample_nearest1d.vec),
 )
-_OF_SEQUENCES = (*RECURRENT_LAYERS, aten.linear.default, aten.layer_norm.default)
+_OF_SEQUENCES = (*RECURRENT_CALLS, aten.linear.default, aten.layer_norm.default)
 
 
 @dataclass(frozen=True)
@@ -62,40 +62,37 @@ class Zeros:
 
 
 class Translator:
-    """Walks an exported program; what each call means is looked up in ``translations``."""
+    """Walks the calls of a module; what each call means is looked up in ``translations``."""
 
     def __init__(
         self,
-        program: torch.export.ExportedProgram,
+        module: fx.GraphModule,
         translations: Mapping[Any, Callable[[Translator, fx.Node], Any]],
     ) -> None:
-        self.program = program
+        self.module = module
         self.translations = translations
         self.values: list[Value] = []
         self.operations: list[Operation] = []
         self.env: dict[fx.Node, Any] = {}
         self.inputs: list[Source] = []
-        self.memory: dict[fx.Node, fx.Node] = {}  # whose memory a call's result lies in, where not its own
-        recurrent = [n for n in program.graph.nodes if n.target in RECURRENT_LAYERS]
+        recurrent = [n for n in module.graph.nodes if n.target in RECURRENT_CALLS]
         majors = {not n.args[8] for n in recurrent}
         if len(majors) > 1:
             raise UnsupportedError("recurrent layers with and without batch_first in one network")
         self.time_major = majors == {True}
 
-    def translate(self) -> Graph:
-        signature = self.program.graph_signature
-        state = {**self.program.state_dict, **self.program.constants}
-        names = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
-        names |= dict(signature.inputs_to_lifted_tensor_constants)
-        self.names = names
+    def translate(self, structure: Any) -> Network:
+        """The graph, whose outputs are nested like ``structure`` (None for a tensor alone)."""
         outputs: tuple[Any, ...] = ()
         shapes: tuple[tuple[int, ...], ...] = ()
-        for node in self.program.graph.nodes:
+        for node in self.module.graph.nodes:
             if node.op == "placeholder":
-                self.env[node] = state[names[node.name]] if node.name in names else self._input(node)
+                self.env[node] = self._input(node)
+            elif node.op == "get_attr":
+                self.env[node] = attrgetter(str(node.target))(self.module)
             elif node.op == "output":
                 outputs = tuple(self._get(n) for n in node.args[0])
-                shapes = tuple(tuple(n.meta["val"].shape) for n in node.args[0] if isinstance(n, fx.Node))
+                shapes = tuple(shape_of(n) for n in node.args[0] if isinstance(n, fx.Node))
             elif self._is_constant(node):
                 self.env[node] = self._computed(node)
             elif node.target not in self.translations:
@@ -105,10 +102,8 @@ class Translator:
         if not outputs or not all(isinstance(out, Handle) for out in outputs):
             raise UnsupportedError("outputs that are not activations of the network")
         places, forms = tuple(o.value for o in outputs), tuple(o.form for o in outputs)
-        spec = self.program.call_spec.out_spec
-        structure = None if spec is None or spec.is_leaf() else spec
-        inputs = tuple(self.inputs)
-        return Graph(self.values, self.operations, places, forms, shapes, inputs, self.time_major, structure)
+        nested = None if structure is None or structure.is_leaf() else structure
+        return Network(self.values, self.operations, places, forms, shapes, tuple(self.inputs), self.time_major, nested)
 
     def _is_constant(self, node: fx.Node) -> bool:
         """Whether a call has tensors of the model as inputs, and nothing else: its result is always the same."""
@@ -116,8 +111,6 @@ class Translator:
         return bool(known) and all(isinstance(each, Tensor) for each in known)
 
     def _computed(self, node: fx.Node) -> Any:
-        if _mutates(node) and node.target is not aten.detach_.default:
-            raise UnsupportedError(f"a change in place of a tensor of the model (node {node.name})")
         if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
             raise UnsupportedError(f"random numbers (node {node.name})")
         with torch.no_grad():
@@ -125,28 +118,11 @@ class Translator:
 
     def _call(self, node: fx.Node) -> None:
         made = self.env[node] = self.translations[node.target](self, node)
-        source = node.args[0] if node.args else None
-        part = node.target is operator.getitem and source in self.memory  # of a split
-        if isinstance(source, fx.Node) and (part or _aliases(node)):
-            self.memory[node] = self.memory.get(source, source)
-            if _mutates(node):
-                self._written(node, source)
         if isinstance(made, Handle) and node.meta["val"].dtype is not torch.float32:
             raise UnsupportedError(f"{node.target} that makes {node.meta['val'].dtype} (node {node.name})")
         for handle, shape in _with_shapes(made, node):
             if handle is not None and shape not in self._shapes(handle):
                 raise UnsupportedError(f"{node.target} that makes {shape} of a {handle.form} (node {node.name})")
-
-    def _written(self, node: fx.Node, source: fx.Node) -> None:
-        """After a call in place, who reads the old name sees the new; a part or view of it has no new value here."""
-        old, new, memory = self.env[source], self.env[node], self.memory[node]
-        order = {each: place for place, each in enumerate(self.program.graph.nodes)}
-        family = [each for each in self.env if self.memory.get(each, each) is memory and each is not node]
-        for each in family:
-            if self.env[each] == old:
-                self.env[each] = new
-            elif any(order[user] > order[node] for user in each.users):
-                raise UnsupportedError(f"a change in place of a part of {each.name} (node {node.name})")
 
     def _shapes(self, handle: Handle) -> list[tuple[int, ...]]:
         """The shapes that the network may see a value in; anything else would mix samples, pixels or steps."""
@@ -185,7 +161,7 @@ class Translator:
             self.inputs.append(Source("tokens", shape))
             return Tokens(slot, shape)
         form: Form
-        if any(user.target in RECURRENT_LAYERS and node in _states(user) for user in node.users):
+        if any(user.target in RECURRENT_CALLS and node in _states(user) for user in node.users):
             self.inputs.append(Source("state", shape))
             handle = self.new(Value(shape[0] * shape[2], 1, 1), "state")
             self.operations.append(Input(handle.value, slot, node.name))
@@ -236,30 +212,13 @@ class Translator:
     def parameter_name(self, node: Any) -> str:
         """What a layer is called; where its weight is computed of others, what the first of these is called."""
         first = node
-        while isinstance(first, fx.Node) and first.name not in self.names and first.all_input_nodes:
+        while isinstance(first, fx.Node) and first.op != "get_attr" and first.all_input_nodes:
             first = first.all_input_nodes[0]
-        name = self.names.get(first.name, node.name) if isinstance(first, fx.Node) else str(node)
+        name = str(first.target if isinstance(first, fx.Node) and first.op == "get_attr" else node)
         return name.partition(".parametrizations.")[0].removesuffix(".weight")
 
 
 Translation = Callable[[Translator, fx.Node], Any]
-
-
-def shape_of(node: Any) -> tuple[int, ...]:
-    """The shape that a value had when the example was traced."""
-    return tuple(cast(fx.Node, node).meta["val"].shape)
-
-
-def _mutates(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
-
-
-def _aliases(node: fx.Node) -> bool:
-    """Whether the result may lie in the memory of the first argument: in place, views, dropout in evaluation."""
-    if not isinstance(node.target, torch._ops.OpOverload):
-        return False
-    schema = node.target._schema
-    return "dropout" in schema.name or any(each.alias_info is not None for each in schema.returns)
 
 
 def _with_shapes(made: Any, node: fx.Node) -> list[tuple[Handle | None, tuple[int, ...]]]:

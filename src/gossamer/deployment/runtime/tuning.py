@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from gossamer.deployment.runtime.graph import Graph, Product
 from gossamer.deployment.runtime.layout import CHUNK, place
 from gossamer.deployment.runtime.native_model import NativeModel, Setting
+from gossamer.deployment.runtime.network import Network, Product
 from gossamer.deployment.runtime.plan import choices
 from gossamer.deployment.runtime.weights import KERNELS, Kernel
 
@@ -69,7 +69,7 @@ def tune(model: NativeModel, inputs: Sequence[Any], lanes: int, seconds: float) 
     return Tuned(Setting(lanes, 1, tuple(_chosen(model.graph, medians).items())), medians)
 
 
-def _without_refused(graph: Graph, lanes: int, possible: dict[int, list[Kernel]]) -> None:
+def _without_refused(graph: Network, lanes: int, possible: dict[int, list[Kernel]]) -> None:
     """Take shifted planes from layers that the borders of their neighbours keep from them."""
     asked = {number for number, kernels in possible.items() if "shifted" in kernels}
     products = frozenset(op for op in map(graph.operations.__getitem__, asked) if isinstance(op, Product))
@@ -79,7 +79,7 @@ def _without_refused(graph: Graph, lanes: int, possible: dict[int, list[Kernel]]
             possible[number].remove("shifted")
 
 
-def _chosen(graph: Graph, seconds: Mapping[int, Mapping[Kernel, float]]) -> dict[int, Kernel]:
+def _chosen(graph: Network, seconds: Mapping[int, Mapping[Kernel, float]]) -> dict[int, Kernel]:
     """The fastest kernel of each layer. Layers on planes narrower than a vector choose shifted planes together, as one
     that needs borders puts them into the planes of its neighbours."""
     chosen = {number: _fastest(each) for number, each in seconds.items() if each}

@@ -11,8 +11,8 @@ from typing import Any, Literal, get_args
 import numpy as np
 import numpy.typing as npt
 
-from gossamer.deployment.runtime.graph import Floats, Integers, Taps
 from gossamer.deployment.runtime.layout import CHUNK
+from gossamer.deployment.runtime.network import Floats, Integers, Taps
 
 #: Sparse products for many values at once (panels, shifted), or for one vector (the next three); dense ones for both.
 Kernel = Literal["panels", "shifted", "gather", "loads", "windows", "dense"]

@@ -256,7 +256,7 @@ def batch_axis(form: str, time_major: bool) -> int:
 
 
 @dataclass(frozen=True, eq=False)
-class Graph:
+class Network:
     values: list[Value]
     operations: list[Operation]
     outputs: tuple[int, ...]

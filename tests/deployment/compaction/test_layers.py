@@ -1,8 +1,6 @@
-"""Models that torch.fx cannot follow: traced by torch.export, they come back as ordinary modules of smaller layers."""
+"""Models come back as ordinary modules of smaller layers, whatever their code asks of its input."""
 
 from __future__ import annotations
-
-import copy
 
 import pytest
 import torch
@@ -10,16 +8,16 @@ from foreign_models import FOREIGN
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from compaction.networks import Concatenated, Residual, convolutions, mobile, prepare, sparsify_
+from compaction.networks import Residual, prepare
 from compaction.test_attention import HEADS, SIZE, WIDTH, head
 from compaction.test_by_hand import assert_same, shapes, zero_
 from gossamer import compact
-from gossamer.deployment.compaction import exported
-from gossamer.deployment.compaction.exported import trace_by_export
+from gossamer.deployment import graph
+from gossamer.deployment.compaction.lifting import to_layers
 
 
 class AsksForShapes(nn.Module):
-    """A loop over the length of the input and a branch on its shape: fx follows neither."""
+    """A branch on the shape of the input, dropout by a function."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,8 +38,6 @@ def test_layers_come_back_smaller_under_their_names() -> None:
     zero_(model.head.weight, slice(None), 2)
     zero_(model.embedding.weight, slice(5, 17))
     found = compact(model, torch.randint(0, 20, (1, 7)))
-    assert found.report.traced_by == "torch.export"
-    assert "traced by torch.export" in str(found)
     assert shapes(found.model) == {
         "embedding.weight": (9, 6),
         **{"first.weight": (7, 6), "first.bias": (7,), "second.weight": (8, 7), "second.bias": (8,)},
@@ -54,25 +50,6 @@ def test_layers_come_back_smaller_under_their_names() -> None:
     assert all(each.grad is not None for each in found.model.parameters())
     again = compact(found.model, torch.randint(0, 20, (2, 7)))
     assert shapes(again.model) == shapes(found.model)
-
-
-@pytest.mark.parametrize("network", [convolutions, mobile, Residual, Concatenated])
-def test_what_fx_takes_out_goes_here_too(network: type[nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same network by both ways: the same sizes, and the outputs of the model."""
-    generator = torch.Generator().manual_seed(5)
-    model = prepare(network(), generator).double()
-    sparsify_(model, 0.5, generator, features=0.4)
-    x = torch.randn(2, 3, 8, 8).double()
-    by_fx = compact(model, x)
-
-    def cannot(*given: object) -> None:
-        raise RuntimeError("as if torch.fx could not")
-
-    monkeypatch.setattr("gossamer.deployment.compaction.trace._Tracer.trace", cannot)
-    found = compact(model, x)
-    assert (by_fx.report.traced_by, found.report.traced_by) == ("torch.fx", "torch.export")
-    assert shapes(found.model) == shapes(by_fx.model)
-    assert_same(found.model, model, torch.randn(5, 3, 8, 8).double(), 1e-12)
 
 
 class Attention(nn.Module):
@@ -106,7 +83,6 @@ def test_heads(masked: bool) -> None:
     x = torch.randn(2, 7, WIDTH).double()
     inputs = (x, torch.ones(7, 7, dtype=torch.bool).tril()) if masked else (x,)
     found = compact(model, inputs)
-    assert found.report.traced_by == "torch.export"
     assert shapes(found.model)["value.weight"] == ((HEADS - 1) * SIZE, WIDTH)
     assert shapes(found.model)["out.weight"] == (WIDTH, (HEADS - 1) * SIZE)
     other = torch.randn(4, 5, WIDTH).double()
@@ -116,7 +92,7 @@ def test_heads(masked: bool) -> None:
 
 
 class Encoder(nn.Module):
-    """Torch's encoder with a mask of what is padding, which torch.fx cannot follow."""
+    """Torch's encoder with a mask of what is padding."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -137,7 +113,6 @@ def test_heads_of_torch_behind_a_mask() -> None:
     padding = torch.zeros(2, 7, dtype=torch.bool)
     padding[1, 5:] = True
     found = compact(model, (torch.randn(2, 7, WIDTH).double(), padding))
-    assert found.report.traced_by == "torch.export"
     assert found.report.folded == SIZE
     assert shapes(found.model)["layers.layers.1.self_attn.q_proj.weight"] == ((HEADS - 1) * SIZE, WIDTH)
     assert shapes(found.model)["layers.layers.1.linear1.weight"] == (11, WIDTH)
@@ -244,15 +219,16 @@ def test_models_that_nobody_here_wrote(name: str) -> None:
 
 def test_the_graph_computes_what_the_model_computes() -> None:
     model = prepare(Residual(), torch.Generator().manual_seed(1))
-    graph = trace_by_export(copy.deepcopy(model), torch.randn(1, 3, 8, 8))
-    assert {type(each) for each in graph.modules()} >= {nn.Conv2d, nn.BatchNorm2d, nn.Linear}
+    x = torch.randn(1, 3, 8, 8)
+    layers = to_layers(graph.trace_any_size(model, x), model, x)
+    assert {type(each) for each in layers.modules()} >= {nn.Conv2d, nn.BatchNorm2d, nn.Linear}
     x = torch.randn(3, 3, 8, 8)
     with torch.no_grad():
-        torch.testing.assert_close(graph(x), model(x), rtol=0, atol=0)
+        torch.testing.assert_close(layers(x), model(x), rtol=0, atol=0)
 
 
 class AnyNumber(nn.Module):
-    """Takes any number of inputs, which ``torch.fx`` cannot follow."""
+    """Takes any number of inputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -267,14 +243,13 @@ class AnyNumber(nn.Module):
 def test_any_number_of_inputs_leaves_the_batch_open() -> None:
     model = AnyNumber().eval()
     found = compact(model, torch.randn(2, 7, 4))
-    assert found.report.traced_by == "torch.export"
     for batch in (1, 2, 5):
         x = torch.randn(batch, 7, 4)
         torch.testing.assert_close(found.model(x), model(x), rtol=1e-6, atol=1e-6)
 
 
 def test_a_size_that_could_not_be_left_open_is_insisted_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exported, "_attempts", lambda _, positional, named: iter([(positional, named, None)]))
+    monkeypatch.setattr(graph, "_attempts", lambda _, positional, named: iter([(positional, named, None)]))
     model = AnyNumber().eval()
     small = compact(model, torch.randn(2, 7, 4)).model
     x = torch.randn(2, 7, 4)
@@ -304,3 +279,63 @@ def test_a_loop_over_time_is_for_the_length_of_the_example() -> None:
     assert_same(small, model, torch.randn(5, 7, 4).double(), 1e-14)
     with pytest.raises(AssertionError, match="expected 7 at dimension 1 of x, the only size"):
         small(torch.randn(5, 9, 4).double())
+
+
+@pytest.mark.parametrize("flattens", [False, True])
+def test_pictures_of_other_sizes_are_taken_where_the_model_takes_them(flattens: bool) -> None:
+    pool = nn.Flatten() if flattens else nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    model = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), pool, nn.Linear(256 if flattens else 4, 2)).double().eval()
+    small = compact(model, torch.randn(2, 3, 8, 8).double()).model
+    larger = torch.randn(2, 3, 11, 9).double()
+    if flattens:
+        with pytest.raises(AssertionError, match="expected 8 at dimension 2 of input_1, the only size"):
+            small(larger)
+    else:
+        assert_same(small, model, larger, 1e-14)
+
+
+class Centred(nn.Conv2d):
+    """A class of the user's own that computes what its base does, of something else, and more."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x - 1) * 2
+
+
+def test_derived_layers_and_hooks_are_part_of_the_graph() -> None:
+    model = nn.Sequential(Centred(2, 6, 3), nn.Conv2d(6, 5, 1), nn.ReLU(), nn.Conv2d(5, 3, 1)).double().eval()
+    model[1].register_forward_hook(lambda module, inputs, output: output + 3)
+    zero_(model[1].weight, slice(None), [0, 4])
+    zero_(model[3].weight, slice(None), 2)
+    found = compact(model, torch.randn(2, 2, 6, 6).double())
+    assert {name: size for name, size in shapes(found.model).items() if name.endswith("weight")} == {
+        **{"0.weight": (4, 2, 3, 3), "1.weight": (4, 4, 1, 1), "3.weight": (3, 4, 1, 1)},
+    }
+    assert_same(found.model, model, torch.randn(5, 2, 6, 6).double(), 1e-13)
+
+
+@pytest.mark.parametrize("mode", ["circular", "reflect", "replicate"])
+def test_padding_that_is_no_zeros_keeps_constants(mode: str) -> None:
+    model = nn.Sequential(nn.Conv2d(2, 5, 1), nn.ReLU(), nn.Conv2d(5, 3, 3, padding=1, padding_mode=mode)).double()
+    zero_(model[0].weight, [1, 3])
+    with torch.no_grad():
+        model[0].bias.abs_()
+    found = compact(model, torch.randn(2, 2, 6, 6).double())
+    assert shapes(found.model)["2.weight"] == (3, 3, 3, 3)
+    assert found.report.folded == 2
+    assert_same(found.model, model, torch.randn(5, 2, 6, 6).double(), 1e-13)
+
+
+def test_a_number_that_the_example_gives_is_the_only_one() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 3)
+
+        def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+            return self.layer(x) * scale
+
+    model = Scaled().eval()
+    small, x = compact(model, {"x": torch.randn(2, 4), "scale": 2.0}).model, torch.randn(5, 4)
+    torch.testing.assert_close(small(x, scale=2.0), model(x, scale=2.0))
+    with pytest.raises(AssertionError, match=r"expected 2.0 for scale, the only value that was traced"):
+        small(x, scale=3.0)
