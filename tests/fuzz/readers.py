@@ -291,6 +291,10 @@ def _idx(shape: tuple[int, ...]) -> bytes:
     return struct.pack(f">HBB{len(shape)}I", 0, 8, len(shape), *shape) + pixels.tobytes()
 
 
+def _idx_seeds() -> list[bytes]:
+    return [*map(_idx, _SHAPES[:2]), gzip.compress(_idx(_SHAPES[0]), 1)]
+
+
 def _read_idx(content: bytes, folder: Path) -> None:
     """As the training images and as the training labels, with a checksum that agrees."""
     suffix = ".gz" if content[:2] == b"\x1f\x8b" else ""
@@ -494,7 +498,7 @@ READERS: Mapping[str, Reader] = MappingProxyType(
             Reader(
                 "network", _read_network, _network_seeds, forge.or_anywhere(forge.json_file), Bounds(4.0, memory=96 << 20)
             ),
-            Reader("idx", _read_idx, lambda: [_idx(s) for s in _SHAPES] + [gzip.compress(_idx(_SHAPES[0]), 1)], forge.packed_idx),
+            Reader("idx", _read_idx, _idx_seeds, forge.packed_idx),
             Reader(
                 "cifar", _read_cifar, lambda: [_cifar()[n] for n in ("all.tar.gz", "labels.npz", "0.webp")], forge.cifar_file, _IMAGES
             ),
