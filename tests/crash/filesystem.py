@@ -4,10 +4,10 @@
 process can be killed (nothing that comes after is done, no `finally` either; of a write the half may be done), or the
 call be refused with an error.
 
-`after_power_loss` says what may be on the disk where the power fails after so many calls. Of a file the bytes that were
-there when it was last forced to the disk are safe; of each write since, any part may be lost, whatever came later. Of a
-folder the names are safe that it had when it was forced to the disk itself; of each creation, renaming and removal since,
-any may be lost. This is less than any common file system promises.
+`after_power_loss` says what may be on the disk where the power fails after so many calls. The bytes that a file had at
+its last fsync are safe; any part of each later write may be lost, whatever came after it. The names that a folder had at
+its own last fsync are safe; each later creation, renaming and removal may be lost. Every common file system promises
+more.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class Call:
 
 @dataclass(frozen=True)
 class Fault:
-    """What happens at the call of a number: ``kill``, ``tear`` (killed in the middle of it) or the name of an error such
-    as ENOSPC; with ``lasting`` all later calls that need room fail as well."""
+    """What happens at call number ``at``: ``kill``, ``tear`` (a kill in the middle of a write) or the name of an error
+    such as ENOSPC; with ``lasting`` all later calls that need room fail as well."""
 
     at: int
     kind: str
@@ -213,9 +213,7 @@ def put(files: Files, folder: Path) -> None:
 # ----------------------------------------------------------------------------------------------------- power loss
 
 
-def after_power_loss(
-    before: Files, calls: Sequence[Call], rng: random.Random, most: int
-) -> Iterator[Files]:
+def after_power_loss(before: Files, calls: Sequence[Call], rng: random.Random, most: int) -> Iterator[Files]:
     """What may be found after these calls, in up to ``most`` versions, the extreme ones first."""
     first = {name: number for number, name in enumerate(sorted(before))}
     safe: dict[int, bytes] = {number: before[name] for name, number in first.items()}
@@ -253,7 +251,10 @@ def _choices(
     changes: list[Call], writes: dict[int, list[Call]], rng: random.Random
 ) -> Iterator[tuple[list[Call], dict[int, list[Call]]]]:
     """First all subsets of the changes to names with all, none and the first of the writes; then drawn ones."""
-    subsets = [list(itertools.compress(changes, bits)) for bits in itertools.product((True, False), repeat=min(len(changes), 6))]
+    subsets = [
+        list(itertools.compress(changes, bits))
+        for bits in itertools.product((True, False), repeat=min(len(changes), 6))
+    ]
     for subset in subsets:
         yield subset, writes
         if writes:

@@ -22,9 +22,7 @@ import torch
 from crash.filesystem import Fault, Files, Killed, Recorder, after_power_loss, content_of, put
 from crash.writers import WRITERS, Writer
 
-FAULTS = (
-    *(("kill", False), ("tear", False), ("ENOSPC", False), ("ENOSPC", True), ("EIO", False), ("EIO", True)),
-)
+FAULTS = (*(("kill", False), ("tear", False), ("ENOSPC", False), ("ENOSPC", True), ("EIO", False), ("EIO", True)),)
 
 
 def crash_at_every_call(writer: Writer) -> tuple[int, list[str]]:

@@ -4,6 +4,7 @@ import random
 from pathlib import Path
 
 import pytest
+
 from crash.filesystem import Call, Fault, Killed, Recorder, after_power_loss
 from crash.run import crash_at_every_call, lose_power_after_every_call
 from crash.writers import PLANTED, WRITERS

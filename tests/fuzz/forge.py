@@ -242,7 +242,11 @@ def tar_archive(content: bytes, rng: random.Random) -> bytes:
         if kind == 3:
             block[124:136] = rng.choice(
                 (
-                    *(b"%011o\0" % rng.randrange(1 << rng.choice((4, 12, 33))), b"-0000002000\0", b"\x80" + b"\xff" * 11),
+                    *(
+                        b"%011o\0" % rng.randrange(1 << rng.choice((4, 12, 33))),
+                        b"-0000002000\0",
+                        b"\x80" + b"\xff" * 11,
+                    ),
                     *((-1024).to_bytes(12, "big", signed=True), b" " * 12, b"\x80" + bytes(10) + b"\x01"),
                 )
             )

@@ -46,7 +46,13 @@ def main(name: str, out: str, told: str, seconds: str, cases: str, seed: str) ->
     with tempfile.TemporaryDirectory() as corpus:
         for number, content in enumerate(known(reader)):
             Path(corpus, str(number)).write_bytes(content)
-        flags = [f"-seed={1 + hash(seed) % 1000}", f"-max_len={_LARGEST}", "-timeout=0", "-rss_limit_mb=0", "-handle_xfsz=0"]
+        flags = [
+            f"-seed={1 + hash(seed) % 1000}",
+            f"-max_len={_LARGEST}",
+            "-timeout=0",
+            "-rss_limit_mb=0",
+            "-handle_xfsz=0",
+        ]
         atheris.Setup([sys.argv[0], *flags, corpus], one, custom_mutator=mutate)
         atheris.Fuzz()
     raise AssertionError("atheris has returned")

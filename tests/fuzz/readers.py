@@ -496,11 +496,19 @@ READERS: Mapping[str, Reader] = MappingProxyType(
             Reader("layers", _read_layers, _layers, forge.or_anywhere(forge.json_file)),
             Reader("record", _read_record, _record, forge.or_anywhere(forge.json_file)),
             Reader(
-                "network", _read_network, _network_seeds, forge.or_anywhere(forge.json_file), Bounds(4.0, memory=96 << 20)
+                "network",
+                _read_network,
+                _network_seeds,
+                forge.or_anywhere(forge.json_file),
+                Bounds(4.0, memory=96 << 20),
             ),
             Reader("idx", _read_idx, _idx_seeds, forge.packed_idx),
             Reader(
-                "cifar", _read_cifar, lambda: [_cifar()[n] for n in ("all.tar.gz", "labels.npz", "0.webp")], forge.cifar_file, _IMAGES
+                "cifar",
+                _read_cifar,
+                lambda: [_cifar()[n] for n in ("all.tar.gz", "labels.npz", "0.webp")],
+                forge.cifar_file,
+                _IMAGES,
             ),
             Reader("tar", _read_tar, _tar_seeds, forge.tar_archive, _IMAGES),
             Reader("folder", _read_folder, _folder_seeds, forge.text, _IMAGES),

@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+
 from fuzz import planted, run
 from fuzz.forge import join_container, split_container
 from fuzz.limits import Bounds, judge

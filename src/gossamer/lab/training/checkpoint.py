@@ -210,7 +210,10 @@ def _read(path: Path) -> dict[str, Any]:
     size = path.stat().st_size
     with zipfile.ZipFile(path) as archive:
         entries = archive.infolist()
-        if any(each.compress_type != zipfile.ZIP_STORED for each in entries) or sum(e.file_size for e in entries) > size:
+        if (
+            any(each.compress_type != zipfile.ZIP_STORED for each in entries)
+            or sum(e.file_size for e in entries) > size
+        ):
             raise ValueError(f"expected at most {size} bytes of tensors that are not compressed, got others")
         for entry in entries:
             if entry.filename.endswith(_PICKLED):
