@@ -21,7 +21,7 @@ def test_a_crash_at_any_call_leaves_a_whole_version(name: str) -> None:
 def test_a_loss_of_power_after_any_call_leaves_a_whole_version(name: str) -> None:
     states, problems = lose_power_after_every_call(WRITERS[name], states=8)
     assert not problems
-    assert states > 10
+    assert states >= 5  # a record is one write
 
 
 @pytest.mark.parametrize(
