@@ -5,9 +5,9 @@ process can be killed (nothing that comes after is done, no `finally` either; of
 call be refused with an error.
 
 `after_power_loss` says what may be on the disk where the power fails after so many calls. The bytes that a file had
-at its last fsync are safe; any part of each later write may be lost, whatever came after it. The names that a folder had at
-its own last fsync are safe; each later creation, renaming and removal may be lost. Every common file system promises
-more.
+at its last fsync are safe; any part of each later write may be lost, whatever came after it. The names that a folder
+had at its own last fsync are safe; each later creation, renaming and removal may be lost. Every common file system
+promises more.
 """
 
 from __future__ import annotations
