@@ -33,8 +33,8 @@ def main(name: str, out: str, told: str, seconds: str, cases: str, seed: str) ->
     most, end = None if cases == "None" else int(cases), time.monotonic() + float(seconds)
 
     def one(content: bytes) -> None:
-        session.run(content)
-        if session.tally.cases == most or time.monotonic() >= end:
+        problem = session.run(content)
+        if (problem and name not in READERS) or session.tally.cases == most or time.monotonic() >= end:
             Path(told).write_text(json.dumps(asdict(session.close())))
             os._exit(0)  # libFuzzer has no other way to be left
 
@@ -49,7 +49,7 @@ def main(name: str, out: str, told: str, seconds: str, cases: str, seed: str) ->
         flags = [
             f"-seed={1 + hash(seed) % 1000}",
             f"-max_len={_LARGEST}",
-            "-timeout=0",
+            "-timeout=3600",
             "-rss_limit_mb=0",
             "-handle_xfsz=0",
         ]
