@@ -111,22 +111,33 @@ def _from_records(spec: CifarSpec, contents: list[bytes]) -> ImageSet:
 
 
 def _read_grids(spec: CifarSpec, folder: Path) -> ImageSet:
-    label_file = folder / spec.packed_label_file.path
-    # allow_pickle=False: a label file cannot run code, whatever it holds.
-    with np.load(io.BytesIO(read_checked(folder, spec.packed_label_file)), allow_pickle=False) as arrays:
-        missing = [key for key in spec.packed_labels if key not in arrays]
-        if missing:
-            raise CorruptData(f"{label_file}: expected the arrays {', '.join(missing)}, which it does not hold")
-        labels = np.concatenate([arrays[key] for key in spec.packed_labels])
-    per_grid = spec.grid * spec.grid
-    if labels.shape != (len(spec.grids) * per_grid,) or labels.dtype != np.uint8:
-        raise CorruptData(
-            f"{label_file}: expected {len(spec.grids) * per_grid} uint8 labels, got {labels.dtype} {labels.shape}"
-        )
+    labels = _packed_labels(spec, folder)
     # Decoding takes most of the time and releases the interpreter's lock.
     with ThreadPoolExecutor() as pool:
         grids = list(pool.map(lambda file: _read_grid(spec, folder, file), spec.grids))
     return _assemble(spec, list(zip(grids, np.split(labels, len(grids)), strict=True)))
+
+
+def _packed_labels(spec: CifarSpec, folder: Path) -> _Bytes:
+    """The labels of all images, of which the file has to hold exactly as many bytes."""
+    label_file, count = folder / spec.packed_label_file.path, len(spec.grids) * spec.grid * spec.grid
+    content = read_checked(folder, spec.packed_label_file)
+    try:
+        # allow_pickle=False: a label file cannot run code, whatever it holds.
+        with np.load(io.BytesIO(content), allow_pickle=False) as arrays:
+            missing = [key for key in spec.packed_labels if key not in arrays]
+            if missing:
+                raise CorruptData(f"{label_file}: expected the arrays {', '.join(missing)}, which it does not hold")
+            labels = np.concatenate([arrays[key] for key in spec.packed_labels])
+    except CorruptData:
+        raise
+    except Exception as error:  # numpy, zipfile and zlib raise nearly anything, and a stated size may be absurd
+        raise CorruptData(
+            f"{label_file}: expected arrays as numpy.savez writes them, got something else ({error}); fetch it again"
+        ) from error
+    if labels.shape != (count,) or labels.dtype != np.uint8:
+        raise CorruptData(f"{label_file}: expected {count} uint8 labels, got {labels.dtype} {labels.shape}")
+    return labels
 
 
 def _read_grid(spec: CifarSpec, folder: Path, file: File) -> _Bytes:

@@ -8,6 +8,7 @@ before, and that is said. The two newest are kept. Only files of exactly these n
 
 import hashlib
 import os
+import pickletools
 import random
 import re
 import secrets
@@ -32,6 +33,12 @@ _UNFINISHED = re.compile(rf"\.({_WRITTEN})\.[0-9a-f]{{12}}\.part")
 _DIGEST = re.compile(rb"[0-9a-f]{64}")
 _KEPT = 2
 _DAMAGED = ".damaged"  # behind the name of a file that was set aside
+_PICKLED = "data.pkl"  # the end of a name in the archive that torch.save writes
+_PLAIN = re.compile(  # module and name of what tensors and plain values are made of
+    r"collections OrderedDict|torch\._utils _rebuild_(tensor_v[23]|parameter)|torch\.storage UntypedStorage|"
+    r"torch (Size|\w+Storage|(bfloat|complex|float|int|uint|bool)\w*)"
+)
+_EXTENT = 64  # most bytes that values may stand for, for each byte of a file: tensors may be expanded, and shared
 _SHARD = "__shard__"  # marks a tensor that other processes have the rest of
 
 
@@ -88,7 +95,7 @@ class Checkpoints:
                 try:
                     return _read(path)
                 except Exception as error:  # whatever the reader stumbles over, an older file may be whole
-                    problem = f"cannot be read: {error}"
+                    problem = f"cannot be read: {_reason(error)}"
             aside = path.replace(path.with_name(path.name + _DAMAGED))
             remedy = "beginning again" if path == paths[-1] else "going on from the one before"
             warnings.warn(f"the checkpoint {path} {problem}; it is now called {aside.name}; {remedy}", stacklevel=2)
@@ -192,17 +199,51 @@ def _problem(path: Path) -> str | None:
     return None if got in expected else f"is corrupted (expected SHA-256 {expected[0][:12]}…, got {got[:12]}…)"
 
 
+def _reason(error: Exception) -> str:
+    """Of torch's unpickler without its advice to trust the file."""
+    return str(error).partition("WeightsUnpickler error:")[2].strip().split("\n")[0] or str(error).split("\n")[0]
+
+
 def _read(path: Path) -> dict[str, Any]:
-    """The state in a checkpoint. Nothing in it is compressed, so it takes no more memory than the file has bytes."""
+    """The state in a checkpoint. Nothing in it is compressed or made by a call, so it takes little more memory than the
+    file has bytes."""
     size = path.stat().st_size
     with zipfile.ZipFile(path) as archive:
         entries = archive.infolist()
-    if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries) or sum(e.file_size for e in entries) > size:
-        raise ValueError(f"expected at most {size} bytes of tensors that are not compressed, got others")
+        if (
+            any(each.compress_type != zipfile.ZIP_STORED for each in entries)
+            or sum(e.file_size for e in entries) > size
+        ):
+            raise ValueError(f"expected at most {size} bytes of tensors that are not compressed, got others")
+        for entry in entries:
+            if entry.filename.endswith(_PICKLED):
+                _check_names(archive.read(entry))
     state = torch.load(path, weights_only=True, map_location="cpu")
     if not isinstance(state, dict):
         raise ValueError(f"expected a table of values, got {type(state).__name__}")
+    _check_extent(state, _EXTENT * size)
     return state
+
+
+def _check_names(pickled: bytes) -> None:
+    """Of the functions that torch trusts some take a size and make as much: bytearray(10 ** 9) is a few bytes."""
+    for operation, argument, _ in pickletools.genops(pickled):
+        if operation.name == "GLOBAL" and not _PLAIN.fullmatch(str(argument)):
+            raise ValueError(f"expected tensors and plain values, got {argument!s:.80}")
+
+
+def _check_extent(tree: Any, most: int) -> None:
+    """A list that is in itself, or in ten others twice, is a few bytes of a file; told in a message it has no end."""
+    extent, left = 0, [tree]
+    while left:
+        value = left.pop()
+        extent += value.numel() * value.element_size() if isinstance(value, Tensor) else 1
+        if isinstance(value, dict):
+            left += [*value, *value.values()]
+        elif isinstance(value, list | tuple):
+            left += value
+        if extent + len(left) > most:
+            raise ValueError(f"expected values that take at most {most} bytes, got more")
 
 
 def _sync_folder(folder: Path) -> None:

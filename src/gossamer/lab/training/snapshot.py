@@ -87,7 +87,7 @@ def restore(checkpoints: Checkpoints, run: Run, place: Place, parts: Parts) -> f
         )
     try:
         return _restore(checkpoints, run, place, parts, state)
-    except (LookupError, TypeError, AttributeError, RuntimeError, AssertionError) as error:
+    except (LookupError, TypeError, AttributeError, RuntimeError, AssertionError, ArithmeticError) as error:
         if isinstance(error, torch.OutOfMemoryError):
             raise
         told = f"{type(error).__name__}: {error}".splitlines()[0]
