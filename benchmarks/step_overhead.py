@@ -151,9 +151,10 @@ def extra_memory(build: Callable[[], nn.Module]) -> dict[str, float]:
     model = build()
     _, sparsifier = make_step(model, torch.zeros(1), torch.zeros(1), scale="global", autocast=False)
     assert sparsifier is not None
-    store = sparsifier._begin().store
-    held = sum(t.numel() * t.element_size() for t in (store.dense, store.mask_variable, store.mask))
-    return {"weights": float(store.count * 4), "held": float(held), "ratio": held / (store.count * 4)}
+    driver = sparsifier._begin()
+    tensors = (driver.state.dense, driver.training.state()["mask_variable"], driver.mask)
+    held, weights = sum(t.numel() * t.element_size() for t in tensors), driver.state.count * 4
+    return {"weights": float(weights), "held": float(held), "ratio": held / weights}
 
 
 def hardware(device: torch.device) -> str:

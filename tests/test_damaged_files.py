@@ -20,9 +20,8 @@ import gossamer
 from gossamer.lab import tables
 from gossamer.lab.results.records import read_run as read_race_run
 from gossamer.lab.training.result import LAYERS, RESULT, check_result, read_layers, read_result_file
-from gossamer.methods.attach import Attached
+from gossamer.methods.scl import SCLOptions
 from gossamer.report import report
-from gossamer.settings import Settings
 
 RESULTS = {
     "accuracy": 0.9,
@@ -38,10 +37,8 @@ def training(method: str) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    if method == "scl":
-        return model, optimizer, gossamer.Sparsifier(model, optimizer, sparsity=0.5, total_steps=20, floor=0.1)
-    attached = Attached(model, optimizer, method, sparsity=0.5, total_steps=20, phases=Settings())
-    return model, optimizer, attached
+    sparsifier = gossamer.Sparsifier(model, optimizer, method=method, sparsity=0.5, total_steps=20, floor=0.1)
+    return model, optimizer, sparsifier
 
 
 def state_after(method: str, steps: int) -> dict[str, Any]:
@@ -122,7 +119,7 @@ def test_a_damaged_record_of_a_comparison_is_refused_with_a_sentence(tmp_path: P
         ),
     )
     path = tmp_path / "a.json"
-    path.write_text(json.dumps(text | number | {"settings": asdict(Settings())}))
+    path.write_text(json.dumps(text | number | {"settings": asdict(SCLOptions())}))
     read_race_run(path)
     for name, value in (("accuracy", "high"), ("seed", None), ("net", 3), ("sparsity", [1])):
         path.write_text(json.dumps(text | number | {"settings": {}} | {name: value}))

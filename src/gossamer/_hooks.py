@@ -1,6 +1,8 @@
-"""What hooks on an optimizer's step have to know: compilers, loss scaling, CUDA graphs."""
+"""What hooks on an optimizer's step have to know: compilers, loss scaling, CUDA graphs, nested calls."""
 
+import sys
 from collections.abc import Callable
+from types import FrameType
 from typing import TypeVar
 
 import torch
@@ -21,7 +23,7 @@ def uncompiled(hook: _Hook) -> _Hook:
 
 
 def unscaling(optimizer: Optimizer) -> Tensor | None:
-    """What gradients have to be multiplied by where a GradScaler leaves their un-scaling to a fused optimizer."""
+    """The factor for gradients that a GradScaler leaves scaled, as a fused optimizer unscales them itself."""
     scale = getattr(optimizer, "grad_scale", None)
     return None if scale is None else scale.double().reciprocal().float()
 
@@ -29,3 +31,30 @@ def unscaling(optimizer: Optimizer) -> Tensor | None:
 def capturing() -> bool:
     """Whether a CUDA graph is being captured, so that Python runs once for many steps."""
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
+def is_nested(optimizer: Optimizer) -> bool:
+    """Whether this hook is called from within another step of the same optimizer.
+
+    torch wraps the `step` of a class when the class is first instantiated, so a subclass whose `step` calls
+    `super().step()` runs all hooks twice per step if its parent was instantiated before: once around its own step and
+    once around its parent's.
+    """
+    wrapped = [vars(kind)["step"] for kind in type(optimizer).__mro__ if "step" in vars(kind)]
+    if sum(getattr(step, "hooked", False) for step in wrapped) < 2:
+        return False
+    calls = 0
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        calls += _is_step_of(frame, optimizer)
+        frame = frame.f_back
+    return calls > 1
+
+
+def _is_step_of(frame: FrameType, optimizer: Optimizer) -> bool:
+    """Whether the frame is torch's wrapper around a step of the optimizer."""
+    code = frame.f_code
+    if code.co_name != "wrapper" or frame.f_globals.get("__name__") != "torch.optim.optimizer":
+        return False
+    arguments = frame.f_locals.get("args", ())
+    return len(arguments) > 0 and arguments[0] is optimizer

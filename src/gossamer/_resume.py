@@ -1,4 +1,4 @@
-"""Whether a saved state fits the Sparsifier that shall go on from it, found out before anything is changed."""
+"""Whether a saved state fits the Sparsifier that is to go on from it, found out before anything is changed."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
@@ -7,22 +7,30 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gossamer.driver import Driver
 from gossamer.prunable import Weight
 from gossamer.schedule import Phase, Plan
-from gossamer.settings import Settings
 from gossamer.target import Target
 
-FORMAT = 1  # of the state dict
+_MOST_STEPS = 2**62
+FORMAT = 2  # of the state dict; 1 was written before all methods had one form
+# Entries of every state; the others have a tensor per weight.
+_OF_ALL = frozenset({"format", "method", "target", "step", "phase", "plan", "topology_done", "log", "network"})
 
 
-def check_state(state: Mapping[str, Any], weights: Sequence[Weight], settings: Settings, target: Target) -> None:
-    """Raise a ValueError that says what to do where `state` is not one to go on from."""
+def check_state(state: Mapping[str, Any], weights: Sequence[Weight], *, method: str, target: Target) -> None:
+    """Raise a ValueError that says what to do where `state` cannot be resumed."""
     if not isinstance(state, Mapping):
         raise damaged("a table of values", type(state).__name__)
     if state.get("format") != FORMAT:
         raise ValueError(
             f"expected the state of a Sparsifier in format {FORMAT}, got {state.get('format')!r}: "
             "load it with the version of gossamer that wrote it"
+        )
+    if state.get("method") != method:
+        raise ValueError(
+            f"expected the state of method={method!r}, got {state.get('method')!r}: make the Sparsifier as before, or "
+            "load the model alone and begin anew"
         )
     check_place(state)
     if "mask" not in state:
@@ -32,15 +40,36 @@ def check_state(state: Mapping[str, Any], weights: Sequence[Weight], settings: S
                 "(torch.distributed.checkpoint loads only entries that the state given to it has)"
             )
         return
-    _check_names(state, weights)
+    _check_by_weight(state["mask"], weights, "mask")
     _check_log(state, len(weights))
-    if "mask_variable" in state:
-        _check_learning(state, settings)
-    elif state.get("target", str(target)) != str(target):  # states written before it was noted have none
+    if ("dense" in state) != ("network" in state):
+        missing = "network" if "dense" in state else "dense"
+        raise damaged(f"the entries dense and network, or neither where masks are final; {missing}", "none")
+    if "dense" not in state and state.get("target") != str(target):
         raise ValueError(
-            f"the masks of the state are frozen, learned for {state['target']}, but this Sparsifier was asked for "
+            f"the masks of the state are final, for {state.get('target')}, but this Sparsifier was asked for "
             f"{target}: ask for the same, or load the model alone and begin anew"
         )
+
+
+def check_tensors(state: Mapping[str, Any], driver: Driver, weights: Sequence[Weight]) -> None:
+    """Raise a ValueError where the tensors of a state are not those that `driver` would save."""
+    if "dense" not in state:
+        return
+    by_weight, network = driver.shapes()
+    found = state.keys() - _OF_ALL
+    if found != by_weight:
+        raise ValueError(
+            f"the state is of a run with other settings: {', '.join(sorted(found ^ by_weight))} is in one of the two "
+            "alone; give the settings as before (mask_momentum= and floor= decide what is saved)"
+        )
+    for name in by_weight:
+        _check_by_weight(state[name], weights, name)
+    tensors = state.get("network")
+    if not isinstance(tensors, Mapping):
+        raise damaged("the tensors of the method", type(tensors).__name__)
+    for name, shape in network.items():
+        _check_tensor(tensors, name, tuple(shape))
 
 
 def damaged(expected: str, got: object) -> ValueError:
@@ -53,27 +82,30 @@ def damaged(expected: str, got: object) -> ValueError:
 def check_place(state: Mapping[str, Any]) -> None:
     """The step, phase and plan of a state."""
     step, phase, plan = (state.get(name) for name in ("step", "phase", "plan"))
-    if type(step) is not int or step < 0:
-        raise damaged("the number of a step", repr(step))
+    for each in (step, state.get("topology_done")):
+        if type(each) is not int or not 0 <= each < _MOST_STEPS:
+            raise damaged("the number of a step", repr(each))
     if not isinstance(phase, str) or phase not in [*Phase]:
         raise damaged(f"a phase out of {', '.join(Phase)}", repr(phase))
     names = {each.name for each in fields(Plan)}
-    if not isinstance(plan, Mapping) or plan.keys() != names or any(type(value) is not int for value in plan.values()):
+    if (
+        not isinstance(plan, Mapping)
+        or plan.keys() != names
+        or any(type(value) is not int or value >= _MOST_STEPS for value in plan.values())
+    ):
         raise damaged(f"a plan with whole numbers for {', '.join(sorted(names))}", repr(plan))
+    try:
+        Plan(**plan)
+    except ValueError as error:
+        raise damaged("a plan of phases", str(error)) from None
 
 
-def _check_names(state: Mapping[str, Any], weights: Sequence[Weight]) -> None:
-    names = {weight.name: weight.parameter.shape for weight in weights}
-    for entry in ("mask", "dense", "mask_variable", "velocity", "protected"):
-        if entry in state:
-            _check_tensors(state[entry], names, entry)
-
-
-def _check_tensors(tensors: Any, names: Mapping[str, torch.Size], entry: str) -> None:
+def _check_by_weight(tensors: Any, weights: Sequence[Weight], entry: str) -> None:
     if not isinstance(tensors, Mapping) or not all(
         isinstance(name, str) and isinstance(tensor, Tensor) and not tensor.is_meta for name, tensor in tensors.items()
     ):
         raise damaged(f"tensors by the names of weights as {entry}", type(tensors).__name__)
+    names: dict[str, torch.Size] = {weight.name: weight.parameter.shape for weight in weights}
     found = {name: tensor.shape for name, tensor in tensors.items()}
     if names != found:
         wrong = sorted(set(names.items()) ^ set(found.items()))
@@ -102,20 +134,3 @@ def _check_tensor(state: Mapping[str, Any], name: str, shape: tuple[int, ...]) -
     if not isinstance(tensor, Tensor) or tensor.is_meta or tuple(tensor.shape) != shape:
         got = f"one of shape {tuple(tensor.shape)}" if isinstance(tensor, Tensor) else type(tensor).__name__
         raise damaged(f"a tensor {name} of shape {shape}", got)
-
-
-def _check_learning(state: Mapping[str, Any], settings: Settings) -> None:
-    if "dense" not in state:
-        raise damaged("the dense weights behind the masks", "none")
-    _check_tensor(state, "budget", ())
-    if "sizes" in state:  # not in those from before masks were anchored
-        _check_tensor(state, "sizes", (2,))
-    for entry, name, value in (
-        ("velocity", "mask_momentum", settings.mask_momentum),
-        ("protected", "floor", settings.floor),
-    ):
-        if (entry in state) != bool(value):
-            raise ValueError(
-                f"the state is of a run {'with' if entry in state else 'without'} {name}=, but this Sparsifier has "
-                f"{name}={value}: give the settings as before"
-            )

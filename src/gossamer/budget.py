@@ -68,7 +68,7 @@ class Met(NamedTuple):
     """What meeting a budget took."""
 
     threshold: Tensor  # what was subtracted: λ1 times the mask learning rate (and, with costs, per unit of cost)
-    flips: Tensor  # masks that changed
+    flips: Tensor  # masks that changed; both of each row, or of the one network
 
 
 def meet_budget_(
@@ -81,25 +81,45 @@ def meet_budget_(
     group: dist.ProcessGroup | None = None,
     reach: float = 0.0,
 ) -> Met:
-    """Lower `mask_variable` in place so that exactly `budget` connections (or cost) are left; fill `mask`.
+    """`meet_budgets_` for one network: vectors over all weights, and an int64 scalar as the budget."""
+    places = None if protected is None else protected[None]
+    thresholds, flips = meet_budgets_(
+        mask_variable[None], mask[None], budget.reshape(1), places, costs=costs, group=group, reach=[reach]
+    )
+    return Met(thresholds[0], flips[0])
 
-    Vectors over all connections; `budget` is an int64 scalar; the connections at the indices `protected` are kept
-    whatever their value. If thresholds are seldom larger than `reach`, knowing it makes a CPU faster; the outcome does
-    not depend on it.
+
+def meet_budgets_(
+    mask_variables: Tensor,
+    masks: Tensor,
+    budgets: Tensor,
+    protected: Tensor | None = None,
+    *,
+    costs: Costs | None = None,
+    group: dist.ProcessGroup | None = None,
+    reach: Sequence[float] | None = None,
+) -> Met:
+    """Lower `mask_variables` in place so that exactly `budgets` weights (or cost) are left in each row; fill `masks`.
+
+    Each row is a network of its own with a budget of its own. The weights at the indices `protected` of each row, of
+    which some may be the same, are kept whatever their value. If thresholds are seldom larger than `reach`, one number
+    per row, knowing it makes a CPU faster; the outcome does not depend on it.
     """
-    if costs is None and group is None and _has_kernels(mask_variable):
-        places = None if protected is None else protected[None]
-        thresholds, changed = _meet_with_kernels_(mask_variable[None], mask[None], budget.reshape(1), places)
-        return Met(thresholds[0], changed[0])
-    kept = _raise_(mask_variable, protected)
-    if mask_variable.device.type == "cpu" and costs is None and group is None:
-        threshold, flips = _lower_by_bracket_(mask_variable, mask, int(budget), reach)
-        decay = threshold
+    if costs is None and group is None and _has_kernels(mask_variables):
+        return Met(*_meet_with_kernels_(mask_variables, masks, budgets, protected))
+    kept = _raise_(mask_variables, protected)
+    if costs is None and group is None and on_cpu(mask_variables):
+        reaches = [0.0] * len(masks) if reach is None else reach
+        rows = zip(mask_variables, masks, budgets.numpy(), reaches, strict=True)
+        found = [_lower_by_bracket_(values, mask, int(budget), near) for values, mask, budget, near in rows]
+        thresholds = torch.stack([threshold for threshold, _ in found])
+        flips = torch.stack([changed for _, changed in found])
+        decay = thresholds[:, None]
     else:
-        threshold, decay, flips = _lower_by_digits_(mask_variable, mask, budget, costs, group)
+        thresholds, decay, flips = _lower_rows_by_digits_(mask_variables, masks, budgets, costs, group)
     if protected is not None:
-        _lower_(mask_variable, protected, kept, decay if decay.dim() == 0 else decay.index_select(0, protected))
-    return Met(threshold, flips)
+        _lower_(mask_variables, protected, kept, decay if decay.shape[1] == 1 else decay.gather(1, protected))
+    return Met(thresholds, flips)
 
 
 def _raise_(values: Tensor, protected: Tensor | None) -> Tensor:
@@ -223,22 +243,6 @@ def _bracket(array: Array, keep: int) -> tuple[float, float]:
 # --- accelerators, several processes, several networks ---
 
 
-def meet_budgets_(mask_variables: Tensor, masks: Tensor, budgets: Tensor, protected: Tensor | None = None) -> Tensor:
-    """`meet_budget_` for the rows of a matrix at once: each row a network of its own with a budget of its own, and
-    with as many protected connections as the others, some of which may be the same."""
-    if _has_kernels(mask_variables):
-        return _meet_with_kernels_(mask_variables, masks, budgets, protected)[0]
-    kept = _raise_(mask_variables, protected)
-    if _one_by_one(mask_variables):
-        rows = zip(mask_variables, masks, budgets.numpy(), strict=True)
-        thresholds = torch.stack([_lower_by_bracket_(values, mask, int(budget))[0] for values, mask, budget in rows])
-    else:
-        thresholds = _lower_rows_by_digits_(mask_variables, masks, budgets, None, None)[0]
-    if protected is not None:
-        _lower_(mask_variables, protected, kept, thresholds[:, None])
-    return thresholds
-
-
 def _meet_with_kernels_(
     values: Tensor, masks: Tensor, budgets: Tensor, protected: Tensor | None
 ) -> tuple[Tensor, Tensor]:
@@ -252,16 +256,9 @@ def _meet_with_kernels_(
     return thresholds, flips
 
 
-def _one_by_one(matrix: Tensor) -> bool:
-    """On a CPU the rows are faster one after the other."""
+def on_cpu(matrix: Tensor) -> bool:
+    """Where reading a value needs no synchronization, and rows are faster one after the other."""
     return matrix.device.type == "cpu"
-
-
-def _lower_by_digits_(
-    values: Tensor, mask: Tensor, budget: Tensor, costs: Costs | None, group: dist.ProcessGroup | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    thresholds, decay, flips = _lower_rows_by_digits_(values[None], mask[None], budget.reshape(1), costs, group)
-    return thresholds[0], decay[0].squeeze(), flips[0]
 
 
 def _lower_rows_by_digits_(

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from gossamer.budget import triton_is_there
-from gossamer.method import by_feature
-from gossamer.prunable import Weight
+from gossamer.prunable import Weight, by_feature
 
 SLOTS = 1000  # points of the traces over the mask phases
 _LOGGED = ("trace", "flips", "gradient_squares", "gradient_weight", "skipped")

@@ -11,11 +11,12 @@ when ``include`` spells out its name, because nothing tells a matrix of connecti
 position.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import cast
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.parameter import UninitializedParameter
@@ -298,3 +299,27 @@ def _nothing(candidates: list[_Candidate], chosen: list[_Candidate]) -> str:
         "nothing to sparsify: expected weights of linear, convolution, recurrent, embedding or attention "
         f"layers, found none that may be taken{advice}"
     )
+
+
+# --- output features ---
+
+
+def by_feature(tensor: Tensor, axis: int = 0, groups: int = 1) -> Tensor:
+    """View `tensor` as (output features, weights of the feature).
+
+    The features of a transposed convolution lie on axis 1, once for each group of input channels.
+    """
+    if axis == 0:
+        return tensor.reshape(tensor.shape[0], math.prod(tensor.shape[1:]))
+    inputs, size = tensor.shape[0] // groups, math.prod(tensor.shape[2:])
+    grouped = tensor.reshape(groups, inputs, tensor.shape[1], size)
+    return grouped.transpose(1, 2).reshape(groups * tensor.shape[1], inputs * size)
+
+
+def along_features(scale: Tensor, tensor: Tensor, axis: int = 0, groups: int = 1) -> Tensor:
+    """Lay out one number per feature so that it multiplies `tensor`: the inverse of `by_feature`."""
+    ones = [1] * (tensor.dim() - 2)
+    if axis == 0:
+        return scale.reshape(-1, 1, *ones)
+    rows = scale.reshape(groups, 1, -1).expand(groups, tensor.shape[0] // groups, -1)
+    return rows.reshape(tensor.shape[0], tensor.shape[1], *ones)

@@ -130,8 +130,16 @@ def make_plan(
     return Plan(lengths[0], lengths[1], lengths[2], left)
 
 
-def connections_left(ramp: float, total: int, target: int) -> int:
-    """The budget along the ramp: a cubic from everything to the target, fast at first while much is superfluous."""
+ANNEALS = ("cosine", "step", "constant")
+
+
+def cosine(progress: float) -> float:
+    """A factor that falls from 1 to 0 on half a cosine."""
+    return 0.5 * (1.0 + math.cos(math.pi * min(max(progress, 0.0), 1.0)))
+
+
+def nonzeros_left(ramp: float, total: int, target: int) -> int:
+    """The budget along the ramp: a cubic from everything to the target, fast at first while much is redundant."""
     return target + int((total - target) * (1.0 - ramp) ** 3 + 0.5)
 
 

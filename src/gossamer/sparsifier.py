@@ -1,18 +1,19 @@
 """The one object a user touches: it makes a model sparse through the steps of the model's own optimizer.
 
-The model is left alone. Its parameters always hold w = w̃ ⊙ m, so they are exactly sparse whenever anybody looks. Around
-each step of the optimizer:
+The model is left alone. Outside the optimizer's step its parameters hold w = w̃ ⊙ m, so they are exactly sparse. Around
+each step:
 
-    before   the mask variables learn from the gradients; λ1 or the budget sets the masks; w̃ is put into the parameters
-    step     the user's optimizer, whichever it is, updates w̃; what is removed gets `removed_gradient` of its gradient
+    before   the method learns from the gradients and sets the masks; w̃ is put into the parameters
+    step     the user's optimizer, whichever it is, updates w̃ with the gradient that the method has left
     after    w̃ is kept aside, and w = w̃ ⊙ m is left in the parameters
 
 Everything that has to be done to gradients first (accumulation, all-reduce, un-scaling, clipping) is done by then.
+This file decides when; driver.py does it, with any method of gossamer.methods.
 """
 
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from typing import Any, NoReturn
 
 import torch
@@ -20,35 +21,40 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from gossamer import method
 from gossamer._claims import claim, owned_by, release
-from gossamer._hooks import capturing, uncompiled, unscaling
+from gossamer._hooks import capturing, is_nested, uncompiled, unscaling
 from gossamer._preconditions import check_weights
-from gossamer._resume import FORMAT, check_state
+from gossamer._resume import FORMAT, check_state, check_tensors
 from gossamer._selectors import Selectors, clean_name
-from gossamer.connectivity import Connectivity, floors
 from gossamer.diagnostics import Health
+from gossamer.driver import Driver, not_finite
 from gossamer.flops import positions
+from gossamer.methods import Method, Request, load
+from gossamer.methods.base import min_nonzeros
+from gossamer.methods.budgets import BudgetedMethod
+from gossamer.methods.slimming import gains_of
 from gossamer.prunable import Weight, select
 from gossamer.schedule import Phase, Plan, make_plan
 from gossamer.settings import choose
-from gossamer.sharding import local, shard_group
+from gossamer.sharding import is_sharded, local, shard_group
+from gossamer.state import make_layout
 from gossamer.target import make_target
 
-_FLOOR_EVERY = 100  # mask steps between two choices of the connections that the floor keeps
-_LEAVE_EVERY = 20  # at most so many mask steps between two looks at whether the sparsify phase can be left
-_TELL_EVERY = 64  # steps between two looks at the count of steps with non-finite gradients, on an accelerator
+_LEAVE_EVERY = 20  # at most this many mask steps between two checks whether the sparsify phase can be left
+_WARN_EVERY = 64  # steps between two readings of the count of steps with non-finite gradients, on an accelerator
 
 
 class Sparsifier:
-    """Learns which connections of a model to keep, while its optimizer trains the weights.
+    """Makes a model sparse while its optimizer trains the weights.
 
-    Ask for one of `sparsity` (share of zeros, met exactly), `flops` (share of the multiply-adds that is left, met
-    exactly; needs `example_input`) and `decay` (the paper's fixed λ1; `leave_at` ends the sparsify phase early once
-    that sparsity is reached). `total_steps` is the number of optimizer steps of the whole run, over which the phases
-    are laid out; durations in epochs need `steps_per_epoch`. `include` and `exclude` choose tensors by name pattern,
-    module class or module. `loss_scale=scaler.get_scale` is needed where a scaled loss meets scale="per_sample". Any
-    field of `Settings` can be given by name on top of a `preset`.
+    `method` is the name of a method (`gossamer.methods`), "my_module:MyMethod", or a class; "scl", the default, learns
+    its masks. Ask for one of `sparsity` (share of zeros, met exactly), `flops` (share of the multiply-adds that is
+    left, met exactly; needs `example_input`) and `decay` (the paper's fixed λ1; `leave_at` ends the sparsify phase
+    early once that sparsity is reached). `total_steps` is the number of optimizer steps of the whole run, over which
+    the phases are laid out; durations in epochs need `steps_per_epoch`. `include` and `exclude` choose tensors by name
+    pattern, module class or module. `seed` is for methods that draw random numbers. `loss_scale=scaler.get_scale` is
+    needed where a scaled loss meets scale="per_sample". `learning_rate(plan, step)` is for methods that train a second
+    time from an earlier learning rate. Phases and settings of the method can be given by name on top of a `preset`.
 
     For a step captured in a CUDA graph call `advance()` before each replay, and capture again when `phase` changes.
     """
@@ -59,100 +65,132 @@ class Sparsifier:
         optimizer: Optimizer | Sequence[Optimizer],
         *,
         total_steps: int,
+        method: str | type[Method[Any]] = "scl",
         sparsity: float | None = None,
         flops: float | None = None,
         decay: float | None = None,
         leave_at: float | None = None,
         steps_per_epoch: int | None = None,
         preset: str = "default",
+        seed: int = 0,
         include: Selectors = None,
         exclude: Selectors = None,
         example_input: Any = None,
         loss_scale: Callable[[], float] | None = None,
+        learning_rate: Callable[[Plan, int], float] | None = None,
         **settings: Any,
     ) -> None:
-        self.settings = choose(preset, settings)
-        # Without what wrappers put into names, so that masks and states fit the model however it is wrapped.
+        self._kind = load(method) if isinstance(method, str) else method
+        self.phases, self.settings = choose(self._kind, preset, settings)
+        # Without the prefixes of wrappers, so that masks and states fit the model however it is wrapped.
+        selected = select(model, include=include, exclude=exclude)
         self.weights: tuple[Weight, ...] = tuple(
-            replace(weight, name=clean_name(weight.name, model))
-            for weight in select(model, include=include, exclude=exclude)
+            replace(weight, name=clean_name(weight.name, model)) for weight in selected
         )
         optimizers = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
-        self._owned = owned_by(optimizers, self.weights)
+        # An optimizer that updates none of the weights (Muon beside AdamW) has no part in this.
+        self._owned = [(owner, indices) for owner, indices in owned_by(optimizers, self.weights) if indices]
         self._group = shard_group([weight.parameter for weight in self.weights])
         self._replicas = model.process_group if isinstance(model, DistributedDataParallel) else None
         check_weights(
-            self.weights, self.settings, sharded=self._group is not None, replicated=self._replicas is not None
+            self.weights,
+            needs_samples=self._kind.needs_samples(self.settings),
+            sharded=self._group is not None,
+            replicated=self._replicas is not None,
         )
-        self.plan = make_plan(
+        self._check_kind(flops, decay)
+        plan = make_plan(
             total_steps,
-            warmup=self.settings.warmup,
-            sparsify=self.settings.sparsify,
-            stabilise=self.settings.stabilise,
+            warmup=self.phases.warmup,
+            sparsify=self.phases.sparsify,
+            stabilise=self.phases.stabilise,
             steps_per_epoch=steps_per_epoch,
         )
+        self.plan = self._kind.phases(plan)
         sizes = [weight.parameter.numel() for weight in self.weights]
         costs = None
         if flops is not None and example_input is not None:
             found = positions(model, self.weights, example_input)
             costs = [found[weight.name] for weight in self.weights]
+        floor = self.phases.floor if issubclass(self._kind, BudgetedMethod) else 0.0
         self._target = make_target(
             sizes,
             sparsity=sparsity,
             flops=flops,
             decay=decay,
             positions=costs,
-            floors=floors(sizes, self.settings.floor),
+            floors=min_nonzeros(sizes, floor),
         )
         if leave_at is not None and decay is None:
             raise ValueError("leave_at= goes with decay=: a sparsity= or flops= budget is met at the end of its phase")
         if leave_at is not None and not 0 < leave_at < 1:
             raise ValueError(f"expected leave_at to be a sparsity between 0 and 1, such as 0.94, got {leave_at}")
         self._leave_at, self._loss_scale, self._steps_per_epoch = leave_at, loss_scale, steps_per_epoch
-        self._total = sum(sizes)
-        self._connectivity: Connectivity | None = None  # comes into being with the sparsify phase
-        self._told_of_skipped = 0
+        self._learning_rate = learning_rate if self._kind.rewinds else None
+        self._total, self._epoch = sum(sizes), steps_per_epoch or total_steps
+        self._request: Request[Any] = Request(sparsity or 0.0, seed, self.settings, self._target)
+        taken = {id(weight.parameter) for weight in self.weights}
+        others = [(name, each) for name, each in model.named_parameters() if id(each) not in taken]
+        self._others = [parameter for _, parameter in others]
+        sizes_of_others = [(name, parameter.numel()) for name, parameter in others]
+        self._gains = gains_of(model, [weight.name for weight in selected], sizes_of_others)
+        self._kind.check(make_layout(self.weights, any_order=self._kind.any_order, gains=self._gains), self._request)
+        self._driver: Driver | None = None  # made where masks begin
+        self._warned_of_skipped = 0
+        self._topology_done = 0  # the step after which the method has been asked to update its topology
         self.step = 0
         self.phase = self.plan.at(0).phase
         claim(self, self.weights)
         before, after = uncompiled(self._before_step), uncompiled(self._after_step)
-        self._handles = [each.register_step_pre_hook(before) for each in optimizers]
-        self._handles += [each.register_step_post_hook(after) for each in optimizers]
+        self._handles = [each.register_step_pre_hook(before) for each, _ in self._owned]
+        self._handles += [each.register_step_post_hook(after) for each, _ in self._owned]
         if self.phase.masks_train:
             self._begin()
+
+    def _check_kind(self, flops: float | None, decay: float | None) -> None:
+        name = self._kind.name
+        if self._group is not None and not self._kind.shardable:
+            raise ValueError(
+                f"method={name!r} needs whole weights in every process, got {self.weights[0].name} in shards: use DDP, "
+                "or a method that works on shards, such as method='scl'"
+            )
+        if not self._kind.solves_targets and (flops is not None or decay is not None):
+            raise ValueError(f"method={name!r} meets sparsity= alone: flops= and decay= need method='scl'")
 
     # --- what a user reads ---
 
     @property
     def connections(self) -> int:
-        """Connections that are left. With sharded weights all processes have to ask."""
-        return self._total if self._connectivity is None else self._connectivity.count()
+        """Weights that are kept. With sharded weights all processes have to ask."""
+        return self._total if self._driver is None else self._driver.count()
 
     @property
     def sparsity(self) -> float:
-        """Share of the connections that is gone."""
+        """Share of the weights that is pruned."""
         return 1.0 - self.connections / self._total
 
     @property
     def masks(self) -> dict[str, Tensor]:
-        """The masks by name of the weight: True where there is a connection. Sharded where the weights are."""
-        if self._connectivity is not None:
-            return self._connectivity.masks()
+        """The masks by name of the weight: True where it is kept. Sharded where the weights are."""
+        if self._driver is not None:
+            return self._driver.masks()
         return {weight.name: torch.ones_like(weight.parameter, dtype=torch.bool) for weight in self.weights}
 
     @property
     def settled(self) -> dict[str, float]:
-        """The mask rate and the share of gradient for removed weights in use, which settings may leave open."""
-        if self._connectivity is not None:
-            return self._connectivity.settled
-        asked, steps = self.settings, self.plan.sparsify + self.plan.stabilise
-        return method.settled(asked.mask_lr, asked.removed_gradient, steps=steps, left=self._target.left)
+        """The values in use of settings that may be left open, such as the learning rate of the mask variables."""
+        steps = self.plan.sparsify + self.plan.stabilise
+        if self._driver is not None:
+            steps = self._driver.log.mask_steps  # of the plan with which masks began
+        chosen = self._kind.resolve(self.settings, mask_steps=steps, left=self._target.left)
+        open_ones = [field.name for field in fields(chosen) if field.default is None]
+        return {name: getattr(chosen, name) for name in open_ones if getattr(chosen, name) is not None}
 
     def health(self, *, layers: bool = True) -> Health:
         """How mask learning has gone so far; without its layers it is cheap. With sharded weights all have to ask."""
-        if self._connectivity is None:
+        if self._driver is None:
             raise RuntimeError(f"masks have not begun to learn: step {self.step} of {self.plan.warmup} of the warm-up")
-        return self._connectivity.health(self.step, self._steps_per_epoch, layers=layers)
+        return self._driver.health(self.step, self._steps_per_epoch, layers=layers)
 
     # --- the steps ---
 
@@ -163,21 +201,17 @@ class Sparsifier:
         if self._leave_at is not None:
             self._leave_if_reached(self._leave_at)
         moment = self.plan.at(self.step)
-        self._tell_of_skipped_steps(at_last=not moment.phase.masks_train)
-        if moment.phase.masks_train:
-            connectivity = self._begin()
-            if self.step == self.plan.warmup:
-                connectivity.take_up()  # another optimizer, or the user, may have moved weights since
-            connectivity.set(
-                anneal=self._anneal(moment.settling, moment.phase),
-                budget=self._target.budget(moment.ramp),
-                step=self.step,
-            )
-            if (self.step - self.plan.warmup) % _FLOOR_EVERY == 0:
-                connectivity.choose_floor()
-        elif self._connectivity is not None and not self._connectivity.store.frozen:
-            self._connectivity.cut_to_target()  # where gradients were not finite in the last steps
-            self._connectivity.freeze()
+        self._warn_of_skipped_steps(at_last=not moment.phase.masks_train)
+        with torch.no_grad():
+            self._update_topology()  # after a step that was replayed
+            if moment.phase.masks_train:
+                driver = self._begin()
+                if self.step == self.plan.warmup:
+                    driver.restart_if_moved()
+                    driver.check_finite()
+                driver.prepare(self.step)
+            elif self._driver is not None:
+                self._driver.finalize()
         self.phase = moment.phase
         self.step += 1
         return self.phase
@@ -186,10 +220,12 @@ class Sparsifier:
         """Take the hooks off; the model is plain and exactly as sparse as was asked.
 
         When the run ended before its plan, a warning says so, and the masks are cut to the target at once (with a
-        fixed `decay` they stay as they are).
+        fixed `decay` they stay as they are). Raises an error, before anything else, if the model no longer holds the
+        weights that were made sparse.
         """
         if self.phase is Phase.FINISHED:
             return
+        self._check_model()
         early = self.plan.at(self.step).phase is not Phase.FINETUNE
         if early:
             budget = self._target.decay is None
@@ -201,19 +237,40 @@ class Sparsifier:
             )
             if budget:
                 self._begin()
-        self._tell_of_skipped_steps(at_last=True)
-        if self._connectivity is not None:
-            self._connectivity.cut_to_target()
+        self._warn_of_skipped_steps(at_last=True)
+        if self._driver is not None:
             with torch.no_grad():
-                self._connectivity.show()  # should a step have been interrupted
-            self._connectivity.freeze()
-        self._let_go()
+                self._driver.finalize()
+                self._driver.show()  # where a step was interrupted
+        wrong = not_finite((weight.name, local(weight.parameter)) for weight in self.weights)
+        self._remove_hooks()
+        if wrong:
+            raise RuntimeError(
+                f"the run has ended with weights that are not finite (infinite or NaN), in {', '.join(wrong[:3])}: it "
+                "has diverged; train again with a smaller learning rate or with gradient clipping"
+            )
 
-    def _let_go(self) -> None:
+    def _remove_hooks(self) -> None:
         for handle in self._handles:
             handle.remove()
         release(self)
         self.phase = Phase.FINISHED
+
+    def _check_model(self) -> None:
+        """Raise if parameters were replaced: their zeros are not in the model any more."""
+        lost = [
+            weight.name
+            for weight in self.weights
+            for use in weight.uses
+            if not is_sharded(weight.parameter)  # FSDP2 puts whole weights in their place for a while
+            and use.module._parameters.get(use.attribute, weight.parameter) is not weight.parameter
+        ]
+        if lost:
+            raise RuntimeError(
+                f"the model holds another parameter as {', '.join(lost[:3])} than the one that was made sparse, so its "
+                "zeros are lost: replace layers before the Sparsifier is made, or use impose(model) to prune the new "
+                "ones by the masks"
+            )
 
     def impose(self, other: nn.Module) -> None:
         """Put the zeros of the masks into another model with the same names, such as an average of the weights."""
@@ -228,107 +285,150 @@ class Sparsifier:
         with torch.no_grad():
             for name, mask in masks.items():
                 tensor = local(parameters[name])
-                tensor.copy_(method.masked_weight(tensor, local(mask).to(tensor.device)))
+                tensor.masked_fill_(~local(mask).to(tensor.device), 0.0)
 
-    def _begin(self) -> Connectivity:
+    def _begin(self) -> Driver:
         """The masks begin to train, if they have not begun yet."""
-        if self._connectivity is None:
-            self._connectivity = Connectivity(
-                self.weights,
-                self.settings,
-                self._target,
-                first_step=self.plan.warmup,
-                mask_steps=self.plan.sparsify + self.plan.stabilise,
-                group=self._group,
-                replicas=self._replicas,
-            )
-        return self._connectivity
+        if self._driver is None:
+            with torch.no_grad():
+                self._driver = self._make_driver()
+        return self._driver
 
-    def _anneal(self, settling: float, phase: Phase) -> float:
-        if self.settings.anneal == "cosine":
-            return method.cosine(settling)
-        return 0.1 if self.settings.anneal == "step" and phase is Phase.STABILISE else 1.0
+    def _make_driver(self, *, resume: bool = False) -> Driver:
+        return Driver(
+            self.weights,
+            self._kind,
+            self._request,
+            self.plan,
+            epoch=self._epoch,
+            min_density=self.phases.floor,
+            others=self._others,
+            gains=self._gains,
+            group=self._group,
+            replicas=self._replicas,
+            resume=resume,
+        )
 
     def _leave_if_reached(self, sparsity: float) -> None:
         """The paper's rule: leave the sparsify phase when the target is almost reached."""
-        in_phase = self._connectivity is not None and self.plan.at(self.step).phase is Phase.SPARSIFY
+        in_phase = self._driver is not None and self.plan.at(self.step).phase is Phase.SPARSIFY
         every = min(_LEAVE_EVERY, max(1, self.plan.sparsify // 10))
         if in_phase and (self.step - self.plan.warmup) % every == 0 and self.sparsity >= sparsity:
             self.plan = self.plan.leave_sparsify(self.step)
+            self._begin().timeline.plan = self.plan
 
-    def _tell_of_skipped_steps(self, *, at_last: bool) -> None:
-        """Say so when gradients were not finite: at first, when the count has doubled, and at last.
+    def _warn_of_skipped_steps(self, *, at_last: bool) -> None:
+        """Warn when gradients were not finite: at first, when the count has doubled, and at last.
 
-        On an accelerator the news is some steps old: nobody waits for it.
+        On an accelerator the count is some steps old, so that the step does not wait for it.
         """
-        if self._connectivity is None or self._connectivity.store.frozen:
+        driver = self._driver
+        if driver is None or driver.method is None:
             return
-        if self.step % _TELL_EVERY and self._connectivity.store.device.type != "cpu":
+        if self.step % _WARN_EVERY and driver.state.device.type != "cpu":
             return
-        skipped = self._connectivity.log.skipped_so_far()
-        if skipped >= max(1, self._told_of_skipped + 1 if at_last else 2 * self._told_of_skipped):
-            self._told_of_skipped = skipped
-            warnings.warn(
-                f"gradients that are not finite (infinite or NaN): masks did not learn in {skipped} steps so far",
-                stacklevel=5,
+        skipped = driver.log.skipped_so_far()
+        if skipped >= max(1, self._warned_of_skipped + 1 if at_last else 2 * self._warned_of_skipped):
+            self._warned_of_skipped = skipped
+            wrong = not_finite((weight.name, local(weight.parameter)) for weight in self.weights)
+            where = (
+                f"weights that are not finite in {', '.join(wrong[:3])}" if wrong else "gradients that are not finite"
             )
+            warnings.warn(f"{where} (infinite or NaN): masks did not learn in {skipped} steps so far", stacklevel=5)
 
     # --- the hooks on the optimizer ---
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if is_nested(optimizer):
+            return None
         leads = optimizer is self._owned[0][0]  # of several optimizers the first one is the clock
         if leads and not capturing():
             self.advance()
-        if self._connectivity is None or self.phase is Phase.WARMUP:
+            self._set_learning_rate(optimizer)
+        if self._driver is None or self.phase is Phase.WARMUP:
             return None
         owned = self._indices(optimizer)
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         changed = None
         if closure is not None:
             # The forward and backward of this step happen in the closure: do them first, on the sparse weights.
-            closure = self._closure_on_sparse_weights(closure, self._connectivity, owned)
+            closure = self._closure_on_sparse_weights(closure, self._driver, owned)
             changed = args[:1], {**kwargs, "closure": closure}
         if self.phase.masks_train:
             with torch.no_grad():
                 if leads:
-                    self._learn(optimizer, self._connectivity)
-                    self._connectivity.show([index for _, others in self._owned[1:] for index in others])
+                    self._learn(optimizer, self._driver)
+                    others = [index for _, indices in self._owned[1:] for index in indices]
+                    if others:
+                        self._driver.show(others)
                 else:
-                    self._connectivity.hide(owned)
+                    self._driver.hide(owned)
         return changed
 
-    def _learn(self, optimizer: Optimizer, connectivity: Connectivity) -> None:
+    def _learn(self, optimizer: Optimizer, driver: Driver) -> None:
         try:
-            connectivity.learn(
+            driver.learn(
+                optimizer.param_groups[0].get("lr", 0.0),
                 unscale=unscaling(optimizer),
                 found_inf=getattr(optimizer, "found_inf", None),
                 loss_scale=None if self._loss_scale is None else self._loss_scale(),
             )
         except BaseException:
-            connectivity.show()
+            driver.show()
             raise
 
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._connectivity is None:
-            if self.plan.at(self.step).phase.masks_train and not capturing():
-                self._begin()  # so that whatever watches the forward pass is in place for the next one
+        if is_nested(optimizer):
+            return
+        last = optimizer is self._owned[-1][0]
+        if self._driver is None:
+            if last and self.plan.at(self.step).phase.masks_train and not capturing():
+                self._begin()  # so that the next forward pass uses its weights, and its samples are seen
             return
         if self.phase is Phase.WARMUP:
             return
         owned = self._indices(optimizer)
         with torch.no_grad():
-            if self.phase.masks_train:
-                self._connectivity.keep_and_show(owned)
-            else:
-                self._connectivity.show(owned)
+            if not self.phase.masks_train:
+                self._driver.show(owned)
+                return
+            if last:
+                self._driver.timeline.clock += 1
+            self._driver.keep(owned, last=last)
+            if last and not capturing():
+                self._update_topology()
+                if self.plan.at(self.step).phase is Phase.FINETUNE:
+                    self._warn_of_skipped_steps(at_last=True)
+                    self._driver.finalize()  # so that the next forward pass uses the final weights
+
+    def _update_topology(self) -> None:
+        if self._driver is None or self._driver.method is None or self._topology_done == self.step:
+            return
+        self._topology_done = self.step
+        done = self.step - self.plan.warmup
+        fresh = self._driver.update_topology(done) if done > 0 else None
+        if fresh is None:
+            return
+        views = self._driver.state.views(fresh)
+        for optimizer, indices in self._owned:
+            for index in indices:
+                parameter = self.weights[index].parameter
+                for value in optimizer.state.get(parameter, {}).values():
+                    if isinstance(value, Tensor) and value.shape == parameter.shape:
+                        local(value).masked_fill_(views[index], 0.0)
+
+    def _set_learning_rate(self, optimizer: Optimizer) -> None:
+        if self._learning_rate is not None:
+            for group in optimizer.param_groups:
+                group["lr"] = self._learning_rate(self.plan, self.step - 1)
 
     def _indices(self, optimizer: Optimizer) -> Sequence[int]:
         return next(indices for owner, indices in self._owned if owner is optimizer)
 
     def _closure_on_sparse_weights(
-        self, closure: Callable[[], Any], connectivity: Connectivity, owned: Sequence[int]
+        self, closure: Callable[[], Any], driver: Driver, owned: Sequence[int]
     ) -> Callable[[], Any]:
-        learns = self.phase.masks_train
+        trains = self.phase.masks_train
         with torch.enable_grad():
             first = [closure()]
 
@@ -337,16 +437,16 @@ class Sparsifier:
                 return first.pop()
             # An optimizer that evaluates again (LBFGS) asks for the loss at the weights it has just tried.
             with torch.no_grad():
-                if learns:
-                    connectivity.keep_and_show(owned)
+                if trains:
+                    driver.keep(owned, last=False)
                 else:
-                    connectivity.show(owned)
+                    driver.show(owned)
             with torch.enable_grad():
                 loss = closure()
-            if learns:
+            if trains:
                 with torch.no_grad():
-                    connectivity.hide(owned)
-                    connectivity.damp()
+                    driver.hide(owned)
+                    driver.change_gradients()
             return loss
 
         return evaluate
@@ -357,31 +457,47 @@ class Sparsifier:
         """All that is needed to go on from here, as plain values and tensors by the name of the weight."""
         state: dict[str, Any] = {
             "format": FORMAT,
+            "method": self._kind.name,
             "target": str(self._target),
             "step": self.step,
             "phase": str(self.phase),
             "plan": asdict(self.plan),
+            "topology_done": self._topology_done,
         }
-        return state if self._connectivity is None else {**state, **self._connectivity.state_dict()}
+        return state if self._driver is None else {**state, **self._driver.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a `state_dict()`; load the model's and the optimizer's state too."""
+        """Go on from a `state_dict()`; load the model's and the optimizer's state too.
+
+        A state that does not fit raises a ValueError, and nothing has changed then.
+        """
         if self.phase is Phase.FINISHED:
             raise RuntimeError("finish() was called, so this Sparsifier has no hooks: make a new one to load the state")
-        check_state(state, self.weights, self.settings, self._target)
-        self.step, self.phase, self.plan = state["step"], Phase(state["phase"]), Plan(**state["plan"])
-        if self._connectivity is not None:
-            self._connectivity.freeze()  # lets go of what watches the model
-        self._connectivity = None
-        if "mask" in state:
-            connectivity = self._begin()
-            with torch.no_grad():
-                connectivity.load_state_dict(state)
+        check_state(state, self.weights, method=self._kind.name, target=self._target)
+        driver = None
+        with torch.no_grad():
+            if "mask" in state:
+                plan, self.plan = self.plan, Plan(**state["plan"])
+                try:
+                    driver = self._make_driver(resume=True)
+                    check_tensors(state, driver, self.weights)
+                except BaseException:
+                    self.plan = plan
+                    if driver is not None:
+                        driver.freeze()
+                    raise
+            if self._driver is not None:
+                self._driver.freeze()  # stops watching the model
+            self._driver = driver
+            self.step, self.phase, self.plan = state["step"], Phase(state["phase"]), Plan(**state["plan"])
+            self._topology_done = state["topology_done"]
+            if driver is not None:
+                driver.load_state_dict(state)
                 if self.phase is not Phase.WARMUP:
-                    connectivity.show()
-            self._told_of_skipped = int(connectivity.log.skipped)
+                    driver.show()
+                self._warned_of_skipped = int(driver.log.skipped)
         if self.phase is Phase.FINISHED:
-            self._let_go()
+            self._remove_hooks()
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(

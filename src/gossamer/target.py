@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from gossamer.budget import Costs
-from gossamer.schedule import connections_left
+from gossamer.schedule import nonzeros_left
 
 _EXAMPLES = {"sparsity": 0.95, "flops": 0.1, "decay": 0.03}
 
@@ -33,7 +33,7 @@ class Target:
         return None if self.decay is not None else self.final / self.total
 
     def budget(self, ramp: float) -> int:
-        return connections_left(ramp, self.total, self.final)
+        return nonzeros_left(ramp, self.total, self.final)
 
     def costs_on(self, sizes: Sequence[int], device: torch.device) -> Costs | None:
         return None if self.costs is None else Costs.of(sizes, self.costs, device)
@@ -42,10 +42,10 @@ class Target:
 def make_target(
     sizes: Sequence[int],
     *,
-    sparsity: float | None,
-    flops: float | None,
-    decay: float | None,
-    positions: Sequence[int] | None,
+    sparsity: float | None = None,
+    flops: float | None = None,
+    decay: float | None = None,
+    positions: Sequence[int] | None = None,
     floors: Sequence[int],
 ) -> Target:
     """Check the request and turn it into numbers. `sizes` are the connections of each tensor, `positions` the

@@ -1,4 +1,4 @@
-"""Steps of mask learning with the fused kernels and without: drawn tensors, and whole short runs.
+"""Steps of SCL with the fused kernels and without: drawn tensors, and whole short runs.
 
 On a GPU, and on a CPU by Triton's interpreter; there the other side is the code for accelerators in torch operations,
 which asks for the type of the device.
@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import SimpleNamespace
 from unittest import mock
 
 import torch
@@ -15,13 +16,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import gossamer
-from gossamer import learning, method
+from gossamer import state
 from gossamer.diagnostics import HealthLog
-from gossamer.learning import Moves, Outcome, learn_masks_
-from gossamer.methods import Layout, Request, Timeline, make_options, scl
+from gossamer.methods import Context, Layout, Request, Timeline, make_options, scl
+from gossamer.methods.base import MatrixStep, Outcome
+from gossamer.prunable import Weight
 from gossamer.schedule import Plan
-from gossamer.settings import Settings
-from gossamer.state import Store
+from gossamer.state import ParameterStep, State
+from gossamer.target import make_target
 
 SHAPES = (
     (7, 5),
@@ -36,6 +38,7 @@ SHAPES = (
     (130, 64),
 )
 STEPS = 24
+MASK_LR = 0.01
 
 
 class PretendedAccelerator(str):
@@ -46,21 +49,20 @@ class PretendedAccelerator(str):
 
 @contextmanager
 def kernels(fused: bool) -> Iterator[None]:
-    with mock.patch.object(learning, "_on_gpu", return_value=fused):
+    with mock.patch.object(scl, "_on_gpu", return_value=fused), mock.patch.object(state, "_on_gpu", return_value=fused):
         yield
 
 
-def pretend(store: Store) -> None:
-    if store.device.type == "cpu":
-        store.device = PretendedAccelerator("cpu")  # type: ignore[assignment]
+def pretend(memory: State) -> None:
+    if memory.device.type == "cpu":
+        memory.device = PretendedAccelerator("cpu")  # type: ignore[assignment]
 
 
 @dataclass
 class Step:
     """What a step starts from."""
 
-    settings: Settings
-    removed: float
+    options: scl.SCLOptions
     decay: float
     parameters: list[nn.Parameter]
     gradients: list[Tensor | None]
@@ -69,16 +71,23 @@ class Step:
     dense: Tensor
     unscale: Tensor | None
     found_inf: Tensor | None
-    cap: Tensor | None
-    anchor: Tensor | float
+    usual: float  # up to which |w̃| counts where there is a cap
 
-    def store(self) -> Store:
-        store = Store(self.parameters, momentum=False)
-        pretend(store)
-        store.mask.copy_(self.mask)
-        store.mask_variable.copy_(self.mask_variable)
-        store.dense.copy_(self.dense)
-        return store
+    def method(self) -> tuple[scl.SCL, State]:
+        weights = [Weight(f"w{i}", each, (), 0, 1) for i, each in enumerate(self.parameters)]
+        memory = State(weights, any_order=True)
+        pretend(memory)
+        memory.dense.copy_(self.dense)
+        device = self.dense.device
+        timeline = Timeline(Plan(0, 4, 1, 1), rows=1, device=device, dtype=torch.float32, epoch=1, tabulated=False)
+        timeline.set(0)
+        target = make_target(memory.sizes, decay=self.decay, floors=[])
+        request = Request(0.0, 0, self.options, target)
+        method = scl.SCL(Context(memory.layout, [request], timeline, memory.dense, min_density=0.0))
+        method.mask.copy_(self.mask)
+        method.mask_variable.copy_(self.mask_variable)
+        method._usual.fill_(self.usual)
+        return method, memory
 
 
 def draw(seed: int, device: torch.device) -> Step:
@@ -116,11 +125,13 @@ def draw(seed: int, device: torch.device) -> Step:
     if interpreted:
         dense = dense.to(dtype).float()  # the interpreter cuts digits off where a GPU rounds to bfloat16
     return Step(
-        settings=Settings(
+        options=scl.SCLOptions(
             scale=("global", "none")[number(2)],
+            mask_lr=MASK_LR,
+            removed_gradient=(1.0, 0.25 if interpreted else 0.3, 0.0)[number(3)],
             anchor=anchor,
+            anchor_cap=float(number(2)),
         ),
-        removed=(1.0, 0.25 if interpreted else 0.3, 0.0)[number(3)],
         decay=(0.0, 0.03)[number(2)],
         parameters=parameters,
         gradients=gradients,
@@ -129,35 +140,35 @@ def draw(seed: int, device: torch.device) -> Step:
         dense=dense.to(device),
         unscale=torch.tensor(1 / 1024, device=device) if scaled else None,
         found_inf=torch.tensor(float(chance(0.3)), device=device) if scaled else None,
-        cap=torch.tensor([0.7], device=device) if chance(0.5) else None,
-        anchor=torch.tensor(anchor, device=device) if chance(0.5) else anchor,  # it varies where λ1 is fixed
+        usual=0.7,
     )
 
 
-def take(step: Step, *, fused: bool) -> tuple[Store, list[Tensor], list[Tensor | None], Outcome]:
-    store = step.store()
-    parameters = [parameter.detach().clone() for parameter in step.parameters]
+@dataclass
+class Taken:
+    """What a step leaves."""
+
+    method: scl.SCL
+    memory: State
+    parameters: list[Tensor]
+    gradients: list[Tensor | None]
+    outcome: Outcome
+
+
+def take(step: Step, *, fused: bool) -> Taken:
     gradients = [None if gradient is None else gradient.clone() for gradient in step.gradients]
     with kernels(fused):
-        assert learning.has_kernels(store, parameters) == fused
-        outcome = learn_masks_(
-            store,
-            (),
-            gradients,
-            parameters,
-            step.settings,
-            Moves(
-                learning_rate=torch.tensor(0.01, device=step.mask.device),
-                decay=step.decay,
-                anchor=step.anchor,
-                caps=step.cap,
-                removed=step.removed,
-            ),
-            connections=store.count,
-            unscale=step.unscale,
-            found_inf=step.found_inf,
-        )
-    return store, parameters, gradients, outcome
+        method, memory = step.method()
+        assert memory.has_kernels(memory.tensors()) == fused
+        held = [parameter.detach().clone() for parameter in step.parameters]
+        with torch.no_grad():
+            taken = ParameterStep(memory, gradients, unscale=step.unscale, found_inf=step.found_inf, samples=None)
+            outcome = method.update_masks(taken)
+            taken.write_back()
+        parameters = [parameter.detach().clone() for parameter in step.parameters]
+        for parameter, before in zip(step.parameters, held, strict=True):
+            parameter.data.copy_(before)
+    return Taken(method, memory, parameters, gradients, outcome)
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
@@ -167,58 +178,57 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
 def check_step(seed: int, device: torch.device) -> None:
     """Weights, gradients and masks to the last bit; mask variables too, where nothing is scaled."""
     step = draw(seed, device)
-    store, parameters, gradients, outcome = take(step, fused=True)
-    other, parameters_2, gradients_2, outcome_2 = take(step, fused=False)
-    assert all(map(same_bits, parameters, parameters_2))
-    assert [gradient is None for gradient in gradients] == [gradient is None for gradient in gradients_2]
-    pairs = zip(gradients, gradients_2, strict=True)
-    assert all(one is None or two is None or same_bits(one, two) for one, two in pairs)
-    assert torch.equal(store.mask, other.mask)
-    assert same_bits(store.dense, other.dense)
-    assert torch.equal(outcome.healthy, outcome_2.healthy)
-    torch.testing.assert_close(outcome.sums_of_squares, outcome_2.sums_of_squares, rtol=1e-5, atol=0, equal_nan=True)
-    torch.testing.assert_close(store.mask_variable, other.mask_variable, rtol=1e-5, atol=1e-6)
-    if not outcome.healthy:
-        assert torch.equal(store.mask_variable, step.mask_variable)
+    one, other = take(step, fused=True), take(step, fused=False)
+    assert all(map(same_bits, one.parameters, other.parameters))
+    assert [gradient is None for gradient in one.gradients] == [gradient is None for gradient in other.gradients]
+    pairs = zip(one.gradients, other.gradients, strict=True)
+    assert all(a is None or b is None or same_bits(a, b) for a, b in pairs)
+    assert same_bits(one.memory.dense, other.memory.dense)
+    assert torch.equal(one.outcome.finite, other.outcome.finite)
+    squares, variable = one.outcome.squares, one.method.mask_variable
+    torch.testing.assert_close(squares, other.outcome.squares.reshape_as(squares), rtol=1e-5, atol=0, equal_nan=True)
+    torch.testing.assert_close(variable, other.method.mask_variable, rtol=1e-5, atol=1e-6)
+    if not one.outcome.finite:
+        assert torch.equal(variable, step.mask_variable[None])
         return
     # By the equations, with the sums of squares that the kernels found.
-    work = store.vector()
-    present = [(view, each) for view, each in zip(store.views(work), step.gradients, strict=True) if each is not None]
+    memory, options = one.memory, step.options
+    work = memory.matrix()
+    present = [(view, each) for view, each in zip(memory.views(work), step.gradients, strict=True) if each is not None]
     for view, gradient in present:
         view.copy_(gradient)
     if step.unscale is not None:
         work.mul_(step.unscale)
-    work = method.mask_gradient(work, step.dense, step.mask_variable)
-    if step.settings.scale == "global":
-        scale = method.global_scale(outcome.sums_of_squares, store.count)
-        work.div_(method.divisor(scale))
-    method.descent_direction_(work, decay=step.decay)
-    expected = method.update_mask_variable_(
-        step.mask_variable.clone(), work, learning_rate=torch.tensor(0.01, device=device)
-    )
-    if step.settings.anchor:
-        size = step.dense.abs() if step.cap is None else step.dense.abs().minimum(step.cap)
-        method.anchor_mask_variable_(expected, size, share=step.settings.anchor)
-    torch.testing.assert_close(store.mask_variable, expected, rtol=1e-6, atol=1e-7)
-    if step.settings.scale == "none":
-        assert torch.equal(store.mask_variable, expected)
-        assert torch.equal(store.mask_variable, other.mask_variable)
+    work = scl.mask_gradient(work, step.dense[None], step.mask_variable[None])
+    if options.scale == "global":
+        work.div_(scl.divisor(scl.global_scale(squares.view(1, -1), memory.count)))
+    scl.descent_direction_(work, decay=step.decay)
+    expected = scl.update_mask_variable_(step.mask_variable.clone()[None], work, learning_rate=MASK_LR)
+    if options.anchor:
+        size = step.dense.abs()[None]
+        size = size.clamp_max(step.usual * options.anchor_cap) if options.anchor_cap else size
+        scl.anchor_mask_variable_(expected, size, share=options.anchor)
+    torch.testing.assert_close(variable, expected, rtol=1e-6, atol=1e-7)
+    assert torch.equal(one.method.mask, variable > 0)
+    if options.scale == "none":
+        assert torch.equal(variable, expected)
+        assert torch.equal(variable, other.method.mask_variable)
 
 
 def check_judgements(device: torch.device) -> None:
-    """Whether steps are healthy, and their scale, for sums of squares at the edges."""
-    from gossamer.learning_triton import judge_on_gpu  # needs Triton
+    """Whether steps are finite, and their scale, for sums of squares at the edges."""
+    from gossamer.methods.scl_triton import judge_on_gpu  # needs Triton
 
     large = torch.finfo(torch.float32).max
-    many = torch.rand(3000, generator=torch.Generator().manual_seed(0))
+    many = torch.rand(3000, generator=torch.Generator().manual_seed(0)).tolist()
     for squares in ([0.0], [0.0] * 5, [2.0, 1.0], [1.0, torch.inf], [torch.nan, 1.0], [large, large], [1e-40], many):
-        totals = torch.as_tensor(squares, device=device)
+        totals = torch.tensor([squares, squares[::-1]], device=device)
         for found_inf in (None, torch.zeros(1, device=device), torch.ones(1, device=device)):
-            healthy, divisor = judge_on_gpu(totals, found_inf, 77)
-            assert torch.equal(healthy, learning._healthy(totals, found_inf, None, None))
-            if healthy:
-                expected = method.divisor(method.global_scale(totals, 77))
-                torch.testing.assert_close(divisor, expected, rtol=1e-6, atol=0)
+            finite, divisor = judge_on_gpu(totals, found_inf, 77)
+            step = SimpleNamespace(found_inf=found_inf, samples=None)
+            assert torch.equal(finite, scl._finite(totals, step, None))  # type: ignore[arg-type]
+            expected = scl.divisor(scl.global_scale(totals, 77))
+            torch.testing.assert_close(divisor[finite], expected[finite], rtol=1e-6, atol=0)
 
 
 def check_log(seed: int, device: torch.device) -> None:
@@ -249,33 +259,33 @@ def check_log(seed: int, device: torch.device) -> None:
         torch.testing.assert_close(one[name], other[name], rtol=1e-6, atol=0)
 
 
-def race(device: torch.device, *, fused: bool, **settings: object) -> list[list[Tensor]]:
-    """What rows of a race with different sparsities have learned after each of some steps, and their gradients."""
+def batched(device: torch.device, *, fused: bool, **settings: object) -> list[list[Tensor]]:
+    """What runs with different settings have learned after each of some steps, and their gradients."""
     layout, plan = Layout(("a", "b"), ((40, 60), (77, 40))), Plan(0, 8, 4, 4)
     generator = torch.Generator().manual_seed(3)
     matrix = torch.randn(3, layout.count + 11, generator=generator).to(device)  # other parameters lie beside them
     weights = matrix[:, : layout.count]
     timeline = Timeline(plan, rows=3, device=device, dtype=torch.float32, epoch=2)
     own: list[dict[str, object]] = [{}, {"mask_lr": 0.2, "anchor": 0.3}, {"anchor_cap": 0.0, "removed_gradient": 0.7}]
-    with mock.patch.object(scl, "_on_gpu", return_value=fused):
-        requests = [
-            Request(sparsity, row, make_options(scl.SCL, own[row] | settings))
-            for row, sparsity in enumerate((0.5, 0.9, 0.98))
-        ]
-        rule = scl.SCL(layout, requests, timeline, weights, floor=0.01)
-    assert rule._has_kernels == fused
+    requests = [
+        Request(sparsity, row, make_options(scl.SCL, own[row] | settings))
+        for row, sparsity in enumerate((0.5, 0.9, 0.98))
+    ]
     seen = []
-    for _ in range(timeline.length):
-        gradient = (torch.randn(matrix.shape, generator=generator) * 0.1).to(device)[:, : layout.count]
-        rule.learn_(gradient, weights)
-        weights.sub_(gradient)
-        timeline.clock += 1
-        seen.append([rule.mask.clone(), gradient, rule._budget.score.clone(), rule._level.clone()])
+    with kernels(fused):
+        method = scl.SCL(Context(layout, requests, timeline, weights, min_density=0.01))
+        assert (method._blocks is not None) == fused
+        for _ in range(timeline.length):
+            gradient = (torch.randn(matrix.shape, generator=generator) * 0.1).to(device)[:, : layout.count]
+            method.update_masks(MatrixStep(gradient, weights, layout))
+            weights.sub_(gradient)
+            timeline.clock += 1
+            seen.append([method.mask.clone(), gradient, method.mask_variable.clone(), method._level.clone()])
     return seen
 
 
-def check_race(device: torch.device, **settings: object) -> None:
-    runs = (race(device, fused=fused, **settings) for fused in (True, False))
+def check_batched(device: torch.device, **settings: object) -> None:
+    runs = (batched(device, fused=fused, **settings) for fused in (True, False))
     for (mask, gradient, *learned), (mask_2, gradient_2, *learned_2) in zip(*runs, strict=True):
         assert 0 < mask.sum() < mask.numel()
         assert torch.equal(mask, mask_2)
@@ -303,8 +313,8 @@ def train(
     sparsifier = gossamer.Sparsifier(
         model, each, total_steps=STEPS, sparsity=0.8, warmup="0it", sparsify="12it", stabilise="6it", **settings
     )
-    assert sparsifier._connectivity is not None
-    pretend(sparsifier._connectivity.store)
+    assert sparsifier._driver is not None
+    pretend(sparsifier._driver.state)
     generator = torch.Generator().manual_seed(2)
     seen = []
     with warnings.catch_warnings(), kernels(fused):

@@ -8,7 +8,7 @@ import os
 os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
-from learning_cases import check_judgements, check_log, check_race, check_run, check_step
+from learning_cases import check_batched, check_judgements, check_log, check_run, check_step
 
 if __name__ == "__main__":
     cpu = torch.device("cpu")
@@ -16,9 +16,9 @@ if __name__ == "__main__":
         check_step(seed, cpu)
         check_log(seed, cpu)
     check_judgements(cpu)
-    check_race(cpu)
-    check_race(cpu, anchor=0.0)
-    check_race(cpu, removed_gradient=1.0, anchor_cap=0.0)
+    check_batched(cpu)
+    check_batched(cpu, anchor=0.0)
+    check_batched(cpu, removed_gradient=1.0, anchor_cap=0.0)
     check_run(cpu, torch.float32)
     check_run(cpu, torch.float32, scale="none", mask_lr=1.0)
     check_run(cpu, torch.float32, optimizers=2)

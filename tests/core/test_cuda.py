@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from learning_cases import check_judgements, check_log, check_race, check_run, check_step
+from learning_cases import check_batched, check_judgements, check_log, check_run, check_step
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -16,8 +16,8 @@ from gossamer.lab.models.densenet import DenseNet
 from gossamer.lab.models.resnet import ResNet
 from gossamer.lab.models.wide_resnet import WideResNet
 from gossamer.lab.training.capture import Captured
-from gossamer.learning import has_kernels
-from gossamer.state import Store
+from gossamer.prunable import Weight
+from gossamer.state import State
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
@@ -49,9 +49,9 @@ def test_fused_budget_equals_the_one_in_torch_operations(seed: int, monkeypatch:
     # With connections that are kept whatever happens.
     protected = torch.randint(size, (rows, 1 + size // 100), generator=generator).cuda()
     fused, plain, keep = values.clone(), values.clone(), keep.clamp_min(protected.shape[1])
-    thresholds = budget.meet_budgets_(fused, masks[0], keep, protected)
+    met = budget.meet_budgets_(fused, masks[0], keep, protected)
     monkeypatch.setattr(budget, "_has_kernels", lambda values: False)
-    assert torch.equal(thresholds, budget.meet_budgets_(plain, masks[1], keep, protected))
+    assert torch.equal(met.threshold, budget.meet_budgets_(plain, masks[1], keep, protected).threshold)
     assert torch.equal(masks[0], masks[1])
     assert torch.equal(fused, plain)
 
@@ -63,8 +63,9 @@ def test_float32_weights_on_a_gpu_get_fused_mask_learning_and_others_do_not() ->
         (torch.float64, "cuda", False),
         (torch.float32, "cpu", False),
     ):
-        parameters = [nn.Parameter(torch.randn(64, 33, dtype=dtype, device=device))]
-        assert has_kernels(Store(parameters, momentum=False), parameters) == expected
+        parameter = nn.Parameter(torch.randn(64, 33, dtype=dtype, device=device))
+        state = State([Weight("w", parameter, (), 0, 1)], any_order=True)
+        assert state.has_kernels([parameter]) == expected
 
 
 @pytest.mark.parametrize("seed", range(100))
@@ -79,7 +80,7 @@ def test_steps_are_judged_as_in_torch_operations() -> None:
 
 @pytest.mark.parametrize("settings", [{}, {"anchor": 0.0}, {"removed_gradient": 1.0, "anchor_cap": 0.0}], ids=str)
 def test_fused_masks_of_a_race_equal_those_in_torch_operations(settings: dict[str, Any]) -> None:
-    check_race(torch.device("cuda"), **settings)
+    check_batched(torch.device("cuda"), **settings)
 
 
 @pytest.mark.parametrize(

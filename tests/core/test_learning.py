@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import gossamer
-from gossamer import learning
+from gossamer.state import State
 
 
 def trained(**settings: object) -> list[Tensor]:
@@ -31,6 +31,6 @@ def test_the_form_for_accelerators_takes_the_steps_of_the_one_for_cpus(
     settings: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     in_pieces = trained(**settings)
-    monkeypatch.setattr(learning, "_in_pieces", lambda store: False)
+    monkeypatch.setattr(State, "on_cpu", False)
     for ours, theirs in zip(trained(**settings), in_pieces, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-14)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from gossamer.schedule import Phase, Plan, connections_left, make_plan, sparse_weight_decay, steps_of
+from gossamer.schedule import Phase, Plan, make_plan, nonzeros_left, sparse_weight_decay, steps_of
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_leaving_early_lengthens_fine_tuning() -> None:
 
 
 def test_budget_ramp_ends_exactly_at_the_target() -> None:
-    budgets = [connections_left(step / 100, 1000, 50) for step in range(101)]
+    budgets = [nonzeros_left(step / 100, 1000, 50) for step in range(101)]
     assert budgets[0] == 1000
     assert budgets[-1] == 50
     assert budgets == sorted(budgets, reverse=True)

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 import gossamer
 from gossamer.flops import positions
+from gossamer.methods.scl import SCL
 from gossamer.schedule import Phase
 
 
@@ -177,7 +178,9 @@ def test_extra_memory_is_two_weight_sized_tensors_and_the_masks() -> None:
     model = small_network([200, 200], convolution=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     sparsifier = gossamer.Sparsifier(model, optimizer, sparsity=0.9, total_steps=10, warmup="0it")
-    held = {id(t): t for t in vars(sparsifier._begin().store).values() if isinstance(t, Tensor)}
+    driver = sparsifier._begin()
+    tensors = [driver.state.dense, *driver.training.state().values()]
+    held = {id(t): t for t in tensors if t.shape == driver.mask.shape}
     total = sum(weight.numel() for weight in weights_of(model))
     assert sum(tensor.numel() * tensor.element_size() for tensor in held.values()) == (4 + 4 + 1) * total
 
@@ -199,7 +202,7 @@ def test_bad_requests_say_what_was_expected() -> None:
     refused("leave_at= goes with decay=", sparsity=0.9, leave_at=0.5)
     refused("leaves 1 connections, but the floor keeps 2", sparsity=0.999)
     refused("expected a preset out of default, paper, got 'papre'", sparsity=0.5, preset="papre")
-    refused("unknown setting 'mask_rate': did you mean 'mask_lr'", sparsity=0.5, mask_rate=1.0)
+    refused("unknown setting 'mask_rate' of method='scl': did you mean 'mask_lr'", sparsity=0.5, mask_rate=1.0)
     refused("estimator: expected one of identity, .* got 'ste'", sparsity=0.5, estimator="ste")
     refused("anchor: expected a share from 0 to below 1, got 1.0", sparsity=0.5, anchor=1.0)
     refused("anchor: expected a share from 0 to below 1, got -0.1", sparsity=0.5, anchor=-0.1)
@@ -229,8 +232,10 @@ def test_masks_learn_faster_where_they_have_few_steps(steps: int, asked: float |
     phases = {"warmup": "0it", "sparsify": f"{steps // 2}it", "stabilise": f"{steps // 2}it"}
     sparsifier = gossamer.Sparsifier(model, optimizer, sparsity=0.5, total_steps=steps, mask_lr=asked, **phases)
     sparsifier.advance()
-    assert sparsifier._connectivity is not None
-    assert float(sparsifier._connectivity.learning_rate) == pytest.approx(expected)
+    assert sparsifier._driver is not None
+    method = sparsifier._driver.method
+    assert isinstance(method, SCL)
+    assert float(sparsifier._driver.timeline.now(method._rate)) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("cap", [0.0, 3.0])
@@ -242,19 +247,20 @@ def test_the_size_of_a_weight_counts_up_to_a_cap(cap: float) -> None:
     sparsifier = gossamer.Sparsifier(
         model, optimizer, sparsity=0.5, total_steps=100, anchor=0.2, anchor_cap=cap, mask_lr=1e-6, **phases
     )
-    connectivity = sparsifier._connectivity
-    assert connectivity is not None
+    assert sparsifier._driver is not None
+    state, method = sparsifier._driver.state, sparsifier._driver.method
+    assert isinstance(method, SCL)
     for step in range(90):
         model(torch.randn(8, 20)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
         if step == 40:
-            where = int((~connectivity.store.mask).nonzero()[0])
-            connectivity.store.dense[where] = 1000.0
-    highest = float(connectivity.store.mask_variable[where] + connectivity._level)
-    cut = float(connectivity.store.dense.abs()[connectivity.store.mask].min())
-    assert float(connectivity._level) == pytest.approx(cut, rel=0.1)
-    usual = float(connectivity._usual)
+            where = int((~method.mask[0]).nonzero()[0])
+            state.dense[0, where] = 1000.0
+    highest = float(method.mask_variable[0, where] + method._level)
+    cut = float(state.dense.abs()[method.mask].min())
+    assert float(method._level) == pytest.approx(cut, rel=0.1)
+    usual = float(method._usual)
     assert highest == pytest.approx(3 * max(cut, usual) if cap else 900.0, rel=0.15)
 
 
@@ -268,8 +274,9 @@ def test_with_a_flops_budget_the_cap_goes_with_what_a_connection_costs() -> None
         model, optimizer, flops=0.4, example_input=images, total_steps=100, anchor=0.2, anchor_cap=3.0, mask_lr=1e-8,
         floor=0.0, warmup="0it", sparsify="20it", stabilise="79it",
     )  # fmt: skip
-    connectivity = sparsifier._connectivity
-    assert connectivity is not None
+    assert sparsifier._driver is not None
+    state, method = sparsifier._driver.state, sparsifier._driver.method
+    assert isinstance(method, SCL)
     sizes = torch.cat([model[0].weight.flatten(), model[2].weight.flatten()]).detach().abs().double()
     cost = torch.cat([torch.full((36,), 36), torch.full((432,), 1)])  # multiply-adds: 6 × 6 positions, or one
     usual = float(sizes.square().mean().sqrt())
@@ -279,16 +286,16 @@ def test_with_a_flops_budget_the_cap_goes_with_what_a_connection_costs() -> None
         optimizer.step()
         optimizer.zero_grad()
         if step == 30:
-            removed = (~connectivity.store.mask).nonzero().flatten().tolist()
+            removed = (~method.mask[0]).nonzero().flatten().tolist()
             giants = [min(removed), max(removed)]  # one of each tensor
-            connectivity.store.dense[giants] = 1000.0
+            state.dense[0, giants] = 1000.0
     assert giants[0] < 36 <= giants[1]
     sizes[giants] = 1000.0
     order = (sizes / cost).argsort(descending=True)
     fits = cost[order].cumsum(0) <= int(0.4 * (36 * 36 + 432))
     level = float((sizes / cost)[order][~fits][0])  # the first one that goes
-    assert float(connectivity._level) == pytest.approx(level, rel=1e-3)
+    assert float(method._level) == pytest.approx(level, rel=1e-3)
     assert level * 1 < usual < level * 36  # so both sides of the bound are seen
     for giant in giants:
-        highest = float(connectivity.store.mask_variable[giant]) + level * int(cost[giant])
+        highest = float(method.mask_variable[0, giant]) + level * int(cost[giant])
         assert highest == pytest.approx(3 * max(level * int(cost[giant]), usual), rel=1e-3)

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import gossamer
-from gossamer import method
-from gossamer.schedule import Phase
+from gossamer.schedule import Phase, cosine
 
 STEPS = 300
 
@@ -115,7 +114,7 @@ def test_equals_the_explicit_formulation_bit_for_bit(request_: str, optimizer: s
             theirs.start(lambda w: torch.full_like(w, asked["start_value"]) if constant else w.abs())  # noqa: B023
         backward(theirs)
         if moment.phase.masks_train:
-            rate = mask_lr * method.cosine(moment.settling)
+            rate = mask_lr * cosine(moment.settling)
             budget = sparsifier._target.budget(moment.ramp) if "sparsity" in asked else None
             masks.step(rate, budget)
         their_optimizer.step()
@@ -209,12 +208,12 @@ def test_agrees_with_the_numpy_reference(scale: str, estimator: str, exact: bool
         ),
         mlp.Settings(
             rate=0.05,
-            mask_rate=lambda step: 0.05 * method.cosine(sparsifier.plan.at(step).settling),
+            mask_rate=lambda step: 0.05 * cosine(sparsifier.plan.at(step).settling),
             momentum=0.9,
             weight_decay=1e-3,
             removed=share_left(count, 0.7) ** 0.4 if exact else 1.0,
             cap=1.5,
-            anchor=lambda step: 0.1 if exact else 0.1 * method.cosine(sparsifier.plan.at(step).settling),
+            anchor=lambda step: 0.1 if exact else 0.1 * cosine(sparsifier.plan.at(step).settling),
             mask_momentum=0.0 if exact else 0.5,
             estimator=estimator,
             scale=scale,

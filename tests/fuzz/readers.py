@@ -45,8 +45,8 @@ from gossamer.lab.stored import open_network
 from gossamer.lab.training import Run, result, snapshot
 from gossamer.lab.training.checkpoint import Checkpoints
 from gossamer.lab.training.place import Place
+from gossamer.methods.scl import SCLOptions
 from gossamer.report import report
-from gossamer.settings import Settings
 
 
 @dataclass(frozen=True)
@@ -180,6 +180,7 @@ def _race_seeds() -> list[bytes]:
 def _read_race(content: bytes, folder: Path) -> object:
     path = folder / f"x{race.ENDING}"
     path.write_bytes(content)
+    race.begun(folder, {"a": 1, "b": 2}, lambda runs: path)
     found = race.read_newest(path)
     if found is not None:
         race.fill_({"weights": torch.zeros(2, 5)}, found[0], path)
@@ -241,7 +242,7 @@ def _record() -> list[bytes]:
     words = dict.fromkeys(("tier", "net", "data", "method", "hardware"), "x")
     numbers: dict[str, Any] = dict.fromkeys(("sparsity", "asked_sparsity", "seed", "epochs", "accuracy"), 1)
     losses = {"validation_accuracy": None, "train_loss": 0.5}
-    return [json.dumps({**words, **numbers, **losses, "settings": asdict(Settings())}).encode()]
+    return [json.dumps({**words, **numbers, **losses, "settings": asdict(SCLOptions())}).encode()]
 
 
 _NETWORKS: Mapping[str, Mapping[str, int]] = MappingProxyType(

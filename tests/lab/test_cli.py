@@ -23,7 +23,8 @@ from gossamer.lab.recipes import RECIPES, find
 from gossamer.lab.training import Run
 from gossamer.lab.training.progress import JsonLines, LiveLine, PlainLines, Status
 from gossamer.lab.training.result import read_run
-from gossamer.settings import Settings
+from gossamer.methods.scl import SCLOptions
+from gossamer.settings import Phases
 
 SHORT = ["--epochs", "2", "--log-steps=4", "--set", "model_options.width=4"]
 
@@ -380,7 +381,10 @@ def test_the_help_shows_every_field_with_its_text(capsys: pytest.CaptureFixture[
     assert run("sweep", "--help") == 0
     shown, swept = (" ".join(each.replace("│", " ").split()) for each in (train, capsys.readouterr().out))
     names = [each.name for each in fields(Run) if each.name not in ("settings", "model_options")]
-    names += [f"settings.{each.name}" for each in fields(Settings)] + ["settings.fraction", "model-options.width"]
+    names += [f"settings.{each.name}" for each in (*fields(SCLOptions), *fields(Phases))] + [
+        "settings.fraction",
+        "model-options.width",
+    ]
     for name in names:
         assert f"--{name.replace('_', '-')} " in shown
         assert f"--{name.replace('_', '-')} " in swept

@@ -7,6 +7,7 @@ import ast
 import inspect
 import typing
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields
 from itertools import pairwise
 from types import NoneType
 from typing import Annotated, Any, TypeAlias, TypedDict
@@ -16,10 +17,11 @@ from tyro.constructors import PrimitiveConstructorSpec
 
 from gossamer.lab import models
 from gossamer.lab.training.checks import CHOICES
-from gossamer.lab.training.keys import SHARED_BY_ALL, options_of, setting_types
+from gossamer.lab.training.keys import options_of, setting_types
 from gossamer.lab.training.run import Run, field_types
 from gossamer.lab.training.values import NOTHING, SWITCH, kinds_of
 from gossamer.methods import METHODS
+from gossamer.settings import Phases
 
 # The groups of the help: each has the fields from the one named here up to the first one of the next group.
 _GROUPS: Mapping[str, tuple[str, str]] = {
@@ -103,8 +105,8 @@ def _settings() -> Any:
             takers.setdefault(name, []).append(method)
             kinds.setdefault(name, kind)
     leaves = {name: _leaf(kinds[name], f"Of {', '.join(each)}.") for name, each in takers.items()}
-    for name in SHARED_BY_ALL:
-        leaves[name] = _leaf(kinds[name], "Of all methods.")
+    for field in fields(Phases):
+        leaves[field.name] = _leaf(kinds[field.name], "Of all methods.")
     text = "How masks are learned (docs/method.md), and settings of other methods (docs/methods.md)."
     return Annotated[_typed_dict("Settings", leaves, total=False), arg(help=text)]
 

@@ -1,10 +1,93 @@
-"""SCL and its peers as rules of one kind, one file each, so that they can be held against each other.
+"""SCL and its rivals behind one protocol, one file each, so that they can be compared.
 
-`side_by_side` trains many of them at once as rows of one stacked network; `attach` drives one of them on any model and
-any optimizer of torch. docs/methods.md has a card of each.
+`gossamer.Sparsifier` drives any of them with any model and optimizer; `gossamer.lab.batched` trains many runs of many
+methods at once. docs/methods.md has a card for each, and shows how to write your own.
 """
 
-from gossamer.methods.registry import ALIASES, METHODS, find, make_options
-from gossamer.methods.rule import Layout, Options, Request, Rule, Timeline
+from gossamer.methods.autoprune import AutoPrune
+from gossamer.methods.base import (
+    Context,
+    Layout,
+    Method,
+    Options,
+    Outcome,
+    PrunedAtZero,
+    Request,
+    Series,
+    Step,
+    Timeline,
+    expect,
+)
+from gossamer.methods.budgets import BudgetedMethod, GlobalBudget, GlobalThreshold, keep_largest_, magnitude
+from gossamer.methods.dense import Dense
+from gossamer.methods.dpf import DPF
+from gossamer.methods.gradual import Gradual
+from gossamer.methods.gradual_per_layer import GradualPerLayer
+from gossamer.methods.hyperflux import Hyperflux
+from gossamer.methods.l0 import L0
+from gossamer.methods.l1_filter import L1Filter
+from gossamer.methods.lottery import Lottery
+from gossamer.methods.narang import Narang
+from gossamer.methods.noise import uniform
+from gossamer.methods.one_shot import OneShot
+from gossamer.methods.registry import ALIASES, METHODS, find, known, load, make_options, register
+from gossamer.methods.rigl import RigL
+from gossamer.methods.scl import SCL
+from gossamer.methods.slimming import Slimming
+from gossamer.methods.snip import SNIP
+from gossamer.methods.soft_filter import SoftFilter
+from gossamer.methods.soft_threshold import STR
+from gossamer.methods.surgery import Surgery
+from gossamer.methods.timing import PrunedInStages, PrunedOnce
 
-__all__ = ["ALIASES", "METHODS", "Layout", "Options", "Request", "Rule", "Timeline", "find", "make_options"]
+__all__ = [
+    "ALIASES",
+    "METHODS",
+    "BudgetedMethod",
+    "Context",
+    "GlobalBudget",
+    "GlobalThreshold",
+    "Layout",
+    "Method",
+    "Options",
+    "Outcome",
+    "PrunedAtZero",
+    "PrunedInStages",
+    "PrunedOnce",
+    "Request",
+    "Series",
+    "Step",
+    "Timeline",
+    "expect",
+    "find",
+    "keep_largest_",
+    "known",
+    "load",
+    "magnitude",
+    "make_options",
+    "register",
+    "uniform",
+]
+
+# In the order of the tables.
+for _method in (
+    Dense,
+    SCL,
+    DPF,
+    Gradual,
+    GradualPerLayer,
+    OneShot,
+    Narang,
+    Surgery,
+    Lottery,
+    SNIP,
+    RigL,
+    STR,
+    L0,
+    AutoPrune,
+    Hyperflux,
+    SoftFilter,
+    L1Filter,
+    Slimming,
+):
+    register(_method)

@@ -1,82 +1,118 @@
-"""Choosing which connections stay: over the whole network by one threshold, or tensor by tensor."""
+"""Choosing which weights stay: over the whole network by one threshold, or tensor by tensor."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.nn import functional
 
-from gossamer.budget import meet_budgets_
-from gossamer.methods.rule import Layout, Request, Timeline
+from gossamer.budget import Costs, Met, meet_budgets_, on_cpu
+from gossamer.methods.base import Context, Layout, Method, S, min_nonzeros
+from gossamer.sharding import of_all_processes
+from gossamer.target import Target
 
-_FLOOR_EVERY = 100  # steps between two choices of the connections that the floor keeps
+_PROTECT_EVERY = 100  # steps between two choices of the weights that min_density keeps
 
 
 class GlobalBudget:
-    """Keeps, in each row, the connections with the largest scores: as many as the budget of the step allows.
+    """Keeps, in each row, the weights with the largest scores: as many as the budget of the step allows.
 
-    `score` is lowered in place by the threshold, so that what stays is above zero (budget.py). The floor, one share for
-    all rows or one per row, keeps the strongest connections of each tensor whatever the threshold is. The `ramp` of the
+    `score` is lowered in place by the threshold, so that what stays is above zero (budget.py). `min_density`, one share
+    for all rows or one per row, keeps the strongest weights of each tensor whatever the threshold is. The `ramp` of the
     budget is "cubic", "at_once", or "none" where only the final budget is ever met.
     """
 
     def __init__(
         self,
-        layout: Layout,
-        requests: Sequence[Request[Any]],
-        timeline: Timeline,
+        context: Context[Any],
         score: Tensor,
         *,
-        floor: float | Sequence[float],
+        min_density: float | Sequence[float] | None = None,
         ramp: str = "cubic",
     ) -> None:
-        self._layout, self._timeline = layout, timeline
-        floors = [floor] * len(requests) if isinstance(floor, float | int) else floor
-        self._floors = [layout.floors(each) for each in floors]
+        self._layout, self._timeline, self._group = context.layout, context.timeline, context.group
+        chosen = context.min_density if min_density is None else min_density
+        densities = [chosen] * len(context.requests) if isinstance(chosen, float | int) else list(chosen)
+        sizes = context.layout.sizes
+        if self._group is not None:
+            sizes = [view.size for view in context.layout.views]
+        self._least = [min_nonzeros(sizes, each) for each in densities]
         self.score = score
         self.mask = torch.ones_like(score, dtype=torch.bool)
-        keep = [layout.keep(request.sparsity) for request in requests]
-        for request, least in zip(requests, self._floors, strict=True):
-            check_floor(layout, request.sparsity, least)
-        self._table = None if ramp == "none" else timeline.budgets(layout.count, keep, ramp)
-        self._final = torch.tensor(keep, device=score.device)
-        self._protected = self._strongest() if any(floors) else None
+        for target, least in zip(context.targets, self._least, strict=True):
+            check_min_nonzeros(target, least)
+        self._budgets = None if ramp == "none" else context.timeline.budgets(context.targets, ramp)
+        self._final = torch.tensor(context.keep, device=score.device)
+        self.met = torch.tensor([target.total for target in context.targets], device=score.device)
+        """The budgets that the masks meet now."""
+        first = context.targets[0]
+        self.costs = None if first.costs is None else Costs.of(context.layout.sizes, first.costs, score.device)
+        self._reach = [0.0] * len(score)  # of the last thresholds: the next one is seldom much larger
+        self.protected = self._strongest() if any(densities) else None
 
-    def meet_(self) -> Tensor:
-        """Meet the budget of this step. Returns the thresholds."""
-        assert self._table is not None
-        return self.allow_(self._timeline.now(self._table)[:, 0])
+    def meet_(self, finite: Tensor | None = None) -> Met:
+        """Meet the budget of this step; in rows that are not `finite` budget and masks stay where they were."""
+        assert self._budgets is not None
+        budget = self._timeline.now(self._budgets)[:, 0]
+        return self.allow_(budget if finite is None else torch.where(finite, budget, self.met))
 
-    def cut_(self) -> Tensor:
-        """Meet the final budget, if that has not been done yet. Returns the thresholds."""
+    def cut_(self) -> Met:
+        """Meet the final budget."""
         return self.allow_(self._final)
 
-    def allow_(self, budget: Tensor) -> Tensor:
-        """Keep exactly so many connections of each row, whatever the sign of their scores. Returns the thresholds."""
-        return meet_budgets_(self.score, self.mask, budget, self._protected)
+    def is_final(self) -> bool:
+        """Whether the final budget is met. Synchronizes with the device."""
+        return torch.equal(self.met, self._final)
 
-    def floor_is_due(self, step: int) -> bool:
-        return self._protected is not None and step % _FLOOR_EVERY == 0
+    def allow_(self, budget: Tensor) -> Met:
+        """Keep exactly this many weights of each row, whatever the sign of their scores."""
+        self.met.copy_(budget)
+        met = meet_budgets_(
+            self.score,
+            self.mask,
+            budget,
+            self.protected,
+            costs=self.costs,
+            group=self._group,
+            reach=[2 * size for size in self._reach],
+        )
+        if on_cpu(self.score):
+            sizes = met.threshold.abs().tolist()
+            self._reach = [max(size, 0.8 * before) for size, before in zip(sizes, self._reach, strict=True)]
+        return met
 
-    def choose_floor_(self) -> None:
-        if self._protected is not None:
-            self._protected.copy_(self._strongest())
+    def protection_due(self, step: int) -> bool:
+        return self.protected is not None and step % _PROTECT_EVERY == 0
 
-    def keep_floor_(self) -> None:
-        """Where no budget is met: what the floor keeps stays above zero."""
-        if self._protected is not None:
-            kept = self.score.gather(1, self._protected).clamp_min(torch.finfo(self.score.dtype).tiny)
-            self.score.scatter_(1, self._protected, kept)
+    def protect_(self) -> None:
+        """Choose again which weights of each tensor are kept whatever happens: those with the largest scores."""
+        if self.protected is None:
+            return
+        strongest = self._strongest()
+        if self._group is None:
+            self.protected.copy_(strongest)  # in place, where a captured step reads it
+        else:
+            self.protected = strongest  # their number in this process varies
+
+    def raise_protected_(self) -> None:
+        """Where no budget is met: protected weights stay above zero."""
+        if self.protected is not None:
+            kept = self.score.gather(1, self.protected).clamp_min(torch.finfo(self.score.dtype).tiny)
+            self.score.scatter_(1, self.protected, kept)
 
     def state(self) -> dict[str, Tensor]:
-        tensors = {"score": self.score, "mask": self.mask}
-        return tensors if self._protected is None else {**tensors, "protected": self._protected}
+        tensors = {"score": self.score, "mask": self.mask, "budget": self.met}
+        return tensors if self.protected is None else {**tensors, "protected": self.protected}
 
     def _strongest(self) -> Tensor:
-        """Positions, in each row, of the scores of each tensor that the floor keeps; where these are fewer than in
-        another row, the first of them again."""
+        """Positions, in each row, of the protected scores of each tensor; where these are fewer than in another row,
+        the first of them again."""
+        if self._group is not None:
+            return self._strongest_of_all(self._group)
         found, offset = [], 0
-        for part, counts in zip(self._layout.split(self.score), zip(*self._floors, strict=True), strict=True):
+        for part, counts in zip(self._layout.split(self.score), zip(*self._least, strict=True), strict=True):
             best = part.topk(max(counts), dim=1).indices + offset
             if len(set(counts)) > 1:
                 own = torch.arange(max(counts), device=best.device) < torch.tensor(counts, device=best.device)[:, None]
@@ -85,14 +121,32 @@ class GlobalBudget:
             offset += part.shape[1]
         return torch.cat(found, dim=1)
 
+    def _strongest_of_all(self, group: dist.ProcessGroup) -> Tensor:
+        """The same for one run whose tensors are spread over processes: each offers its best, and the best of all
+        offers are taken."""
+        counts, parts = self._least[0], self._layout.split(self.score)
+        best = [part[0].topk(min(count, part.shape[1])) for part, count in zip(parts, counts, strict=True)]
+        offers = [
+            functional.pad(each.values, (0, count - len(each.values)), value=-torch.inf)
+            for each, count in zip(best, counts, strict=True)
+        ]
+        everything = torch.split_with_sizes(of_all_processes(torch.cat(offers), group), counts, dim=1)
+        found, offset = [], 0
+        for each, offered, count, part in zip(best, everything, counts, parts, strict=True):
+            taken = torch.zeros(offered.numel(), dtype=torch.bool, device=offered.device)
+            taken[offered.flatten().topk(count).indices] = True
+            own = taken.view_as(offered)[dist.get_rank(group)][: len(each.indices)]
+            found.append(each.indices[own] + offset)
+            offset += part.shape[1]
+        return torch.cat(found)[None]
 
-def check_floor(layout: Layout, sparsity: float, floors: Sequence[int]) -> None:
-    """Refuse a sparsity that leaves fewer connections than the floors of the tensors keep."""
-    left = layout.keep(sparsity)
-    if sum(floors) > left:
+
+def check_min_nonzeros(target: Target, least: Sequence[int]) -> None:
+    """Refuse a target that leaves fewer weights than min_density keeps."""
+    if target.decay is None and target.costs is None and sum(least) > target.final:
         raise ValueError(
-            f"sparsity={sparsity} leaves {left} connections, but the floor keeps {sum(floors)} of them: ask for less, "
-            "or lower floor= (0 lets whole tensors die)"
+            f"the target leaves {target.final} of {target.total} weights, but the floor keeps {sum(least)} of them: "
+            "ask for less, or lower floor= (0 lets whole tensors die)"
         )
 
 
@@ -113,7 +167,7 @@ def shares(sizes: Sequence[int], total: int, densities: Sequence[float]) -> list
             if (counts[index] < size if up else counts[index] > 1)
         ]
         if not room:
-            raise ValueError(f"expected a total from {len(sizes)} to {sum(sizes)} connections, got {total}")
+            raise ValueError(f"expected a total from {len(sizes)} to {sum(sizes)} weights, got {total}")
         # The largest remainders first; a tensor with much room takes all that is missing only when others are full.
         for _, index in sorted(room, reverse=True)[: abs(total - sum(counts))]:
             counts[index] += 1 if up else -1
@@ -121,31 +175,48 @@ def shares(sizes: Sequence[int], total: int, densities: Sequence[float]) -> list
 
 
 def largest(scores: Tensor, counts: Sequence[int]) -> Tensor:
-    """For each row its so many largest scores, as a mask; of equal ones the earliest."""
+    """For each row its largest scores, `counts` of them, as a mask; of equal ones the earliest."""
     order = scores.argsort(dim=1, descending=True, stable=True)
     rank = torch.arange(scores.shape[1], device=scores.device)
     chosen = rank < torch.tensor(counts, device=scores.device)[:, None]
     return torch.zeros_like(chosen).scatter_(1, order, chosen)
 
 
-class MasksOfBudget:
-    """What rules have in common that keep what scores highest in the whole network: a mixin for any rule."""
+def keep_largest_(masks: Tensor, layout: Layout, scores: Tensor, counts: Sequence[Sequence[int]]) -> None:
+    """Keep the largest scores of each tensor: `counts` has a row per run and a column per tensor."""
+    for index, (part, mask) in enumerate(zip(layout.split(scores), layout.split(masks), strict=True)):
+        mask.copy_(largest(part, [row[index] for row in counts]))
+
+
+class BudgetedMethod(Method[S]):
+    """Methods whose masks are those of a `GlobalBudget`; they say when it is met."""
 
     _budget: GlobalBudget
 
-    @property
-    def mask(self) -> Tensor:
-        return self._budget.mask
-
-    def due(self, step: int) -> bool:
-        return self._budget.floor_is_due(step)
-
-    def refresh_(self, weights: Tensor, step: int) -> None:
-        self._budget.choose_floor_()
-
-    def freeze_(self, weights: Tensor) -> Tensor:
-        self._budget.cut_()
-        return self._budget.mask
+    def _begin(self, budget: GlobalBudget) -> None:
+        self._budget, self.mask = budget, budget.mask
 
     def state(self) -> dict[str, Tensor]:
         return self._budget.state()
+
+    def load_state(self, saved: Mapping[str, Tensor]) -> None:
+        if "protected" in saved:
+            self._budget.protected = saved["protected"]  # their number in this process varies with the processes
+        super().load_state(saved)
+
+
+class GlobalThreshold(BudgetedMethod[S]):
+    """Methods that keep, in every step, what scores highest in the whole network, weight by weight."""
+
+    shardable = any_order = True
+
+    def topology_due(self, step: int) -> bool:
+        return self._budget.protection_due(step)
+
+    def update_topology(self, weights: Tensor, step: int) -> Tensor | None:
+        self._budget.protect_()
+        return None
+
+    def finalize(self, weights: Tensor) -> Tensor:
+        self._budget.cut_()
+        return self.mask

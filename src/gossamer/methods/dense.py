@@ -1,34 +1,22 @@
-"""No method: the dense network at the same epochs, which every sparse one is held against."""
-
-from collections.abc import Sequence
+"""No method: the dense network at the same epochs, the baseline of every sparse one."""
 
 import torch
 from torch import Tensor
 
-from gossamer.methods.rule import Layout, Options, Request, Rule, Timeline
+from gossamer.methods.base import Context, Method, Options, Step
 
 
-class Dense(Rule[Options]):
-    name, title, options = "dense", "dense", Options
-    reference = "–"
+class Dense(Method[Options]):
+    name, title = "dense", "dense"
 
-    def __init__(
-        self, layout: Layout, requests: Sequence[Request[Options]], timeline: Timeline, weights: Tensor, *, floor: float
-    ) -> None:
-        self._mask = torch.ones_like(weights, dtype=torch.bool)
+    def __init__(self, context: Context[Options]) -> None:
+        self.mask = torch.ones_like(context.weights, dtype=torch.bool)
 
-    @property
-    def mask(self) -> Tensor:
-        return self._mask
-
-    def show_(self, weights: Tensor, out: Tensor) -> None:
-        out.copy_(weights)
-
-    def learn_(self, gradient: Tensor, weights: Tensor) -> None:
+    def update_masks(self, step: Step) -> None:
         return
 
-    def freeze_(self, weights: Tensor) -> Tensor:
-        return self._mask
+    def finalize(self, weights: Tensor) -> Tensor:
+        return self.mask
 
     def state(self) -> dict[str, Tensor]:
         return {}

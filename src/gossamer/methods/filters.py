@@ -1,8 +1,8 @@
-"""What methods share that remove whole filters of convolutions: soft_filter.py, l1_filter.py and slimming.py.
+"""What methods share that prune whole filters of convolutions: soft_filter.py, l1_filter.py and slimming.py.
 
-What counts is the weights of the removed filters. Convolutions are the tensors with three or more dimensions; all
-others stay dense. At least one filter of each convolution stays, and the count is the nearest to the asked one that
-whole filters allow.
+What counts is the weights of the pruned filters. Convolutions are the tensors with three or more dimensions; all others
+stay dense. At least one filter of each convolution stays, and the number of pruned weights is the one nearest to the
+request that whole filters allow.
 """
 
 from collections.abc import Sequence
@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gossamer.methods.base import Layout, Request
 from gossamer.methods.budgets import largest
-from gossamer.methods.rule import Layout, Request
 
 
 def equal_share(layout: Layout, sparsity: float) -> list[int]:
@@ -26,32 +26,32 @@ def equal_share(layout: Layout, sparsity: float) -> list[int]:
         return [max(1, round(share * rows[index])) if index in filters else rows[index] for index in range(len(rows))]
 
     def misses(counts: list[int]) -> int:
-        gone = sum(
+        pruned = sum(
             (shape[0] - count) * (size // shape[0])
             for shape, size, count in zip(layout.shapes, layout.sizes, counts, strict=True)
         )
-        return abs(gone - wanted)
+        return abs(pruned - wanted)
 
-    # Every share at which a filter more or less stays is at a half of one of the tensors.
+    # Every share at which one filter more or less stays is at a half of one of the tensors.
     most = max(layout.shapes[index][0] for index in filters)
     return min((kept(step / (4 * most)) for step in range(4 * most + 1)), key=misses)
 
 
 def by_norm(layout: Layout, requests: Sequence[Request[Any]], weights: Tensor, *, order: int) -> Tensor:
-    """The filters with the largest norms, an equal share of every convolution, as a mask of connections."""
+    """The filters with the largest norms, an equal share of every convolution, as a mask of weights."""
     counts = [equal_share(layout, request.sparsity) for request in requests]
     sizes = norms(layout, weights, order)
     return laid_out(layout, [largest(each, [row[index] for row in counts]) for index, each in enumerate(sizes)])
 
 
 def norms(layout: Layout, weights: Tensor, order: int) -> list[Tensor]:
-    """The norm of every output feature of every tensor: (rows, features) each."""
+    """The norm of every output feature of every tensor: (runs, features) each."""
     parts = zip(layout.shapes, layout.split(weights), strict=True)
     return [part.reshape(len(part), shape[0], -1).norm(p=order, dim=2) for shape, part in parts]
 
 
 def laid_out(layout: Layout, kept: Sequence[Tensor]) -> Tensor:
-    """Masks of features as masks of connections."""
+    """Masks of features as masks of weights."""
     parts = zip(layout.shapes, layout.sizes, kept, strict=True)
     return torch.cat([mask.repeat_interleave(size // shape[0], dim=1) for shape, size, mask in parts], dim=1)
 
@@ -64,5 +64,5 @@ def check_reach(layout: Layout, sparsity: float) -> None:
     if layout.count - layout.keep(sparsity) > most:
         raise ValueError(
             f"sparsity={sparsity} cannot be met by whole filters, of which each convolution keeps at least one: "
-            f"at most {most / layout.count:.4f} of the weights can go"
+            f"at most {most / layout.count:.4f} of the weights can be pruned"
         )

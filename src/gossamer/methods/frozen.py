@@ -1,35 +1,27 @@
-"""Masks that are done: what they have removed is zero and stays zero, whatever the optimizer does.
+"""Final masks: what they prune is zero and stays zero, whatever the optimizer does.
 
-No method by itself, but what follows every one of them where many runs are trained side by side.
+Not a method of its own, but what follows all of them in batched training.
 """
 
 from torch import Tensor
 
-from gossamer.methods.rule import Options, Rule
+from gossamer.methods.base import Method, Options, Step
 
 
-class Frozen(Rule[Options]):
-    name, title, options = "frozen", "frozen masks", Options
-    reference = "–"
+class Frozen(Method[Options]):
+    name, title = "frozen", "frozen masks"
 
     def __init__(self, mask: Tensor) -> None:
-        self._removed = ~mask
+        self.mask = mask
 
-    @property
-    def mask(self) -> Tensor:
-        return ~self._removed
-
-    def show_(self, weights: Tensor, out: Tensor) -> None:
-        out.copy_(weights)
-
-    def learn_(self, gradient: Tensor, weights: Tensor) -> None:
+    def update_masks(self, step: Step) -> None:
         return
 
-    def settle_(self, weights: Tensor) -> None:
-        weights.masked_fill_(self._removed, 0.0)
+    def project(self, weights: Tensor) -> None:
+        weights.masked_fill_(~self.mask, 0.0)
 
-    def freeze_(self, weights: Tensor) -> Tensor:
+    def finalize(self, weights: Tensor) -> Tensor:
         return self.mask
 
     def state(self) -> dict[str, Tensor]:
-        return {"removed": self._removed}
+        return {"mask": self.mask}

@@ -1,4 +1,4 @@
-"""L0 regularisation with hard-concrete gates.
+"""L0 regularization with hard-concrete gates.
 
 Rule: the layer uses w ⊙ z with random gates; with u uniform,
 
@@ -7,28 +7,27 @@ Rule: the layer uses w ⊙ z with random gates; with u uniform,
 and the loss gets λ·Σ σ(log α - β·log(-γ/ζ)), λ times the expected number of gates that are not zero. β = 2/3, γ = -0.1,
 ζ = 1.1. Both w and log α follow their true gradients. After training z = min(1, max(0, σ(log α)·(ζ - γ) + γ)).
 Reference: Louizos, Welling & Kingma 2018, Learning Sparse Neural Networks through L0 Regularization.
-Ours: gates of single weights, begun open at the warmed-up network. λ is set in every step so that, to first order, its
-gradient brings the expected count to the budget of the step (it never pushes gates open). The gradient of the loss on
-log α is divided by its root mean square over the network, which makes `gate_lr` fit any network: with the weights'
-learning rate gates hardly move. At the end the largest log α stay, exactly as many as the budget. Where the expected
-count is met by many gates that are hardly ever open, fewer than that are open after training: then all log α are raised
-together, until as many are, so that what stays does not begin its fine-tuning at zero.
+Ours: one gate per weight, open at first, from the warmed-up network on. λ is set in every step so that, to first order,
+its gradient brings the expected count to the budget of the step (it never pushes gates open). The gradient of the loss
+on log α is divided by its root mean square over the network, so that one `gate_lr` fits all networks: at the learning
+rate of the weights gates hardly move. At the end the largest log α stay, exactly as many as the budget. Where many
+gates that are hardly ever open make up the expected count, fewer than that are open after training: then all log α are
+raised together, until enough are, so that no kept weight begins its fine-tuning at zero.
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from gossamer import method
-from gossamer.methods.budgets import GlobalBudget
+from gossamer.methods.base import Context, Options, Step, column, expect, is_rate
+from gossamer.methods.budgets import BudgetedMethod, GlobalBudget
 from gossamer.methods.noise import uniform
-from gossamer.methods.rule import Layout, Options, Request, Rule, Timeline, column, expect, is_rate
+from gossamer.methods.scl import EPSILON
 
 BETA, GAMMA, ZETA = 2.0 / 3.0, -0.1, 1.1
-_CLOSED = math.log(-GAMMA / ZETA)  # the largest log α with which the gate is zero after training
+_CLOSED = math.log(-GAMMA / ZETA)  # the largest log α whose gate is zero after training
 
 
 @dataclass(frozen=True)
@@ -61,58 +60,48 @@ def chance_of_open(log_alpha: Tensor) -> Tensor:
     return torch.sigmoid(log_alpha - BETA * math.log(-GAMMA / ZETA))
 
 
-class L0(Rule[L0Options]):
+class L0(BudgetedMethod[L0Options]):
     name, title, options = "l0", "hard-concrete gates (L0)", L0Options
     reference = "Louizos et al. 2018, Learning Sparse Neural Networks through L0 Regularization"
+    masked_forward = False
 
-    def __init__(
-        self,
-        layout: Layout,
-        requests: Sequence[Request[L0Options]],
-        timeline: Timeline,
-        weights: Tensor,
-        *,
-        floor: float,
-    ) -> None:
-        self._timeline = timeline
-        self._rate = timeline.annealed([request.settings.gate_lr for request in requests])
-        self._wanted = timeline.budgets(layout.count, [layout.keep(request.sparsity) for request in requests])
-        self._seeds = torch.tensor([request.seed for request in requests], device=weights.device)
-        start = column([math.log(each.settings.open / (1.0 - each.settings.open)) for each in requests], weights)
+    def __init__(self, context: Context[L0Options]) -> None:
+        self._timeline, self._seeds, weights = context.timeline, context.seeds, context.weights
+        self._rate = context.timeline.annealed(context.values("gate_lr"))
+        self._wanted = context.timeline.budgets(context.targets)
+        start = column([math.log(chance / (1.0 - chance)) for chance in context.values("open")], weights)
         self._log_alpha = start.expand_as(weights).clone()
         self._gate, self._slope = torch.ones_like(weights), torch.zeros_like(weights)
-        self._budget = GlobalBudget(layout, requests, timeline, torch.ones_like(weights), floor=floor, ramp="none")
+        self._begin(GlobalBudget(context, torch.ones_like(weights), ramp="none"))
 
-    @property
-    def mask(self) -> Tensor:
-        return self._budget.mask
-
-    def show_(self, weights: Tensor, out: Tensor) -> None:
+    def apply_masks(self, weights: Tensor, out: Tensor) -> None:
         u = uniform(self._seeds, self._timeline.clock, weights.shape[1], weights.dtype)
         gate, slope = sample_gate(self._log_alpha, u)
         self._gate.copy_(gate)
         self._slope.copy_(slope)
         torch.mul(weights, self._gate, out=out)
 
-    def learn_(self, gradient: Tensor, weights: Tensor) -> None:
-        direction = gradient * weights * self._slope
-        size = direction.square().mean(1, keepdim=True).sqrt() + method.EPSILON
+    def update_masks(self, step: Step) -> None:
+        direction = step.gradient * step.weights * self._slope
+        size = direction.square().mean(1, keepdim=True).sqrt() + EPSILON
         self._log_alpha.sub_(direction / size * self._timeline.now(self._rate))
         chance = chance_of_open(self._log_alpha)
         pull = chance * (1.0 - chance)  # gradient of the expected count
         excess = chance.sum(1, keepdim=True) - self._timeline.now(self._wanted)
-        strength = (excess / pull.square().sum(1, keepdim=True).clamp_min(method.EPSILON)).clamp_min(0.0)
+        strength = (excess / pull.square().sum(1, keepdim=True).clamp_min(EPSILON)).clamp_min(0.0)
         self._log_alpha.sub_((strength * pull).clamp_max(1.0))
-        torch.gt(final_gate(self._log_alpha), 0.0, out=self._budget.mask)
+        torch.gt(final_gate(self._log_alpha), 0.0, out=self.mask)
+        self.weight_gradient(step.gradient, step.weights)
+
+    def weight_gradient(self, gradient: Tensor, weights: Tensor) -> None:
         gradient.mul_(self._gate)
 
-    def freeze_(self, weights: Tensor) -> Tensor:
+    def finalize(self, weights: Tensor) -> Tensor:
         self._budget.score.copy_(self._log_alpha)
-        self._budget.choose_floor_()
-        largest_gone = self._budget.cut_()[:, None]
-        weights.mul_(final_gate(self._log_alpha + (_CLOSED - largest_gone).clamp_min(0.0)))
-        return self._budget.mask
+        self._budget.protect_()
+        largest_pruned = self._budget.cut_().threshold[:, None]
+        weights.mul_(final_gate(self._log_alpha + (_CLOSED - largest_pruned).clamp_min(0.0)))
+        return self.mask
 
     def state(self) -> dict[str, Tensor]:
-        own = {"log_alpha": self._log_alpha, "gate": self._gate, "slope": self._slope}
-        return {**self._budget.state(), **own}
+        return super().state() | {"log_alpha": self._log_alpha, "gate": self._gate, "slope": self._slope}

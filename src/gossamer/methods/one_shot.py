@@ -1,15 +1,15 @@
-"""Magnitude pruning at once.
+"""Magnitude pruning in one step.
 
-Rule: what is below a multiple of the standard deviation of its layer goes, all in one step, and never returns; the rest
-is fine-tuned.
+Rule: weights below a multiple of the standard deviation of their layer are pruned, all in one step, and never return;
+the rest is fine-tuned.
 Reference: Han et al. 2015, Learning both Weights and Connections for Efficient Neural Networks.
-Ours: one threshold for the whole network, with the floor a tensor. The cut is made in the first step of the mask phases
-and the rest of the run is fine-tuning.
+Ours: one threshold for the whole network, and min_density keeps a share of each tensor. The first step of the mask
+phases prunes; the rest of the run is fine-tuning.
 """
 
-from gossamer.methods.gradual import SmallestGo
+from gossamer.methods.gradual import SmallestPruned
 
 
-class OneShot(SmallestGo):
+class OneShot(SmallestPruned):
     name, title, ramp = "one_shot", "one-shot magnitude + fine-tuning (Han)", "at_once"
     reference = "Han et al. 2015, Learning both Weights and Connections for Efficient Neural Networks"

@@ -1,79 +1,142 @@
-"""All methods by name."""
+"""Methods by name. `register` adds one; the built-in ones are registered in the same way, in `gossamer.methods`."""
 
 import difflib
+import importlib
+import inspect
+import re
+import sys
 from collections.abc import Mapping
 from dataclasses import fields
+from pathlib import Path
 from types import MappingProxyType, NoneType
-from typing import Any, get_args, get_type_hints
+from typing import Any, TypeVar, get_args, get_type_hints
 
-from gossamer.methods.autoprune import AutoPrune
-from gossamer.methods.dense import Dense
-from gossamer.methods.dpf import DPF
-from gossamer.methods.gradual import Gradual
-from gossamer.methods.gradual_per_layer import GradualPerLayer
-from gossamer.methods.hyperflux import Hyperflux
-from gossamer.methods.l0 import L0
-from gossamer.methods.l1_filter import L1Filter
-from gossamer.methods.lottery import Lottery
-from gossamer.methods.narang import Narang
-from gossamer.methods.one_shot import OneShot
-from gossamer.methods.rigl import RigL
-from gossamer.methods.rule import Options, Rule
-from gossamer.methods.scl import SCL
-from gossamer.methods.slimming import Slimming
-from gossamer.methods.snip import SNIP
-from gossamer.methods.soft_filter import SoftFilter
-from gossamer.methods.soft_threshold import STR
-from gossamer.methods.surgery import Surgery
+from gossamer.methods.base import Method, Options
 
-_RULES: tuple[type[Rule[Any]], ...] = (
-    Dense,
-    SCL,
-    DPF,
-    Gradual,
-    GradualPerLayer,
-    OneShot,
-    Narang,
-    Surgery,
-    Lottery,
-    SNIP,
-    RigL,
-    STR,
-    L0,
-    AutoPrune,
-    Hyperflux,
-    SoftFilter,
-    L1Filter,
-    Slimming,
-)
+M = TypeVar("M", bound=type[Method[Any]])
 
-METHODS: Mapping[str, type[Rule[Any]]] = MappingProxyType({rule.name: rule for rule in _RULES})
-_SAID = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", NoneType: "none"}
+_REGISTERED: dict[str, type[Method[Any]]] = {}
+_LOADED: dict[str, str] = {}  # "my_module:MyMethod" to the name of the method
+METHODS: Mapping[str, type[Method[Any]]] = MappingProxyType(_REGISTERED)
+"""All registered methods."""
 ALIASES: Mapping[str, str] = MappingProxyType({"magnitude": "dpf"})
+_KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", NoneType: "none"}
 
 
-def find(name: str) -> type[Rule[Any]]:
-    """The rule of a name, or of an older name for it."""
-    name = ALIASES.get(name, name)
-    if name in METHODS:
-        return METHODS[name]
+def register(method: M) -> M:
+    """Make a method available by its `name`. A decorator, or called with the class:
+
+    @register
+    class Mine(Method[Options]):
+        name, title = "mine", "my method"
+    """
+    _check(method)
+    known = _REGISTERED.get(ALIASES.get(method.name, method.name), method)
+    if known is not method:
+        raise ValueError(
+            f"expected a method name that is still free, got {method.name!r}, which is {_place(known)}: "
+            f"give {_place(method)} another name"
+        )
+    _REGISTERED[method.name] = method
+    return method
+
+
+def known(name: str) -> type[Method[Any]] | None:
+    """The registered method of a name, of an older name for it, or of the "my_module:MyMethod" it was loaded as."""
+    return METHODS.get(ALIASES.get(name, _LOADED.get(name, name)))
+
+
+def load(name: str) -> type[Method[Any]]:
+    """The method of a name, or the class MyMethod of my_module.py for "my_module:MyMethod", which is imported and
+    registered then. Modules of the current directory are found, too.
+
+    For names that a user has given; `find` never imports code, whatever a file says.
+    """
+    if ":" in name and known(name) is None:
+        method = register(_imported(name))
+        _LOADED[name] = method.name
+    return find(name)
+
+
+def find(name: str) -> type[Method[Any]]:
+    """The registered method of a name, or of an older name for it."""
+    found = known(name)
+    if found is not None:
+        return found
+    if ":" in name:
+        raise ValueError(
+            f"method={name} is not loaded, and reading a file never imports code: name it on the command line "
+            f"(--method {name}), or call gossamer.methods.load({name!r}) before"
+        )
     near = difflib.get_close_matches(name, [*METHODS], n=1)
     hint = f"did you mean {near[0]!r}?" if near else f"the methods are {', '.join(METHODS)}"
-    raise ValueError(f"unknown method {name!r}: {hint}")
+    raise ValueError(f"unknown method {name!r}: {hint} (your own is 'my_module:MyMethod')")
 
 
-def make_options(rule: type[Rule[Any]], values: Mapping[str, Any]) -> Options:
+def make_options(method: type[Method[Any]], values: Mapping[str, Any]) -> Options:
     """The settings of a method from names and values; what is not given has its default."""
-    known = [field.name for field in fields(rule.options)]
+    known = [field.name for field in fields(method.options)]
     for name in values:
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
             there = f"its settings are {', '.join(known)}" if known else "it has none"
             hint = f"did you mean {near[0]!r}?" if near else there
-            raise ValueError(f"unknown setting {name!r} of {rule.name}: {hint}")
-    for name, kind in get_type_hints(rule.options).items():
+            raise ValueError(f"unknown setting {name!r} of {method.name}: {hint}")
+    for name, kind in get_type_hints(method.options).items():
         allowed = get_args(kind) or (kind,)
-        if name in values and type(values[name]) not in (*allowed, *([int] if float in allowed else [])):
-            said = " or ".join(_SAID[each] for each in allowed)
+        if name not in values or not _KINDS.keys() >= set(allowed):
+            continue  # other types are checked by the method's own options
+        if type(values[name]) not in (*allowed, *([int] if float in allowed else [])):
+            said = " or ".join(_KINDS[each] for each in allowed)
             raise ValueError(f"{name}: expected {said}, got {values[name]!r}")
-    return rule.options(**values)
+    return method.options(**values)
+
+
+def _imported(path: str) -> type[Method[Any]]:
+    module_name, _, class_name = path.partition(":")
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.append(here)  # as for `python -m`; console scripts do not look there
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise  # something that the module itself imports
+        raise ValueError(
+            f"method={path}: found no module {error.name!r}; expected {error.name}.py or a package in the current "
+            f"directory ({here}) or on PYTHONPATH"
+        ) from None
+    found = getattr(module, class_name, None)
+    if found is None:
+        theirs = [
+            name for name, each in vars(module).items() if _is_method(each) and each.__module__ == module.__name__
+        ]
+        hint = f"its methods are {', '.join(theirs)}" if theirs else "it defines no subclass of Method"
+        raise ValueError(f"method={path}: found no {class_name!r} in {module.__file__}; {hint}")
+    if not _is_method(found):
+        raise TypeError(f"method={path}: expected a subclass of gossamer.methods.Method, got {found!r}")
+    return found  # type: ignore[no-any-return]
+
+
+def _is_method(value: object) -> bool:
+    return isinstance(value, type) and issubclass(value, Method)
+
+
+def _check(method: type[Method[Any]]) -> None:
+    """Refuse a class that could not be used, before a run begins with it."""
+    if not _is_method(method):
+        raise TypeError(f"expected a subclass of gossamer.methods.Method to register, got {method!r}")
+    if inspect.isabstract(method):
+        missing = ", ".join(sorted(method.__abstractmethods__))
+        raise TypeError(f"expected {_place(method)} to define all of a method, but it lacks {missing}")
+    for attribute in ("name", "title"):
+        if not isinstance(getattr(method, attribute, None), str):
+            raise TypeError(f"expected {_place(method)} to have a text as its class attribute {attribute!r}")
+    if not re.fullmatch(r"\w+", method.name):
+        raise ValueError(
+            f"expected the name of {_place(method)} to be letters, digits and underscores, got {method.name!r}"
+        )
+
+
+def _place(method: type[Method[Any]]) -> str:
+    return f"{method.__module__}:{method.__qualname__}"

@@ -1,25 +1,24 @@
-"""RigL: sparse from the first step to the last, moving connections to where the gradient is.
+"""RigL: sparse from the first step to the last; weights move to where the gradient is.
 
-Rule: every tensor keeps its number of connections. Every ΔT steps a share f(t) = α/2·(1 + cos(π·t/T)) of them, those
-with the smallest |w|, goes, and as many of those that are not there come, those with the largest |∂L/∂w| (the gradient
-is dense there and then). What comes starts at zero, without momentum, and is zero at the end where its gradient stays
-zero: such a connection is in the mask, but not in the count of a finished network. Between, only what is there trains.
-Moves end after three quarters of the run, where our fine-tuning begins. Tensors share the connections by the
-Erdős–Rényi-kernel rule (density ∝ Σ dimensions / Π dimensions, at most 1) or all alike.
+Rule: every tensor keeps its number of nonzeros. Every ΔT steps a share f(t) = α/2·(1 + cos(π·t/T)) of them, those with
+the smallest |w|, is pruned, and as many pruned weights grow, those with the largest |∂L/∂w| (the gradient is dense in
+these steps). A grown weight starts at zero, without momentum, and ends at zero if its gradient stays zero: it is in the
+mask, but not among the nonzeros of the finished network. In between, only kept weights train. Moves end after three
+quarters of the run, where our fine-tuning begins. Tensors share the nonzeros by the Erdős–Rényi-kernel rule (density ∝
+Σ dimensions / Π dimensions, at most 1) or all alike.
 Reference: Evci et al. 2020, Rigging the Lottery: Making All Tickets Winners.
-Ours: the moves are made after the ΔT-th step, with the gradient of that step, instead of in its place.
+Ours: the move follows the ΔT-th step, with the gradient of that step, instead of taking its place.
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from gossamer.methods.budgets import largest, shares
+from gossamer.methods.base import Context, Layout, Options, PrunedAtZero, Step, expect
+from gossamer.methods.budgets import keep_largest_, shares
 from gossamer.methods.noise import uniform
-from gossamer.methods.rule import Layout, Options, RemovedIsZero, Request, Timeline, expect
 
 DISTRIBUTIONS = ("erk", "uniform")
 
@@ -31,17 +30,16 @@ class RigLOptions(Options):
     every: int = 100  # ΔT
 
     def __post_init__(self) -> None:
-        if self.distribution not in DISTRIBUTIONS:
-            raise ValueError(f"distribution: expected one of {', '.join(DISTRIBUTIONS)}, got {self.distribution!r}")
         expect(
             self,
+            distribution=(self.distribution in DISTRIBUTIONS, f"one of {', '.join(DISTRIBUTIONS)}"),
             fraction=(0 <= self.fraction <= 1, "a share from 0 to 1"),
             every=(self.every >= 1, "at least 1 step"),
         )
 
 
 def erdos_renyi(layout: Layout, keep: int) -> list[float]:
-    """Density of each tensor: ε·Σd/Πd, but at most 1, with the ε that leaves `keep` connections."""
+    """Density of each tensor: ε·Σd/Πd, but at most 1, with the ε that leaves `keep` weights."""
     dense: set[int] = set()
     raw = [sum(shape) / size for shape, size in zip(layout.shapes, layout.sizes, strict=True)]
     while True:
@@ -54,69 +52,48 @@ def erdos_renyi(layout: Layout, keep: int) -> list[float]:
         dense |= over
 
 
-class RigL(RemovedIsZero[RigLOptions]):
+def nonzeros_of_tensors(layout: Layout, keep: int, distribution: str) -> list[int]:
+    even = [keep / layout.count] * len(layout.sizes)
+    return shares(layout.sizes, keep, erdos_renyi(layout, keep) if distribution == "erk" else even)
+
+
+class RigL(PrunedAtZero[RigLOptions]):
     name, title, options = "rigl", "drop by magnitude, grow by gradient (RigL)", RigLOptions
     reference = "Evci et al. 2020, Rigging the Lottery: Making All Tickets Winners"
-    apart = ("distribution", "every")
+    shared = ("distribution", "every")
     from_start = True
 
-    def __init__(
-        self,
-        layout: Layout,
-        requests: Sequence[Request[RigLOptions]],
-        timeline: Timeline,
-        weights: Tensor,
-        *,
-        floor: float,
-    ) -> None:
-        self._layout, self._length = layout, timeline.length
-        self._every = timeline.often(requests[0].settings.every)
-        self._fractions = [request.settings.fraction for request in requests]
-        keep = [layout.keep(request.sparsity) for request in requests]
-        densities = [
-            erdos_renyi(layout, each)
-            if request.settings.distribution == "erk"
-            else [each / layout.count] * len(layout.sizes)
-            for request, each in zip(requests, keep, strict=True)
-        ]
-        self._counts = [shares(layout.sizes, each, density) for each, density in zip(keep, densities, strict=True)]
-        seeds = torch.tensor([request.seed for request in requests], device=weights.device)
-        draw = uniform(seeds, timeline.clock, layout.count, weights.dtype)
-        parts = [
-            largest(part, [counts[index] for counts in self._counts]) for index, part in enumerate(layout.split(draw))
-        ]
-        self._mask = torch.cat(parts, dim=1)
+    def __init__(self, context: Context[RigLOptions]) -> None:
+        self._layout, timeline, weights, options = context.layout, context.timeline, context.weights, context.options[0]
+        self._length, self._every = timeline.length, timeline.often(options.every)
+        self._fractions = context.values("fraction")
+        self._counts = [nonzeros_of_tensors(context.layout, keep, options.distribution) for keep in context.keep]
+        self.mask = torch.ones_like(weights, dtype=torch.bool)
+        drawn = uniform(context.seeds, timeline.clock, context.layout.count, weights.dtype)
+        keep_largest_(self.mask, context.layout, drawn, self._counts)
         self._gradient = torch.zeros_like(weights)
 
-    @property
-    def mask(self) -> Tensor:
-        return self._mask
+    def update_masks(self, step: Step) -> None:
+        self._gradient.copy_(step.gradient)
+        self.weight_gradient(step.gradient, step.weights)
 
-    def learn_(self, gradient: Tensor, weights: Tensor) -> None:
-        self._gradient.copy_(gradient)
-        gradient.masked_fill_(~self._mask, 0.0)
-
-    def due(self, step: int) -> bool:
+    def topology_due(self, step: int) -> bool:
         return step % self._every == 0 and step < self._length
 
-    def refresh_(self, weights: Tensor, step: int) -> Tensor:
+    def update_topology(self, weights: Tensor, step: int) -> Tensor:
         decay = 0.5 * (1.0 + math.cos(math.pi * step / self._length))
-        fresh = []
-        for index, (weight, gradient, mask) in enumerate(
-            zip(*(self._layout.split(each) for each in (weights, self._gradient, self._mask)), strict=True)
-        ):
-            have = [counts[index] for counts in self._counts]
-            stay = [count - int(share * decay * count) for count, share in zip(have, self._fractions, strict=True)]
-            stays = largest(weight.abs().masked_fill_(~mask, -torch.inf), stay)
-            come = [count - left for count, left in zip(have, stay, strict=True)]
-            comes = largest(gradient.abs().masked_fill_(stays, -torch.inf), come)
-            weight.masked_fill_(~stays, 0.0)  # also what goes and comes back at once starts at zero
-            mask.copy_(stays | comes)
-            fresh.append(~stays)
-        return torch.cat(fresh, dim=1)
+        runs = list(zip(self._counts, self._fractions, strict=True))
+        grown = [[int(fraction * decay * count) for count in counts] for counts, fraction in runs]
+        kept = [[a - b for a, b in zip(*each, strict=True)] for each in zip(self._counts, grown, strict=True)]
+        stays, grows = torch.empty_like(self.mask), torch.empty_like(self.mask)
+        keep_largest_(stays, self._layout, weights.abs().masked_fill_(~self.mask, -torch.inf), kept)
+        keep_largest_(grows, self._layout, self._gradient.abs().masked_fill_(stays, -torch.inf), grown)
+        torch.logical_or(stays, grows, out=self.mask)
+        weights.masked_fill_(~stays, 0.0)  # what is pruned and grows again at once starts at zero, too
+        return ~stays
 
-    def freeze_(self, weights: Tensor) -> Tensor:
-        return self._mask
+    def finalize(self, weights: Tensor) -> Tensor:
+        return self.mask
 
     def state(self) -> dict[str, Tensor]:
-        return {"mask": self._mask, "gradient": self._gradient}
+        return {"mask": self.mask, "gradient": self._gradient}

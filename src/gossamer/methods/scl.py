@@ -1,207 +1,581 @@
-"""Automatic Sparse Connectivity Learning (Tang et al.): the method of this library, for batched training.
+"""Automatic Sparse Connectivity Learning (SCL), the method of the paper, equation by equation. This is the code that
+runs: in `gossamer.Sparsifier`, with one run, and in batched training, with many.
 
-Rule: every weight has a mask variable m̃; m = H(m̃); m̃ follows (∂L/∂w ⊙ w̃)·σ'(m̃), scaled, and λ1 pushes it down. In the
-paper w̃ follows the dense gradient; here pruned weights follow the share `removed_gradient` of it. Masks start at |w̃|
-and return to it by the share `anchor` per step, so that they remember 1/`anchor` steps. The learning rate of m̃ decays
-to zero.
-Ours: λ1 is solved for, so that the budget is met exactly, and the scale is one number for the network. With `decay` λ1
-is fixed as in the paper and the sparsity is what comes out; `scale="batch"` is the paper's scale.
-The numbers are those of `gossamer.Sparsifier` (tests/lab/batched/test_race.py).
+| paper | here             | meaning                                                        |
+|-------|------------------|----------------------------------------------------------------|
+| w̃     | `weight`         | weight variable: dense, always trained                         |
+| m̃     | `mask_variable`  | mask variable: real, trained, starts positive                  |
+| m     | `mask`           | H(m̃): True where the weight is kept                            |
+| w     | masked weight    | w̃ ⊙ m: what the layer uses                                     |
+| ∂L/∂w | `gradient`       | gradient that back-propagation delivers for w                  |
+| s_j   | `scale`          | size of the mask gradient of output feature j                  |
+| λ1    | `decay`          | connectivity decay: pushes every mask variable down            |
+| λ2    | `l2`             | coefficient of the L2 term on w̃                                |
+
+The first part has the equations, as functions of tensors. The second part, `SCL`, takes one step: the mask variables
+follow the gradient of Eqs. (step_redefine), (grad_norm) and (connectivity) by gradient descent, and Eq. (step) gives
+the masks. The user's optimizer updates w̃ with the gradient of Eq. (weight_redefine). Every `Eq. (name)` carries the
+paper's label and is claimed by a test.
+
+Departures from the paper, all measured and all optional:
+- λ1 is solved for instead of chosen, so that the budget is met exactly (budget.py).
+- The scale is one number for the whole network (`global`) instead of one per feature (`batch`, `per_sample`).
+- Mask variables start at |w̃| and return to it by the share `anchor` per step, so that they remember 1/`anchor` steps.
+- Pruned weights follow the share `removed_gradient` of their gradient.
+- The learning rate of the mask variables decays to zero.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from itertools import accumulate
+from types import MappingProxyType
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from gossamer import method
-from gossamer.budget import triton_is_there
-from gossamer.methods.budgets import GlobalBudget, MasksOfBudget, magnitude
-from gossamer.methods.rule import (
-    DenseGradient,
+from gossamer.budget import on_cpu, triton_is_there
+from gossamer.methods.base import (
+    Block,
+    Context,
     Layout,
     Options,
+    Outcome,
+    Part,
     Request,
-    Timeline,
+    Step,
+    TensorView,
     column,
-    damp_removed_,
     expect,
     is_rate,
+    one_of,
 )
-from gossamer.settings import ANNEALS
+from gossamer.methods.blocks import Blocks
+from gossamer.methods.budgets import GlobalBudget, GlobalThreshold, magnitude
+from gossamer.prunable import along_features, by_feature
+from gossamer.schedule import ANNEALS
 
-SCALES = ("none", "global", "batch")
+# Far below the smallest mask gradients seen in deep networks (about 1e-7 in ResNet-110).
+EPSILON = 1e-12
+SCALES = ("none", "global", "batch", "per_sample")
+STARTS = ("magnitude", "constant")
+_MANY = 64  # tensors from which on one pass over all is faster than a call for each
+
+
+# --- the masks ------------------------------------------------------------------------------------------------------
+
+
+def unit_step(mask_variable: Tensor, out: Tensor | None = None) -> Tensor:
+    """Eq. (step): m = H(m̃), which is 0 at exactly 0."""
+    return torch.gt(mask_variable, 0, out=out)
+
+
+def masked_weight(weight: Tensor, mask: Tensor) -> Tensor:
+    """Eq. (mask) and, after training, Eq. (sparseweights): w = w̃ ⊙ m. Pruned weights are exactly +0."""
+    return torch.where(mask, weight, 0.0)
+
+
+# --- the straight-through estimators: σ' stands in for the derivative of the unit step ------------------------------
+
+
+def _identity(m: Tensor, alpha: float) -> Tensor:
+    """Eq. (identity): σ(x) = x. Also Eq. (step_redefine3)."""
+    return torch.ones_like(m)
+
+
+def _leaky_relu(m: Tensor, alpha: float) -> Tensor:
+    """Eq. (lrelu): σ(x) = max(x, αx)."""
+    return torch.where(m > 0, torch.ones_like(m), alpha)
+
+
+def _softplus(m: Tensor, alpha: float) -> Tensor:
+    """Eq. (softplus): σ(x) = log(1 + exp x)."""
+    return torch.sigmoid(m)
+
+
+def _relu(m: Tensor, alpha: float) -> Tensor:
+    """Eq. (relu): σ(x) = max(0, x). A mask variable that falls to 0 or below never moves again."""
+    return (m > 0).to(m.dtype)
+
+
+def _clipped_relu(m: Tensor, alpha: float) -> Tensor:
+    """Eq. (crelu): σ(x) = min(max(0, x), α). Dead below 0 and above α."""
+    return ((m > 0) & (m <= alpha)).to(m.dtype)
+
+
+ESTIMATORS: Mapping[str, Callable[[Tensor, float], Tensor]] = MappingProxyType(
+    {
+        "identity": _identity,
+        "leaky_relu": _leaky_relu,
+        "softplus": _softplus,
+        "relu": _relu,
+        "clipped_relu": _clipped_relu,
+    }
+)
+"""Proxy derivatives σ'(m̃). The paper's principle, Eq. (ste_l2_gradient_0): only a positive σ' moves every mask
+variable towards its optimum; identity, leaky ReLU and softplus satisfy it."""
+
+
+# --- the gradients, redefined ---------------------------------------------------------------------------------------
+
+
+def weight_gradient_(gradient: Tensor, mask: Tensor, *, removed: Tensor | float) -> Tensor:
+    """∂L/∂w̃ from ∂L/∂w, which is what autograd gives, in place.
+
+    `removed` = 1, Eq. (weight_redefine): ∂L/∂w̃ := ∂L/∂w, so that pruned weights keep training. `removed` = 0,
+    Eq. (w_gradient): ∂L/∂w̃ = ∂L/∂w ⊙ m, so that they rest. Between the two: ours.
+    """
+    bits = {torch.float32: torch.int32, torch.float64: torch.int64}.get(gradient.dtype)
+    if isinstance(removed, Tensor):
+        return torch.where(mask, gradient, gradient * removed, out=gradient)
+    if removed == 0.0 and bits is not None and gradient.device.type == "cpu":
+        gradient.view(bits).mul_(mask)  # as integers, in half the time; also clears NaN
+        return gradient
+    return gradient if removed == 1.0 else torch.where(mask, gradient, gradient * removed, out=gradient)
+
+
+def mask_gradient(
+    gradient: Tensor,
+    weight: Tensor,
+    mask_variable: Tensor,
+    *,
+    estimator: str = "identity",
+    alpha: float = 0.1,
+    l2: float = 0.0,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Eq. (step_redefine): ∂L/∂m̃ := (∂L/∂w ⊙ w̃) · σ'(m̃).
+
+    With `l2` the gradient of the L2 term of Eq. (loss) counts too: (∂C/∂w + 2·λ2·w̃) ⊙ w̃. The paper says that this
+    term pushes masks down, although as it is written, on w̃, it does not depend on m.
+    """
+    if l2:
+        gradient = gradient + weight * (2.0 * l2)
+    result = torch.mul(gradient, weight, out=out)
+    if estimator != "identity":
+        result.mul_(ESTIMATORS[estimator](mask_variable, alpha))
+    return result
+
+
+# --- the scale of the mask gradient ---------------------------------------------------------------------------------
+
+
+def feature_scale(gradient: Tensor, axis: int = 0, groups: int = 1) -> Tensor:
+    """The `batch` reading of Eq. (grad_norm): s_j = root mean square of the mini-batch mask gradient of feature j."""
+    rows = by_feature(gradient, axis, groups)
+    return rows.square().mean(dim=1).sqrt()
+
+
+def sample_scale(total: Tensor, samples: int, connections: int) -> Tensor:
+    """The literal Eq. (grad_norm), `per_sample`, from Q_j = Σ_b Σ_k (g_bk w̃_k)² as the per_sample package sums it.
+
+    A mean-reduced loss delivers g_b already divided by |B|, hence |B|²·Q / (|B|·|w_j|).
+    """
+    return (total * (samples / connections)).sqrt()
+
+
+def global_scale(sums_of_squares: Tensor, connections: int) -> Tensor:
+    """One root mean square of the mask gradient for the whole network, from one sum of squares per tensor (ours)."""
+    return (sums_of_squares.sum(-1, keepdim=True) / connections).sqrt()
+
+
+def divisor(scale: Tensor) -> Tensor:
+    """What the mask gradient is divided by, Eq. (grad_norm): s + ε.
+
+    A feature without any gradient in this step (s = 0, such as a token that did not occur) is left alone.
+    """
+    return torch.where(scale > 0, scale + EPSILON, 1.0)
+
+
+# --- the update -----------------------------------------------------------------------------------------------------
+
+
+def descent_direction_(scaled_gradient: Tensor, *, decay: float) -> Tensor:
+    """Eq. (connectivity): λ1·Σm adds λ1 to the gradient of every mask variable; it is never scaled."""
+    return scaled_gradient.add_(decay) if decay else scaled_gradient
+
+
+def update_mask_variable_(mask_variable: Tensor, direction: Tensor, *, learning_rate: Tensor | float) -> Tensor:
+    """Gradient descent on m̃. `direction` is overwritten."""
+    return mask_variable.sub_(direction.mul_(learning_rate))
+
+
+def anchor_mask_variable_(mask_variable: Tensor, magnitude: Tensor, *, share: Tensor | float) -> Tensor:
+    """m̃ goes back to |w̃| by a share each step, so that it remembers the last 1/share steps and not all of them (ours).
+
+    Only the order of the mask variables matters, so the amount by which λ1 has lowered all of them does not.
+    `magnitude` is overwritten.
+    """
+    return mask_variable.add_(magnitude.sub_(mask_variable).mul_(share))
+
+
+# --- defaults that depend on the run --------------------------------------------------------------------------------
+
+
+def mask_rate(steps: int) -> float:
+    """The default learning rate of mask variables, by the number of steps in which they learn: short runs need a larger
+    one to get anywhere (section 28 of docs/lab-book.md)."""
+    return min(max(0.003, 60.0 / max(1, steps)), 0.015)
+
+
+def removed_share(left: float | None) -> float:
+    """The default share of their gradient that pruned weights follow: the sparser the target, the smaller (a power law
+    through the measurements of section 27 of docs/lab-book.md); one half where the target is not known."""
+    return 0.5 if left is None else math.pow(left, 0.4)
+
+
+# --- the method -----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class SCLOptions(Options):
-    mask_lr: float | None = None  # learning rate of the mask variables; None: method.mask_rate
-    scale: str = "global"  # what the mask gradient is divided by: none, global, batch (per output feature)
-    estimator: str = "identity"
+    """How masks are learned. The defaults are what our measurements favour, the same for all networks."""
+
+    estimator: str = "identity"  # straight-through estimator, one of ESTIMATORS
     alpha: float = 0.1  # slope of leaky_relu, upper bound of clipped_relu
-    anneal: str = "cosine"  # of mask_lr
-    start_value: float | None = None  # one constant for all mask variables instead of |w̃|
-    decay: float | None = None  # a fixed λ1 instead of the budget
-    l2: float = 0.0  # λ2 in the mask gradient
+    scale: str = "global"  # what the mask gradient is divided by: none, global, batch (per feature), per_sample
+    mask_lr: float | None = None  # learning rate of the mask variables; None: mask_rate
     mask_momentum: float = 0.0
-    removed_gradient: float | None = None  # None: method.removed_share
-    anchor: float = 0.001
-    anchor_cap: float = 3.0
-    floor: float | None = None  # share of each tensor that is never removed; None: that of the comparison
+    anneal: str = "cosine"  # of mask_lr: cosine to zero over the mask phases; step: a tenth once stabilising; constant
+    start: str = "magnitude"  # of the mask variables: |w̃| of the warmed-up weights, or one constant
+    start_value: float | None = None  # that constant; None: 1, where start="constant"
+    l2: float = 0.0  # λ2 in the mask gradient, for the reading where the L2 term acts on the masks
+    anchor: float = 0.001  # share by which mask variables go back to |w̃| in each step; 0: they remember all steps
+    anchor_cap: float = 3.0  # |w̃| counts up to this many times the threshold or the usual size; 0: always
+    removed_gradient: float | None = None  # share for pruned weights: 0 rests, 1 as in the paper, None: removed_share
+    floor: float | None = None  # share of each tensor that is never pruned, at least one weight; 0 switches it off
 
     def __post_init__(self) -> None:
-        for name, value, choices in (
-            ("estimator", self.estimator, tuple(method.ESTIMATORS)),
-            ("scale", self.scale, SCALES),
-            ("anneal", self.anneal, ANNEALS),
-        ):
-            if value not in choices:
-                raise ValueError(f"{name}: expected one of {', '.join(choices)}, got {value!r}")
         expect(
             self,
-            l2=(is_rate(self.l2), "a number of at least 0"),
+            estimator=one_of(self.estimator, ESTIMATORS),
+            scale=one_of(self.scale, SCALES),
+            start=one_of(self.start, STARTS),
+            anneal=one_of(self.anneal, ANNEALS),
             alpha=(0 < self.alpha < math.inf, "a number above 0"),
+            mask_lr=(self.mask_lr is None or 0 < self.mask_lr < math.inf, "a number above 0, or none"),
             mask_momentum=(0 <= self.mask_momentum < 1, "a number from 0 to below 1"),
             anchor=(0 <= self.anchor < 1, "a share from 0 to below 1"),
-            anchor_cap=(self.anchor_cap == 0 or 1 <= self.anchor_cap < math.inf, "a number of at least 1, or 0"),
+            anchor_cap=(1 <= self.anchor_cap < math.inf or self.anchor_cap == 0, "a number of at least 1, or 0"),
+            removed_gradient=(0 <= (self.removed_gradient or 0) <= 1, "a share from 0 to 1, or none"),
             start_value=(self.start_value is None or 0 < self.start_value < math.inf, "a number above 0, or none"),
-            decay=(self.decay is None or is_rate(self.decay), "a number of at least 0, or none"),
-            mask_lr=(self.mask_lr is None or is_rate(self.mask_lr), "a number of at least 0, or none"),
-            removed_gradient=(0 <= (self.removed_gradient or 0.0) <= 1, "a number from 0 to 1, or none"),
+            l2=(
+                is_rate(self.l2) and not (self.l2 and self.scale == "per_sample"),
+                "a number of at least 0, and 0 with scale='per_sample'",
+            ),
             floor=(self.floor is None or 0 <= self.floor < 1, "a share from 0 to below 1, or none"),
         )
 
-    def settled(self, *, mask_steps: int, left: float) -> "SCLOptions":
-        """With every open setting chosen, for masks that learn for `mask_steps` and keep the share `left`."""
-        known = left if self.decay is None else None
-        found = method.settled(self.mask_lr, self.removed_gradient, steps=mask_steps, left=known)
-        return replace(self, mask_lr=found["mask_lr"], removed_gradient=found["removed_gradient"])
+    @property
+    def constant_start(self) -> float | None:
+        if self.start == "constant" and self.start_value is None:
+            return 1.0
+        return self.start_value
 
 
-class SCL(MasksOfBudget, DenseGradient[SCLOptions]):
+class SCL(GlobalThreshold[SCLOptions]):
     name, title, options = "scl", "gossamer (learned masks)", SCLOptions
     reference = "Tang et al., Automatic Sparse Connectivity Learning for Neural Networks"
-    apart = ("scale", "estimator", "alpha", "decay", "l2", "floor")
+    shared = ("scale", "estimator", "alpha", "l2", "floor", "mask_momentum")
+    shardable = solves_targets = any_order = True
 
-    def __init__(
-        self,
-        layout: Layout,
-        requests: Sequence[Request[SCLOptions]],
-        timeline: Timeline,
-        weights: Tensor,
-        *,
-        floor: float,
-    ) -> None:
-        settings = [
-            each.settings.settled(mask_steps=timeline.length, left=layout.keep(each.sparsity) / layout.count)
-            for each in requests
+    def __init__(self, context: Context[SCLOptions]) -> None:
+        self._context, timeline, weights = context, context.timeline, context.weights
+        chosen = [
+            self.resolve(request.options, mask_steps=timeline.length, left=target.left)
+            for request, target in zip(context.requests, context.targets, strict=True)
         ]
-        self._layout, self._timeline, self._shared = layout, timeline, settings[0]
-
-        def every(name: str) -> list[Any]:
-            return [getattr(each, name) for each in settings]
-
-        self._rate = timeline.annealed(every("mask_lr"), every("anneal"))
+        self._options, self._decay = chosen[0], context.targets[0].decay
+        self._rate = timeline.annealed([each.mask_lr or 0.0 for each in chosen], [each.anneal for each in chosen])
+        self._mask_lr = column([each.mask_lr or 0.0 for each in chosen], weights)[:, 0]
         self._anchor = None
-        if any(every("anchor")):
-            anneals = ["constant" if each.decay is None else each.anneal for each in settings]
-            self._anchor = timeline.annealed(every("anchor"), anneals)
+        if any(each.anchor for each in chosen):
+            # With a fixed λ1 the anchor comes down with the learning rate, as λ1's push does; else all masks return.
+            kinds = ["constant" if self._decay is None else each.anneal for each in chosen]
+            self._anchor = timeline.annealed([each.anchor for each in chosen], kinds)
+        self._cap = column([each.anchor_cap for each in chosen], weights) if self._anchor is not None else None
+        removed = [1.0 if each.removed_gradient is None else each.removed_gradient for each in chosen]
+        self._removed = removed[0] if len(set(removed)) == 1 else column(removed, weights)
         start = magnitude(weights)
-        for row, value in enumerate(every("start_value")):
-            if value is not None:
-                start[row] = value
-        own = self._shared.floor
-        self._budget = GlobalBudget(layout, requests, timeline, start, floor=floor if own is None else own)
-        momentum = any(every("mask_momentum"))
-        self._momentum = column(every("mask_momentum"), weights) if momentum else None
-        self._velocity = torch.zeros_like(start) if momentum else None
-        self._removed = column(every("removed_gradient"), weights) if set(every("removed_gradient")) != {1.0} else None
-        self._cap, self._level = column(every("anchor_cap"), weights), start.new_zeros(len(settings), 1)
-        self._usual = weights.square().mean(1, keepdim=True).sqrt()
-        usual = all(getattr(self._shared, name) == getattr(SCLOptions(), name) for name in self.apart[:-1])
-        self._has_kernels = usual and not momentum and _on_gpu(weights)
+        for row, options in enumerate(chosen):
+            if options.constant_start is not None:
+                start[row] = options.constant_start
+        own = self._options.floor
+        self._begin(GlobalBudget(context, start, min_density=context.min_density if own is None else own))
+        self.mask_variable = self._budget.score
+        self._velocity = torch.zeros_like(start) if self._options.mask_momentum else None
+        # Of |w̃|: the threshold below which weights are pruned, as far as their size counts, and the usual size.
+        self._level = start.new_zeros(len(chosen), 1)
+        self._usual = context.mean_squares(weights).sqrt()
+        usual = self._options.estimator == "identity" and self._options.scale in ("none", "global")
+        self._can_fuse = usual and not self._options.l2 and self._velocity is None and self._budget.costs is None
+        self._can_fuse = self._can_fuse and context.group is None
+        self._blocks = self._lay_out_blocks() if self._can_fuse and _on_gpu(self.mask_variable) else None
 
-    def learn_(self, gradient: Tensor, weights: Tensor) -> None:
-        rate = self._timeline.now(self._rate)
-        share = None if self._anchor is None else self._timeline.now(self._anchor)
-        cap = None if share is None else self._largest_anchor()
-        if self._has_kernels:
-            self._move_in_two_passes_(gradient, weights, rate, share, cap)
-        else:
-            self._move_(gradient, weights, rate, share, cap)
-        if share is not None:
-            self._level.mul_(1.0 - share)
-        if self._shared.decay is None:
-            self._level.add_(self._budget.meet_()[:, None])
-            return
-        self._level.add_(rate * self._shared.decay)
-        self._budget.keep_floor_()
-        torch.gt(self._budget.score, 0, out=self._budget.mask)  # Eq. (step)
+    @classmethod
+    def check(cls, layout: Layout, request: Request[SCLOptions]) -> None:
+        scale = request.options.scale
+        if scale == "per_sample" and not layout.views:
+            raise ValueError('scale="per_sample" needs the layers of a model: train this run alone, not batched')
+        if scale == "batch":
+            for name, view in zip(layout.names, layout.views, strict=False):
+                if view.split and view.groups > 1:
+                    raise ValueError(f'scale="batch" cannot see the features of {name} in shards: use scale="global"')
 
-    def _move_(self, gradient: Tensor, weights: Tensor, rate: Tensor, share: Tensor | None, cap: Tensor | None) -> None:
-        """Move the mask variables, and scale the gradient of pruned weights."""
-        shared, variable = self._shared, self._budget.score
-        direction = method.mask_gradient(
-            gradient, weights, variable, estimator=shared.estimator, alpha=shared.alpha, l2=shared.l2
-        )  # Eq. (step_redefine)
-        direction = self._scaled(direction)
-        if self._removed is not None:
-            damp_removed_(gradient, self.mask, self._removed)
-        push = direction if shared.decay is None else direction + shared.decay  # Eq. (connectivity)
-        if self._velocity is not None and self._momentum is not None:
-            push = self._velocity.mul_(self._momentum).add_(push)
-        variable.copy_(variable - push * rate)
-        if share is not None and cap is not None:
-            variable.lerp_(torch.minimum(magnitude(weights), cap), share)
-
-    def _scaled(self, direction: Tensor) -> Tensor:
-        """Eq. (grad_norm), from the mini-batch: over the root mean square of the network or of each output feature."""
-        if self._shared.scale == "none":
-            return direction
-        if self._shared.scale == "global":
-            return direction / self._divisor(direction.square().mean(1, keepdim=True))
-        parts = zip(self._layout.split(direction), self._layout.shapes, strict=True)
-        rows = [part.reshape(len(part), shape[0], -1) for part, shape in parts]
-        return torch.cat([(row / self._divisor(row.square().mean(2, keepdim=True))).flatten(1) for row in rows], dim=1)
-
-    @staticmethod
-    def _divisor(mean_squares: Tensor) -> Tensor:
-        return mean_squares.sqrt() + method.EPSILON
-
-    def _move_in_two_passes_(
-        self, gradient: Tensor, weights: Tensor, rate: Tensor, share: Tensor | None, cap: Tensor | None
-    ) -> None:
-        """The same with fused kernels, for the default settings."""
-        from gossamer.methods.scl_triton import mean_squares_on_gpu, move_on_gpu_  # needs Triton
-
-        move_on_gpu_(
-            gradient,
-            weights,
-            self._budget.score,
-            self.mask,
-            divisor=self._divisor(mean_squares_on_gpu(gradient, weights)),
-            rate=rate,
-            anchor=share,
-            cap=cap,
-            removed=self._removed,
+    @classmethod
+    def resolve(cls, options: SCLOptions, *, mask_steps: int, left: float | None) -> SCLOptions:
+        return replace(
+            options,
+            mask_lr=mask_rate(mask_steps) if options.mask_lr is None else options.mask_lr,
+            removed_gradient=removed_share(left) if options.removed_gradient is None else options.removed_gradient,
         )
 
-    def _largest_anchor(self) -> Tensor:
-        """The largest |w̃| that counts in the pull of m̃ towards it."""
-        return torch.where(self._cap > 0, self._cap * torch.maximum(self._level, self._usual), torch.inf)
+    @classmethod
+    def needs_samples(cls, options: SCLOptions) -> bool:
+        return options.scale == "per_sample"
 
-    def freeze_(self, weights: Tensor) -> Tensor:
-        if self._shared.decay is None:
+    def update_masks(self, step: Step) -> Outcome:
+        rate = self._context.timeline.now(self._rate)
+        anchor = None if self._anchor is None else self._context.timeline.now(self._anchor)
+        caps = self._caps()
+        segments = step.segments() if self._blocks is not None else None
+        if segments is not None:
+            squares, finite = self._descend_fused(step, segments, rate, anchor, caps)
+        else:
+            squares, finite = self._descend(step, rate, anchor, caps)
+        if anchor is not None:  # masks are sums of gradients and sizes, less this level
+            self._level.copy_(torch.where(finite[:, None], self._level * (1.0 - anchor), self._level))
+        decay, flips = self._set_masks(rate, finite)
+        by_count = self._decay is None and self._budget.costs is None
+        nonzeros = self._budget.met if by_count else self._context.total(torch.count_nonzero(self.mask, dim=1))
+        return Outcome(decay=decay, nonzeros=nonzeros, flips=self._context.total(flips), squares=squares, finite=finite)
+
+    # In two passes over the blocks: the mask gradient and its scale, then everything else.
+
+    def _descend(self, step: Step, rate: Tensor, anchor: Tensor | None, caps: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Returns the sums of squares of the mask gradient, (runs, tensors), and which runs had finite gradients."""
+        options, group = self._options, self._context.group
+        squares = torch.cat([self._mask_gradients(part, step) for part in step.parts], dim=1)
+        self._context.total(squares)
+        finite = _finite(squares, step, group)
+        divide = None
+        if options.scale == "global":
+            divide = divisor(global_scale(squares, self._context.size))
+        elif options.scale != "none":
+            self._scale_features(step)
+        gate: Tensor | None = finite[:, None]
+        if on_cpu(squares):
+            everything, nothing = bool(finite.all()), not bool(finite.any())
+            gate = None if everything else gate
+        else:
+            nothing = False  # known only to the device, where such a step has length zero
+        for part in step.parts:
+            for block in part.blocks:
+                if not nothing:
+                    self._move(block, part, step, divide, rate, anchor, caps, gate)
+                step.release(block)
+        return squares, finite
+
+    def _mask_gradients(self, part: Part, step: Step) -> Tensor:
+        """Leave the mask gradient in the scratch memory of the blocks, and in their gradients what w̃ follows."""
+        norms = []
+        for block in part.blocks:
+            if block.gradient is None:
+                block.work.zero_()
+            else:
+                gradient = block.gradient
+                if step.unscale is not None:
+                    # First of all, as the L2 term is not scaled, and in a type that has room for the product.
+                    gradient = block.work.copy_(gradient).mul_(step.unscale)
+                mask_gradient(
+                    gradient,
+                    block.weight,
+                    self.mask_variable[:, block.columns],
+                    estimator=self._options.estimator,
+                    alpha=self._options.alpha,
+                    l2=self._options.l2,
+                    out=block.work,
+                )
+                if not isinstance(self._removed, float) or self._removed != 1.0:
+                    weight_gradient_(block.gradient, self.mask[:, block.columns], removed=self._removed)
+            if len(part.tensors) == 1:
+                norms.append(torch.linalg.vector_norm(block.work, dim=1))
+        if len(part.tensors) == 1:
+            return torch.stack(norms).square().sum(0)[:, None]
+        for index in step.absent:
+            if self._options.l2 and index in part.tensors:
+                step.work_views[index].zero_()  # no gradient, no step: as optimizers do with weight decay
+        work = part.blocks[0].work
+        if len(work) > 1:
+            return work.square().sum(1, keepdim=True)
+        if len(part.tensors) > _MANY:
+            lengths = torch.tensor([self._context.layout.sizes[index] for index in part.tensors])
+            return torch.segment_reduce(work[0].square(), "sum", lengths=lengths)[None]
+        return torch.stack(torch._foreach_norm([step.work_views[index] for index in part.tensors])).square()[None]
+
+    def _scale_features(self, step: Step) -> None:
+        """Eq. (grad_norm), feature by feature."""
+        layout, group = self._context.layout, self._context.group
+        for index, work in enumerate(step.work_views):
+            if not layout.views:
+                rows = work.reshape(*work.shape[:2], -1)
+                rows.div_(divisor(rows.square().mean(2, keepdim=True).sqrt()))
+                continue
+            view = layout.views[index]
+            if step.samples is not None:
+                total = step.samples.totals[index].to(work.dtype)
+                scale = sample_scale(total, step.samples.samples, view.size // total.numel())
+            else:
+                scale = _feature_scale(work[0], view, group)
+            work[0].div_(along_features(divisor(scale), work[0], view.feature_axis, view.groups))
+
+    def _move(
+        self,
+        block: Block,
+        part: Part,
+        step: Step,
+        divide: Tensor | None,
+        rate: Tensor,
+        anchor: Tensor | None,
+        caps: Tensor | None,
+        gate: Tensor | None,
+    ) -> None:
+        """One step of gradient descent on the mask variables of a block; of length zero where `gate` is False."""
+        variable, work = self.mask_variable[:, block.columns], block.work
+        if divide is not None:
+            work.div_(divide)
+        if gate is not None:
+            work = torch.where(gate, work, 0.0)
+            rate = torch.where(gate, rate, 0.0)
+        direction = descent_direction_(work, decay=self._decay or 0.0)
+        if self._velocity is not None:
+            velocity = self._velocity[:, block.columns]
+            direction = velocity * self._options.mask_momentum + direction
+            velocity.copy_(direction if gate is None else torch.where(gate, direction, velocity))
+        update_mask_variable_(variable, direction, learning_rate=rate)
+        if anchor is None:
+            return
+        size = torch.abs(block.weight, out=block.work)
+        if caps is not None and caps.shape[1] == 1:
+            size.clamp_max_(caps) if len(caps) == 1 else torch.minimum(size, caps, out=size)
+        elif caps is not None and len(part.tensors) == 1:
+            size.clamp_max_(caps[:, part.tensors.start : part.tensors.stop])
+        elif caps is not None:
+            for index in part.tensors:
+                step.work_views[index].clamp_max_(caps[0, index])
+        anchor_mask_variable_(variable, size, share=anchor if gate is None else torch.where(gate, anchor, 0.0))
+
+    def _descend_fused(
+        self,
+        step: Step,
+        segments: tuple[Sequence[Tensor | None], Sequence[Tensor] | None],
+        rate: Tensor,
+        anchor: Tensor | None,
+        caps: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """The same in fused GPU kernels, for the usual settings."""
+        from gossamer.methods.scl_triton import descend_on_gpu_, judge_on_gpu, sums_of_squares_on_gpu  # needs Triton
+
+        gradients, parameters = segments
+        assert self._blocks is not None
+        squares = sums_of_squares_on_gpu(self._blocks, gradients, step.weights, step.unscale)
+        squares = squares.view(len(self.mask), -1)
+        finite, divide = judge_on_gpu(squares, step.found_inf, self._context.size)
+        descend_on_gpu_(
+            self._blocks,
+            gradients,
+            parameters,
+            step.weights,
+            self.mask_variable,
+            self.mask,
+            unscale=step.unscale,
+            divide=divide if self._options.scale == "global" else None,
+            finite=finite,
+            rate=rate,
+            decay=self._decay or 0.0,
+            anchor=anchor,
+            caps=caps,
+            removed=self._removed,
+        )
+        return squares, finite
+
+    def _caps(self) -> Tensor | None:
+        """The largest |w̃| that counts for the anchor, one per run or, with costs, one per tensor.
+
+        Where a feature has no weight left that varies, batch norm multiplies the gradient of pruned weights by
+        hundreds: without a cap such giants would push out all others.
+        """
+        if self._cap is None:
+            return None
+        level = self._level
+        if self._budget.costs is not None:
+            level = level * self._budget.costs.of_tensors()
+        caps = torch.maximum(level, self._usual) * self._cap
+        return torch.where(self._cap > 0, caps, torch.inf)
+
+    def _set_masks(self, rate: Tensor, finite: Tensor) -> tuple[Tensor, Tensor]:
+        """Set the masks by the budget or, with a fixed λ1, by the sign of the mask variables. Returns λ1 and the number
+        of masks that changed."""
+        if self._decay is None:
+            threshold, flips = self._budget.meet_(finite)
+            self._level.add_(threshold[:, None])
+            if self._anchor is not None:  # such masks are pushed down however small their learning rate is by now
+                return threshold / self._mask_lr, flips
+            return torch.where(rate[:, 0] > 0, threshold / rate[:, 0], 0.0), flips
+        self._level.add_(rate * self._decay)
+        self._budget.raise_protected_()
+        before = self.mask.clone()
+        unit_step(self.mask_variable, out=self.mask)
+        return torch.full_like(rate[:, 0], self._decay), torch.count_nonzero(before.bitwise_xor_(self.mask), dim=1)
+
+    def weight_gradient(self, gradient: Tensor, weights: Tensor) -> None:
+        weight_gradient_(gradient, self.mask, removed=self._removed)
+
+    def finalize(self, weights: Tensor) -> Tensor:
+        if self._decay is None and not self._budget.is_final():
             self._budget.cut_()
-        return self._budget.mask
+        return self.mask
 
     def state(self) -> dict[str, Tensor]:
-        found = self._budget.state() | {"level": self._level, "usual": self._usual}
+        found = super().state() | {"level": self._level, "usual": self._usual}
+        found["mask_variable"] = found.pop("score")
         return found if self._velocity is None else {**found, "velocity": self._velocity}
 
+    def _lay_out_blocks(self) -> Blocks:
+        """The blocks of the fused kernels: tensor by tensor in one run, or run by run."""
+        layout, weights = self._context.layout, self._context.weights
+        if layout.views:
+            offsets = list(accumulate(layout.sizes, initial=0))[:-1]
+            return Blocks.of(layout.sizes, offsets, weights.device)
+        rows = range(len(weights))
+        places = [row * weights.stride(0) for row in rows]
+        sizes = [layout.count] * len(rows)
+        return Blocks.of(sizes, [row * layout.count for row in rows], weights.device, places=places, runs=rows)
 
-def _on_gpu(weights: Tensor) -> bool:
-    return weights.is_cuda and weights.dtype == torch.float32 and weights.stride(1) == 1 and triton_is_there()
+
+def _on_gpu(matrix: Tensor) -> bool:
+    return matrix.is_cuda and matrix.dtype == torch.float32 and triton_is_there()
+
+
+def _finite(squares: Tensor, step: Step, group: dist.ProcessGroup | None) -> Tensor:
+    """Which runs can learn from this step; the same answer in all the processes that share the tensors."""
+    finite = squares.sum(1) < torch.inf  # also False for NaN
+    if step.samples is not None:
+        finite = finite & torch.isfinite(torch.stack([total.sum() for total in step.samples.totals]).sum())
+    found_inf = step.found_inf
+    if found_inf is None:
+        return finite
+    if group is not None:
+        found_inf = found_inf.clone()
+        dist.all_reduce(found_inf, dist.ReduceOp.MAX, group=group)
+    return finite & (found_inf == 0).reshape(1)
+
+
+def _feature_scale(work: Tensor, view: TensorView, group: dist.ProcessGroup | None) -> Tensor:
+    if group is None or not view.split:
+        return feature_scale(work, view.feature_axis, view.groups)
+    # Each process has a part of every feature.
+    sums = by_feature(work, view.feature_axis, view.groups).square().sum(dim=1)
+    dist.all_reduce(sums, group=group)
+    return (sums * (sums.numel() / view.size)).sqrt()

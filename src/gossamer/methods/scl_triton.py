@@ -1,109 +1,204 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, override"
-"""The usual step of learned masks on CUDA GPUs, for the rows of a race: what `SCL.learn_` does up to the budget.
+"""One step of SCL on CUDA GPUs in four fused kernels: what `SCL._descend` does in torch operations.
 
-For float32, the identity estimator, one scale a network and none of what is to be tried out. `_square` reads gradient
-and w̃ and leaves sums of squares of the mask gradient, one a block; `_move` reads gradient, w̃, m̃ and mask, and writes m̃
-and the damped gradient: 7 passes over memory of the size of the weights instead of some 29. Every operation rounds as
-in torch; only the sums are added up in another order.
+For float32 state, the identity estimator, one scale for the whole network or none. Passes over memory of the size of
+the weights (a quarter for the masks):
+
+    `_square`    reads gradient and w̃, leaves sums of squares of the mask gradient, one per block; `_total` adds them up
+                 by tensor, `_judge` says by run whether they are finite and computes the scale
+    `_descend`   reads gradient, w̃ and m̃; writes m̃ and, where there is a parameter, w̃ into it (and the gradient, where
+                 pruned weights follow a share of it)
+
+The operations on each weight are those of scl.py, one rounding after the other (no fused multiply-add), so that w̃ and
+gradients have the bits they have without kernels, and m̃ too where nothing is scaled. Only the sums of squares are added
+up in another order, always the same one, which changes the last digits of the scale, and with it m̃.
+
+One run is laid out tensor by tensor, many runs row by row (`Blocks`): a segment is a tensor or a row.
 """
+
+from collections.abc import Sequence
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-_BLOCK = 2048
-_TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
+from gossamer.methods.blocks import BLOCK, Blocks
+from gossamer.methods.launch_triton import LAUNCH, filled, filled_gradients, launches, locate, pick
+
+_SUMS = 1024  # sums of squares added up together
+_EPSILON = 1e-12  # EPSILON of scl.py, which imports this file
 
 
 @triton.jit
-def _square(gradient, gradient_row, weights, weights_row, sums, size, block: tl.constexpr):
-    row = tl.program_id(1).to(tl.int64)
-    place = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
-    inside = place < size
-    slope = tl.load(gradient + row * gradient_row + place, mask=inside, other=0.0)
-    weight = tl.load(weights + row * weights_row + place, mask=inside, other=0.0)
-    work = slope * weight
-    tl.store(sums + row * tl.num_programs(0) + tl.program_id(0), tl.sum(work * work, 0))
+def _mask_gradient(gradient, weight, unscale):
+    """Eq. (step_redefine) with the identity."""
+    if unscale is not None:
+        gradient = gradient * tl.load(unscale)
+    return gradient * weight
+
+
+@triton.jit(do_not_specialize=["first", "present"])
+def _square(gradients, dense, blocks, first, present, unscale, sums, multiple: tl.constexpr, block: tl.constexpr):
+    _, in_dense, in_tensor, inside, which, _ = locate(blocks, first, multiple, block)
+    learns = tl.where(((present >> which) & 1) != 0, inside, False)
+    gradient = tl.load(pick(gradients, which) + in_tensor, mask=learns, other=0.0).to(tl.float32)
+    weight = tl.load(dense + in_dense, mask=inside, other=0.0)
+    work = _mask_gradient(gradient, weight, unscale)
+    tl.store(sums + first + tl.program_id(0), tl.sum(work * work, 0))
 
 
 @triton.jit
-def _move(
-    gradient,
-    gradient_row,
-    weights,
-    weights_row,
-    variable,
+def _total(sums, firsts, totals, most: tl.constexpr, block: tl.constexpr):
+    segment = tl.program_id(0)
+    first, end = tl.load(firsts + segment), tl.load(firsts + segment + 1)
+    total = tl.zeros((block,), tl.float64)
+    for start in range(0, most, block):
+        place = first + start + tl.arange(0, block)
+        total += tl.load(sums + place, mask=place < end, other=0.0).to(tl.float64)
+    tl.store(totals + segment, tl.sum(total, 0).to(tl.float32))
+
+
+@triton.jit
+def _judge(totals, segments, found_inf, finite, divide, weights, epsilon, block: tl.constexpr):
+    """By run, whether the step can be learned from, and the global scale by which the mask gradient is divided."""
+    run = tl.program_id(0)
+    total = tl.zeros((block,), tl.float64)
+    for start in range(0, segments, block):
+        place = start + tl.arange(0, block)
+        total += tl.load(totals + run * segments + place, mask=place < segments, other=0.0).to(tl.float64)
+    squares = tl.sum(total, 0).to(tl.float32)
+    good = squares < float("inf")  # also False for NaN
+    if found_inf is not None:
+        good = good & (tl.load(found_inf) == 0)
+    tl.store(finite + run, good.to(tl.uint8))
+    scale = tl.sqrt_rn(tl.div_rn(squares, weights))
+    tl.store(divide + run, tl.where(scale > 0, scale + epsilon, 1.0))
+
+
+@triton.jit(do_not_specialize=["first", "present"])
+def _descend(
+    gradients,
+    parameters,
+    dense,
+    mask_variable,
     mask,
-    divisor,
+    blocks,
+    first,
+    present,
+    unscale,
+    divide,
+    finite,
     rate,
+    decay,
     anchor,
     cap,
     removed,
-    size,
+    same_removed,
+    multiple: tl.constexpr,
     block: tl.constexpr,
 ):
-    row = tl.program_id(1).to(tl.int64)
-    place = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
-    inside = place < size
-    slopes = gradient + row * gradient_row + place
-    slope = tl.load(slopes, mask=inside, other=0.0)
-    weight = tl.load(weights + row * weights_row + place, mask=inside, other=0.0)
-    variables = variable + row * size + place
-    new = tl.load(variables, mask=inside, other=0.0)
-    new = new - tl.div_rn(slope * weight, tl.load(divisor + row)) * tl.load(rate + row)
+    in_state, in_dense, in_tensor, inside, which, run = locate(blocks, first, multiple, block)
+    learns = tl.where(((present >> which) & 1) != 0, inside, False)
+    places = pick(gradients, which) + in_tensor
+    gradient = tl.load(places, mask=learns, other=0.0)
+    weight = tl.load(dense + in_dense, mask=inside, other=0.0)
+    old = tl.load(mask_variable + in_state, mask=inside, other=0.0)
+    direction = _mask_gradient(gradient.to(tl.float32), weight, unscale)
+    if divide is not None:
+        direction = tl.div_rn(direction, tl.load(divide + run))
+    if decay is not None:
+        direction = direction + decay
+    new = old - direction * tl.load(rate + run)
     if anchor is not None:
-        target = tl.minimum(tl.maximum(tl.abs(weight), _TINY), tl.load(cap + row))
-        new = new + tl.load(anchor + row) * (target - new)
-    tl.store(variables, new, mask=inside)
-    if removed is not None:
-        gone = tl.load(mask + row * size + place, mask=inside, other=1) == 0
-        tl.store(slopes, slope * tl.load(removed + row), mask=gone)
+        size = tl.abs(weight)
+        if cap is not None:
+            size = tl.minimum(size, tl.load(cap + run))
+        new = new + (size - new) * tl.load(anchor + run)
+    # Where gradients were not finite, everything stays as it is.
+    tl.store(mask_variable + in_state, tl.where(tl.load(finite + run) != 0, new, old), mask=inside)
+    if removed is not None or same_removed is not None:
+        share = same_removed if removed is None else tl.load(removed + run)
+        gone = tl.load(mask + in_state, mask=inside, other=1) == 0
+        damped = (gradient.to(tl.float32) * share).to(gradient.dtype)
+        tl.store(places, damped, mask=learns & gone)
+    if parameters is not None:
+        parameter = pick(parameters, which)
+        tl.store(parameter + in_tensor, weight.to(parameter.dtype.element_ty), mask=inside)
 
 
-def mean_squares_on_gpu(gradient: Tensor, weights: Tensor) -> Tensor:
-    """The mean square of the mask gradient of each row, as a column."""
-    rows, size = weights.shape
-    blocks = triton.cdiv(size, _BLOCK)
-    sums = weights.new_empty(rows, blocks)
-    with torch.cuda.device_of(weights):
-        _square[(blocks, rows)](
-            gradient, gradient.stride(0), weights, weights.stride(0), sums, size, _BLOCK,
-            num_warps=8, enable_fp_fusion=False,
+def sums_of_squares_on_gpu(
+    blocks: Blocks, gradients: Sequence[Tensor | None], dense: Tensor, unscale: Tensor | None
+) -> Tensor:
+    """The sum of squares of the mask gradient of each segment."""
+    sums = torch.empty(len(blocks.table), dtype=torch.float32, device=dense.device)
+    totals = torch.empty(len(blocks.sizes), dtype=torch.float32, device=dense.device)
+    with torch.cuda.device_of(sums):
+        for grid, first, these in launches(blocks):
+            some, present = filled_gradients(gradients, these)
+            _square[grid](
+                some, dense, blocks.table, first, present, unscale, sums, blocks.multiple, BLOCK, **LAUNCH
+            )  # fmt: skip
+        most = -(-max(blocks.sizes) // BLOCK)
+        _total[(len(totals),)](sums, blocks.firsts, totals, most, _SUMS, num_warps=4)
+    return totals
+
+
+def judge_on_gpu(squares: Tensor, found_inf: Tensor | None, weights: int) -> tuple[Tensor, Tensor]:
+    """For each row of sums of squares, whether the step can be learned from, and what the mask gradient is divided by:
+    `_finite`, `global_scale` and `divisor` of scl.py."""
+    runs, segments = squares.shape
+    finite, divide = torch.empty(runs, dtype=torch.bool, device=squares.device), squares.new_empty(runs, 1)
+    with torch.cuda.device_of(squares):
+        _judge[(runs,)](
+            squares, segments, found_inf, finite.view(torch.uint8), divide, float(weights), _EPSILON, _SUMS,
+            num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
-    return sums.sum(1, keepdim=True).div_(size)
+    return finite, divide
 
 
-def move_on_gpu_(
-    gradient: Tensor,
-    weights: Tensor,
-    variable: Tensor,
+def descend_on_gpu_(
+    blocks: Blocks,
+    gradients: Sequence[Tensor | None],
+    parameters: Sequence[Tensor] | None,
+    dense: Tensor,
+    mask_variable: Tensor,
     mask: Tensor,
     *,
-    divisor: Tensor,
+    unscale: Tensor | None,
+    divide: Tensor | None,
+    finite: Tensor,
     rate: Tensor,
+    decay: float,
     anchor: Tensor | None,
-    cap: Tensor | None,
-    removed: Tensor | None,
+    caps: Tensor | None,
+    removed: Tensor | float,
 ) -> None:
-    """One step of the mask variables, which go back to |w̃|, up to `cap`, by the share `anchor`; gradients of removed
-    weights are multiplied by `removed`. All five are columns."""
-    rows, size = variable.shape
-    with torch.cuda.device_of(variable):
-        _move[(triton.cdiv(size, _BLOCK), rows)](
-            gradient,
-            gradient.stride(0),
-            weights,
-            weights.stride(0),
-            variable,
-            mask.view(torch.uint8),
-            divisor,
-            rate,
-            anchor,
-            cap,
-            removed,
-            size,
-            _BLOCK,
-            num_warps=8,
-            enable_fp_fusion=False,
-        )
+    """Update the mask variables, scale the gradients of pruned weights, leave w̃ in the parameters. `divide`, `rate`,
+    `anchor`, `caps` and `removed` are columns with one number per run; `removed` may be one number."""
+    same = None if isinstance(removed, Tensor) or removed == 1.0 else removed
+    with torch.cuda.device_of(mask):
+        for grid, first, these in launches(blocks):
+            some, present = filled_gradients(gradients, these)
+            _descend[grid](
+                some,
+                None if parameters is None else filled(parameters, these),
+                dense,
+                mask_variable,
+                mask.view(torch.uint8),
+                blocks.table,
+                first,
+                present,
+                unscale,
+                divide,
+                finite.view(torch.uint8),
+                rate,
+                decay if decay else None,
+                anchor,
+                caps,
+                removed if isinstance(removed, Tensor) else None,
+                same,
+                blocks.multiple,
+                BLOCK,
+                **LAUNCH,
+            )

@@ -1,9 +1,9 @@
 """Network slimming: channels are judged by the gain of the batch norm behind them.
 
-Rule: an L1 penalty on the gains γ of the batch norm behind each convolution during the sparsify phase, then the
-channels with the smallest |γ| of the whole network go, and the rest is fine-tuned.
+Rule: an L1 penalty on the gains γ of the batch norm behind each convolution during the sparsify phase; then the
+channels with the smallest |γ| of the whole network are pruned, and the rest is fine-tuned.
 Reference: Liu et al. 2017, Learning Efficient Convolutional Networks through Network Slimming.
-Ours: bias and gain of a removed channel are left alone, as they are no connections. What counts is in filters.py.
+Ours: gain and bias of a pruned channel are left alone, as they are not prunable. filters.py says what counts.
 """
 
 from collections.abc import Sequence
@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
 
+from gossamer.methods.base import Context, Layout, Options, Request, expect, is_rate
 from gossamer.methods.filters import check_reach, laid_out
-from gossamer.methods.rule import Layout, Options, Request, Rule, Timeline, column, expect, is_rate
+from gossamer.methods.timing import PrunedOnce
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ def gains_of(model: nn.Module, names: Sequence[str], others: Sequence[tuple[str,
 
 
 def check_gains(layout: Layout) -> None:
-    """Raise an error where a convolution has no gains behind it by which its channels could be judged."""
+    """Raise an error where a convolution has no batch norm behind it by which its channels could be judged."""
     filters = [index for index, shape in enumerate(layout.shapes) if len(shape) > 2]
     alone = [layout.names[index] for index in filters if not layout.gains or layout.gains[index] is None]
     if alone:
@@ -50,89 +51,57 @@ def check_gains(layout: Layout) -> None:
 
 
 def channels_to_keep(layout: Layout, filters: Sequence[int], gains: Sequence[float], wanted: int) -> list[list[bool]]:
-    """Smallest gains first, channels go until the number of weights that is gone is nearest to `wanted`."""
+    """Smallest gains first, channels are pruned until the number of pruned weights is nearest to `wanted`."""
     where = [(index, channel) for index in filters for channel in range(layout.shapes[index][0])]
     stays = {index: [True] * layout.shapes[index][0] for index in filters}
-    gone = 0
+    pruned = 0
     for number in sorted(range(len(where)), key=lambda number: gains[number]):
         index, channel = where[number]
         size = layout.sizes[index] // layout.shapes[index][0]
-        if sum(stays[index]) == 1 or gone + size / 2 > wanted:
+        if sum(stays[index]) == 1 or pruned + size / 2 > wanted:
             continue
         stays[index][channel] = False
-        gone += size
+        pruned += size
     return [stays[index] for index in filters]
 
 
-class Slimming(Rule[SlimmingOptions]):
+class Slimming(PrunedOnce[SlimmingOptions]):
     name, title, options = "slimming", "channels by batch-norm gain (network slimming)", SlimmingOptions
     reference = "Liu et al. 2017, Learning Efficient Convolutional Networks through Network Slimming"
-    structured, penalises = True, True
+    structured = penalizes = True
 
-    def __init__(
-        self,
-        layout: Layout,
-        requests: Sequence[Request[SlimmingOptions]],
-        timeline: Timeline,
-        weights: Tensor,
-        *,
-        floor: float,
-    ) -> None:
-        filters = [index for index, shape in enumerate(layout.shapes) if len(shape) > 2]
-        check_gains(layout)
-        for request in requests:
-            check_reach(layout, request.sparsity)
-        self._layout, self._requests, self._filters = layout, requests, filters
-        self._cut_at, self._timeline = timeline.plan.sparsify, timeline
-        places = [layout.gains[index] for index in filters]
+    def __init__(self, context: Context[SlimmingOptions]) -> None:
+        self._layout, self._requests, self._timeline = context.layout, context.requests, context.timeline
+        weights = context.weights
+        for request in self._requests:
+            self.check(self._layout, request)
+        self._filters = [index for index, shape in enumerate(self._layout.shapes) if len(shape) > 2]
+        places = [self._layout.gains[index] for index in self._filters]
         columns = [torch.arange(place.start, place.stop) for place in places if place is not None]
         self._columns = torch.cat(columns).to(weights.device)
-        self._penalty = column([request.settings.penalty for request in requests], weights)
-        self._gains = torch.ones(len(requests), len(self._columns), dtype=weights.dtype, device=weights.device)
-        self._mask = torch.ones_like(weights, dtype=torch.bool)
+        self._prune_after, self._penalty = context.timeline.plan.sparsify, context.column("penalty")
+        self._gains = weights.new_ones(len(weights), len(self._columns))
+        self.mask = torch.ones_like(weights, dtype=torch.bool)
 
-    @property
-    def mask(self) -> Tensor:
-        return self._mask
+    @classmethod
+    def check(cls, layout: Layout, request: Request[SlimmingOptions]) -> None:
+        check_gains(layout)
+        check_reach(layout, request.sparsity)
 
-    def penalise_(self, gradient: Tensor, others: Tensor) -> None:
+    def add_penalty(self, gradient: Tensor, others: Tensor) -> None:
         gains = others.index_select(1, self._columns)
         self._gains.copy_(gains)
-        pressing = (self._timeline.clock < self._cut_at).to(gains.dtype)
+        pressing = (self._timeline.clock < self._prune_after).to(gains.dtype)
         gradient.index_add_(1, self._columns, gains.sign() * self._penalty * pressing)
 
-    def learn_(self, gradient: Tensor, weights: Tensor) -> None:
-        gradient.masked_fill_(~self._mask, 0.0)
-
-    def show_(self, weights: Tensor, out: Tensor) -> None:
-        out.copy_(weights)
-
-    def settle_(self, weights: Tensor) -> None:
-        weights.masked_fill_(~self._mask, 0.0)
-
-    def due(self, step: int) -> bool:
-        return step == self._cut_at
-
-    def refresh_(self, weights: Tensor, step: int) -> None:
-        self._cut()
-        weights.masked_fill_(~self._mask, 0.0)
-
-    def freeze_(self, weights: Tensor) -> Tensor:
-        if bool(self._mask.all()):
-            self._cut()  # the run ended before the cut
-        return self._mask
-
-    def state(self) -> dict[str, Tensor]:
-        return {"mask": self._mask, "gains": self._gains}
-
-    def _cut(self) -> None:
-        kept = [
-            torch.ones(len(self._requests), shape[0], dtype=torch.bool, device=self._mask.device)
-            for shape in self._layout.shapes
-        ]
+    def _prune(self, weights: Tensor) -> None:
+        kept = [self.mask.new_ones(len(self.mask), shape[0]) for shape in self._layout.shapes]
         for row, request in enumerate(self._requests):
             wanted = self._layout.count - self._layout.keep(request.sparsity)
             stays = channels_to_keep(self._layout, self._filters, self._gains[row].abs().tolist(), wanted)
             for index, mask in zip(self._filters, stays, strict=True):
-                kept[index][row] = torch.tensor(mask, device=self._mask.device)
-        self._mask.copy_(laid_out(self._layout, kept))
+                kept[index][row] = torch.tensor(mask, device=self.mask.device)
+        self.mask.copy_(laid_out(self._layout, kept))
+
+    def state(self) -> dict[str, Tensor]:
+        return {"mask": self.mask, "gains": self._gains}

@@ -1,19 +1,19 @@
-"""SNIP: the connections that the loss is most sensitive to, chosen at the very beginning and for good.
+"""SNIP: the weights that the loss is most sensitive to, chosen once and for all at the very beginning.
 
-Rule: sensitivity |∂L/∂w ⊙ w| of the initial network, from the first batch; the largest of the whole network stay.
+Rule: the sensitivity is |∂L/∂w ⊙ w| of the initial network on the first batch; the largest of the whole network stay.
 Reference: Lee, Ajanthan & Torr 2019, SNIP: Single-shot Network Pruning based on Connection Sensitivity.
-Ours: the gradients of the first `batches` steps are summed, each with its weights, while these steps already train the
-dense network; then the cut is made. With the floor a tensor, without which whole layers may go.
+Ours: the gradients of the first `batches` steps are summed, each times its weights, while these steps already train the
+dense network; then all is pruned in one step. min_density keeps a share of each tensor, or whole layers could die.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from gossamer.methods.budgets import GlobalBudget, magnitude
-from gossamer.methods.rule import Layout, Options, RemovedIsZero, Request, Timeline, expect
+from gossamer.methods.base import Context, Options, Step, expect
+from gossamer.methods.budgets import BudgetedMethod, GlobalBudget, magnitude
+from gossamer.methods.timing import PrunedOnce
 
 
 @dataclass(frozen=True)
@@ -24,49 +24,25 @@ class SNIPOptions(Options):
         expect(self, batches=(self.batches >= 1, "at least 1"))
 
 
-class SNIP(RemovedIsZero[SNIPOptions]):
+class SNIP(BudgetedMethod[SNIPOptions], PrunedOnce[SNIPOptions]):
     name, title, options = "snip", "sensitivity at the start (SNIP)", SNIPOptions
     reference = "Lee et al. 2019, SNIP: Single-shot Network Pruning based on Connection Sensitivity"
-    apart = ("batches",)
+    shared = ("batches",)
     from_start = True
 
-    def __init__(
-        self,
-        layout: Layout,
-        requests: Sequence[Request[SNIPOptions]],
-        timeline: Timeline,
-        weights: Tensor,
-        *,
-        floor: float,
-    ) -> None:
-        self._batches = min(requests[0].settings.batches, timeline.length)
-        self._budget = GlobalBudget(layout, requests, timeline, magnitude(weights), floor=floor, ramp="none")
-        self._sum = torch.zeros_like(weights)
+    def __init__(self, context: Context[SNIPOptions]) -> None:
+        self._prune_after = min(context.options[0].batches, context.timeline.length)
+        self._begin(GlobalBudget(context, magnitude(context.weights), ramp="none"))
+        self._sum = torch.zeros_like(context.weights)
 
-    @property
-    def mask(self) -> Tensor:
-        return self._budget.mask
+    def update_masks(self, step: Step) -> None:
+        self._sum.addcmul_(step.gradient, step.weights)
+        self.weight_gradient(step.gradient, step.weights)
 
-    def learn_(self, gradient: Tensor, weights: Tensor) -> None:
-        self._sum.addcmul_(gradient, weights)
-        gradient.masked_fill_(~self._budget.mask, 0.0)
-
-    def due(self, step: int) -> bool:
-        return step == self._batches
-
-    def refresh_(self, weights: Tensor, step: int) -> None:
-        self._cut()
-        weights.masked_fill_(~self._budget.mask, 0.0)
-
-    def freeze_(self, weights: Tensor) -> Tensor:
-        if bool(self._budget.mask.all()):
-            self._cut()  # the run ended before the cut
-        return self._budget.mask
+    def _prune(self, weights: Tensor) -> None:
+        self._budget.score.copy_(self._sum.abs())
+        self._budget.protect_()
+        self._budget.cut_()
 
     def state(self) -> dict[str, Tensor]:
-        return {**self._budget.state(), "sum": self._sum}
-
-    def _cut(self) -> None:
-        self._budget.score.copy_(self._sum.abs())
-        self._budget.choose_floor_()
-        self._budget.cut_()
+        return super().state() | {"sum": self._sum}

@@ -1,30 +1,31 @@
-"""Soft threshold reparametrisation (STR): the threshold of each tensor is trained with the weights.
+"""Soft threshold reparametrization (STR): the threshold of each tensor is trained with the weights.
 
-Rule: the layer uses S(w, s) = sign(w)·relu(|w| - σ(s)), one number s a tensor; both follow their true gradients:
-∂L/∂w = ∂L/∂S where |w| > σ(s), else 0, and ∂L/∂s = -σ'(s)·Σ ∂L/∂S·sign(w) over the same weights. Published, s starts
+Rule: the layer uses S(w, s) = sign(w)·relu(|w| - σ(s)), one number s per tensor; both follow their true gradients:
+∂L/∂w = ∂L/∂S where |w| > σ(s), else 0, and ∂L/∂s = -σ'(s)·Σ ∂L/∂S·sign(w) over the same weights. As published, s starts
 far below zero and an L2 term, tuned by hand for each target, pulls it up.
 Reference: Kusupati et al. 2020, Soft Threshold Weight Reparameterization for Learnable Sparsity.
-Ours: instead of by the L2 term all s are pushed up together by as much as the budget of the step asks for, which can be
+Ours: in place of the L2 term all s are pushed up together, by as much as the budget of the step asks for. This can be
 solved for: |w| > σ(s) is logit|w| - s > 0, so the push is an order statistic. Two things follow from the common push.
-What one tensor keeps another has to lose, so thresholds rest where a connection is worth as much in every tensor:
-∂L/∂s of a tensor is divided by its share of the connections that are left. (Without that they would rest where whole
-tensors are worth the same, and small tensors die out.) And no pull of its own brings s back, so how far it can wander
-is set for the whole run: its learning rate is that of the weights times `rate` over the number of mask steps. No s
-rises above what leaves the floor of its tensor, which is looked at now and then and at the end; the others rise by more
-then. After the last mask step the thresholded weights are fine-tuned.
+What one tensor keeps another has to lose, so thresholds rest where a weight is worth as much in every tensor: ∂L/∂s of
+a tensor is divided by its share of the kept weights. (Otherwise they would rest where whole tensors are worth the same,
+and small tensors die out.) And no pull of its own brings s back, so how far it can wander is set for the whole run: its
+learning rate is that of the weights times `rate` over the number of mask steps. No s rises above the value that leaves
+min_density of its tensor, which is updated now and then and at the end; the others rise by more then. After the last
+mask step the thresholded weights are fine-tuned.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from gossamer.methods.budgets import GlobalBudget, check_floor
-from gossamer.methods.rule import Layout, Options, Request, Rule, Timeline, column, expect, is_rate
+from gossamer.budget import Met
+from gossamer.methods.base import Context, Options, Step, column, expect, is_rate, min_nonzeros
+from gossamer.methods.budgets import BudgetedMethod, GlobalBudget, check_min_nonzeros
 
-_MARGIN = 0.01  # in s: what is left of a tensor that has only its largest weight is about a hundredth of it
+_MARGIN = 0.01  # in s: of a tensor that has only its largest weight about a hundredth of it is left
 
 
 @dataclass(frozen=True)
@@ -46,74 +47,68 @@ def soft_threshold(weights: Tensor, threshold: Tensor) -> Tensor:
     return weights.sign() * (weights.abs() - threshold).relu_()
 
 
-class STR(Rule[STROptions]):
+class STR(BudgetedMethod[STROptions]):
     name, title, options = "str", "soft thresholds, one a layer (STR)", STROptions
     reference = "Kusupati et al. 2020, Soft Threshold Weight Reparameterization for Learnable Sparsity"
+    masked_forward = False
 
-    def __init__(
-        self,
-        layout: Layout,
-        requests: Sequence[Request[STROptions]],
-        timeline: Timeline,
-        weights: Tensor,
-        *,
-        floor: float,
-    ) -> None:
-        self._layout, self._timeline, self._floors = layout, timeline, layout.floors(floor)
-        self._momentum = column([request.settings.momentum for request in requests], weights)
-        self._rate = column([request.settings.rate / timeline.length for request in requests], weights)
+    def __init__(self, context: Context[STROptions]) -> None:
+        layout, timeline, weights = context.layout, context.timeline, context.weights
+        self._layout, self._timeline = layout, timeline
+        self._least = min_nonzeros(layout.sizes, context.min_density)
+        for target in context.targets:
+            check_min_nonzeros(target, self._least)
+        self._momentum = context.column("momentum")
+        self._rate = column([rate / timeline.length for rate in context.values("rate")], weights)
         self._tensor = layout.tensor_of_each(weights.device)
-        start = column([request.settings.start for request in requests], weights)
-        self._s = start.repeat(1, len(layout.sizes))
+        self._s = context.column("start").repeat(1, len(layout.sizes))
         self._velocity = torch.zeros_like(self._s)
-        self._highest = self._leaving_the_floor(weights)
-        # The floor is kept by the thresholds: what they let through is decided by them alone.
-        self._budget = GlobalBudget(layout, requests, timeline, self._above(weights), floor=0.0)
-        for request in requests:
-            check_floor(layout, request.sparsity, self._floors)
+        self._highest = self._leaving_the_least(weights)
+        # The thresholds themselves keep min_density: the budget only decides what they let through.
+        self._begin(GlobalBudget(context, self._above(weights), min_density=0.0))
 
-    @property
-    def mask(self) -> Tensor:
-        return self._budget.mask
-
-    def show_(self, weights: Tensor, out: Tensor) -> None:
+    def apply_masks(self, weights: Tensor, out: Tensor) -> None:
         out.copy_(soft_threshold(weights, self._threshold()))
 
-    def learn_(self, gradient: Tensor, weights: Tensor) -> None:
-        gradient.masked_fill_(weights.abs() <= self._threshold(), 0.0)
+    def update_masks(self, step: Step) -> None:
+        gradient, weights = step.gradient, step.weights
+        self.weight_gradient(gradient, weights)
         along = self._by_tensor(gradient * weights.sign())
-        left = self._by_tensor(self._budget.mask.to(weights.dtype)).clamp_min(1.0)
+        left = self._by_tensor(self.mask.to(weights.dtype)).clamp_min(1.0)
         sigma = self._s.sigmoid()
         slope = along * sigma * (1.0 - sigma) * (left.mean(1, keepdim=True) / left)
         self._velocity.mul_(self._momentum).sub_(slope)
         self._s.sub_(self._velocity * self._timeline.rate * self._rate)
         self._push_(weights, self._budget.meet_)
 
-    def due(self, step: int) -> bool:
+    def weight_gradient(self, gradient: Tensor, weights: Tensor) -> None:
+        gradient.masked_fill_(weights.abs() <= self._threshold(), 0.0)
+
+    def topology_due(self, step: int) -> bool:
         return step % self._timeline.often(100) == 0
 
-    def refresh_(self, weights: Tensor, step: int) -> None:
-        self._highest.copy_(self._leaving_the_floor(weights))
+    def update_topology(self, weights: Tensor, step: int) -> None:
+        self._highest.copy_(self._leaving_the_least(weights))
 
-    def freeze_(self, weights: Tensor) -> Tensor:
-        self._highest.copy_(self._leaving_the_floor(weights))
+    def finalize(self, weights: Tensor) -> Tensor:
+        self._highest.copy_(self._leaving_the_least(weights))
         self._push_(weights, self._budget.cut_)
         weights.copy_(soft_threshold(weights, self._threshold()))
-        return self._budget.mask
+        return self.mask
 
     def state(self) -> dict[str, Tensor]:
-        return {**self._budget.state(), "s": self._s, "velocity": self._velocity, "highest": self._highest}
+        return {**super().state(), "s": self._s, "velocity": self._velocity, "highest": self._highest}
 
-    def _push_(self, weights: Tensor, meet: Callable[[], Tensor]) -> None:
-        """Raise all s by as much as the budget asks for, but none above what leaves the floor of its tensor."""
+    def _push_(self, weights: Tensor, meet: Callable[[], Met]) -> None:
+        """Raise all s by as much as the budget asks for, but none above what leaves min_density of its tensor."""
         logits, highest = _logit(weights), self._highest
-        if any(self._floors):  # that of now, at least for the largest weight, as the floor is from some steps ago
+        if any(self._least):  # at most the largest weight of now, as `highest` is from some steps ago
             largest = torch.stack([part.amax(1) for part in self._layout.split(logits)], dim=1)
             highest = torch.minimum(highest, largest - _MARGIN)
         torch.minimum(self._s, highest, out=self._s)
         safe = logits > highest.index_select(1, self._tensor)
         self._budget.score.copy_(self._above(weights).masked_fill_(safe, torch.inf))
-        self._s.add_(meet()[:, None])
+        self._s.add_(meet().threshold[:, None])
         torch.minimum(self._s, highest, out=self._s)
 
     def _by_tensor(self, values: Tensor) -> Tensor:
@@ -123,13 +118,13 @@ class STR(Rule[STROptions]):
         return self._s.sigmoid().index_select(1, self._tensor)
 
     def _above(self, weights: Tensor) -> Tensor:
-        """By how much s would have to rise for each connection to go."""
+        """By how much s would have to rise to prune each weight."""
         return _logit(weights) - self._s.index_select(1, self._tensor)
 
-    def _leaving_the_floor(self, weights: Tensor) -> Tensor:
-        """For each tensor the s at which only its floor is left: between its last weight and the next one."""
+    def _leaving_the_least(self, weights: Tensor) -> Tensor:
+        """For each tensor the s that leaves only min_density of it: between the last kept weight and the next one."""
         found = []
-        for part, number in zip(self._layout.split(_logit(weights)), self._floors, strict=True):
+        for part, number in zip(self._layout.split(_logit(weights)), self._least, strict=True):
             if number == part.shape[1]:
                 found.append(part.amin(1) - 1.0)
             else:

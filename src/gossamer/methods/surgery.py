@@ -1,26 +1,25 @@
-"""Dynamic network surgery: two thresholds a layer, so that a connection between them stays what it is.
+"""Dynamic network surgery: two thresholds per layer; a weight between them stays what it is, kept or pruned.
 
-Rule: T = 0 where |w| < a, 1 where |w| ≥ b, unchanged between; a = 0.9·t, b = 1.1·t with t = μ + c·σ of the |w| of its
-layer, c set by hand for each. w follows the gradient of w ⊙ T, also where T = 0 (splicing). Masks are looked at with
+Rule: T = 0 where |w| < a, 1 where |w| ≥ b, unchanged in between; a = 0.9·t, b = 1.1·t with t = μ + c·σ of the |w| of
+its layer, c set by hand for each. w follows the gradient of w ⊙ T, also where T = 0 (splicing). Masks are updated with
 probability (1 + γ·iteration)^-power, less and less often.
 Reference: Guo, Yao & Chen 2016, Dynamic Network Surgery for Efficient DNNs.
-Ours: c is one number for the whole network, solved for in every look so that the budget is met: a connection stays
-where (u - μ)/σ is above c, u being |w|/0.9 for those that are there and |w|/1.1 for those that are not. μ and σ are
-those of the warmed-up network instead of a trained one, and removal follows our cubic instead of beginning at the full
+Ours: c is one number for the whole network, solved for in every update so that the budget is met: a weight is kept
+where (u - μ)/σ is above c, u being |w|/0.9 for kept weights and |w|/1.1 for pruned ones. μ and σ are those of the
+warmed-up network instead of a trained one, and the budget follows our cubic instead of beginning at the full
 thresholds. As a layer without a long tail would lose everything to the others, each tensor keeps at least half of what
 an equal share would leave it.
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from gossamer.methods.budgets import GlobalBudget, MasksOfBudget
+from gossamer.methods.base import Context, Options, Step, expect, is_rate
+from gossamer.methods.budgets import GlobalBudget, GlobalThreshold
 from gossamer.methods.noise import uniform
-from gossamer.methods.rule import DenseGradient, Layout, Options, Request, Timeline, column, expect, is_rate
 
 _SPARED = 0.5  # of an equal share
 
@@ -29,7 +28,7 @@ _SPARED = 0.5  # of an equal share
 class SurgeryOptions(Options):
     lower: float = 0.9  # a/t
     upper: float = 1.1  # b/t
-    gamma: float = 1e-4  # of the probability of a look
+    gamma: float = 1e-4  # of the probability of an update
     power: float = 1.0
 
     def __post_init__(self) -> None:
@@ -42,43 +41,33 @@ class SurgeryOptions(Options):
         )
 
 
-class Surgery(MasksOfBudget, DenseGradient[SurgeryOptions]):
+class Surgery(GlobalThreshold[SurgeryOptions]):
     name, title, options = "surgery", "dynamic network surgery (Guo)", SurgeryOptions
     reference = "Guo et al. 2016, Dynamic Network Surgery for Efficient DNNs"
+    shardable = any_order = False  # μ and σ need whole tensors
 
-    def __init__(
-        self,
-        layout: Layout,
-        requests: Sequence[Request[SurgeryOptions]],
-        timeline: Timeline,
-        weights: Tensor,
-        *,
-        floor: float,
-    ) -> None:
-        settings = [request.settings for request in requests]
-        self._timeline = timeline
-        self._lower = column([each.lower for each in settings], weights)
-        self._upper = column([each.upper for each in settings], weights)
-        self._gamma = column([each.gamma for each in settings], weights)
-        self._power = column([each.power for each in settings], weights)
-        self._seeds = torch.tensor([request.seed for request in requests], device=weights.device)
+    def __init__(self, context: Context[SurgeryOptions]) -> None:
+        layout, weights = context.layout, context.weights
+        self._timeline, self._seeds = context.timeline, context.seeds
+        self._lower, self._upper = context.column("lower"), context.column("upper")
+        self._gamma, self._power = context.column("gamma"), context.column("power")
         parts = [part.abs() for part in layout.split(weights)]
         self._mean = layout.by_tensor(torch.stack([part.mean(1) for part in parts], dim=1))
         spread = torch.stack([part.std(1, correction=0) for part in parts], dim=1)
         self._spread = layout.by_tensor(spread).clamp_min_(torch.finfo(weights.dtype).tiny)
-        floors = [max(floor, _SPARED * (1.0 - request.sparsity)) for request in requests]
+        spared = [max(context.min_density, _SPARED * (1.0 - request.sparsity)) for request in context.requests]
         score = (weights.abs() - self._mean) / self._spread
-        self._budget = GlobalBudget(layout, requests, timeline, score, floor=floors)
+        self._begin(GlobalBudget(context, score, min_density=spared))
 
-    def learn_(self, gradient: Tensor, weights: Tensor) -> None:
-        before = self._budget.mask.clone()
-        reach = weights.abs() / torch.where(before, self._lower, self._upper)
+    def update_masks(self, step: Step) -> None:
+        before = self.mask.clone()
+        reach = step.weights.abs() / torch.where(before, self._lower, self._upper)
         self._budget.score.copy_((reach - self._mean) / self._spread)
         self._budget.meet_()
         clock = self._timeline.clock
         probability = (1.0 + self._gamma * clock) ** -self._power
-        looks = uniform(self._seeds, clock, 1, weights.dtype) < probability
-        self._budget.mask.copy_(torch.where(looks, self._budget.mask, before))
+        updates = uniform(self._seeds, clock, 1, step.weights.dtype) < probability
+        self.mask.copy_(torch.where(updates, self.mask, before))
 
     def state(self) -> dict[str, Tensor]:
-        return {**self._budget.state(), "mean": self._mean, "spread": self._spread}
+        return super().state() | {"mean": self._mean, "spread": self._spread}

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gossamer.learning import Moments
+from gossamer.methods.base import SampleSums
 from gossamer.per_sample import SampleMoments, refuse_unknown
 from gossamer.prunable import Weight
 
@@ -18,9 +18,10 @@ class SampleScales:
         self, weights: Sequence[Weight], dense: Mapping[str, Tensor], replicas: dist.ProcessGroup | None
     ) -> None:
         self._watcher = SampleMoments(_uses(weights), dense.__getitem__)
+        self._names = [weight.name for weight in weights]
         self._replicas = replicas
 
-    def take(self, loss_scale: float | None) -> Moments:
+    def take(self, loss_scale: float | None) -> SampleSums:
         """The sums since the last call. Where the loss was scaled, so were they, by the square."""
         totals, samples = self._watcher.totals(), self._watcher.samples
         self._watcher.reset()
@@ -38,7 +39,7 @@ class SampleScales:
             parts = torch.split(joint, [total.numel() for total in totals.values()])
             totals = dict(zip(totals, parts, strict=True))
             samples, factor = samples * processes, factor / processes**2
-        return Moments({name: total * factor for name, total in totals.items()}, samples)
+        return SampleSums([totals[name] * factor for name in self._names], samples)
 
     def close(self) -> None:
         self._watcher.close()

@@ -4,6 +4,7 @@ from typing import Any
 
 from distributed.jobs import checkpointed, data_parallel, kept, refusals, resumed, sharded, shared_optimizer
 from distributed.processes import Job
+from gossamer.methods import METHODS
 
 DATA_PARALLEL: dict[str, dict[str, Any]] = {
     "sparsity": {"sparsity": 0.7},
@@ -11,6 +12,14 @@ DATA_PARALLEL: dict[str, dict[str, Any]] = {
     "decay": {"decay": 0.3},
     "per_sample": {"sparsity": 0.7, "scale": "per_sample"},
 }
+WHOLE = [name for name, method in METHODS.items() if not method.shardable]  # methods that need whole weights
+# Every other method; those of filters on a network that has some.
+DATA_PARALLEL |= {
+    f"method {name}": {"method": name, "sparsity": 0.05 if method.structured else 0.7, "seed": 3}
+    for name, method in METHODS.items()
+    if name != "scl"
+}
+NETWORK = {f"method {name}": "filters" for name, method in METHODS.items() if method.structured}
 SHARDED: dict[str, tuple[Any, ...]] = {
     "sparsity": ("mlp", {"sparsity": 0.7}),
     "floor": ("mlp", {"sparsity": 0.7, "floor": 0.2}),
@@ -20,17 +29,25 @@ SHARDED: dict[str, tuple[Any, ...]] = {
     "hybrid, two shards": ("mlp", {"sparsity": 0.7}, (1, 2)),
     "hybrid, two replicas": ("mlp", {"sparsity": 0.7}, (2, 1)),
     "momentum": ("mlp", {"sparsity": 0.7, "mask_momentum": 0.9}),
+    **{
+        f"method {name}": ("mlp", {"method": name, "sparsity": 0.7})
+        for name, method in METHODS.items()
+        if method.shardable and name != "scl"
+    },
 }
 RESUMED = {"sparsity": 0.7, "mask_momentum": 0.5}
 CUTS = (3, 6, 11, 20)
 
 JOBS: dict[str, Job] = {
-    **{f"data parallel, {case}": (data_parallel, ("mlp", options)) for case, options in DATA_PARALLEL.items()},
+    **{
+        f"data parallel, {case}": (data_parallel, (NETWORK.get(case, "mlp"), options))
+        for case, options in DATA_PARALLEL.items()
+    },
     "shared optimizer": (shared_optimizer, ("mlp", {"sparsity": 0.7})),
     **{f"sharded, {case}": (sharded, arguments) for case, arguments in SHARDED.items()},
     "straight": (sharded, ("mlp", RESUMED)),
     **{f"resumed at {cut}": (resumed, ("mlp", cut, RESUMED)) for cut in CUTS},
     "checkpointed": (checkpointed, ("mlp", 11, RESUMED)),
     "kept": (kept, ("mlp",)),
-    "refusals": (refusals, ()),
+    "refusals": (refusals, (WHOLE,)),
 }

@@ -42,8 +42,16 @@ def build_conv() -> nn.Sequential:
     ).double()  # fmt: skip
 
 
-SHAPES = {"mlp": ((9,), 5), "conv": ((1, 7, 7), 4)}
-BUILDS = {"mlp": build, "conv": build_conv}
+def build_filters() -> nn.Sequential:
+    """A batch norm behind the convolution, which uses its running statistics, so that processes do not differ in it."""
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(1, 6, 3), nn.BatchNorm2d(6).eval(), nn.ReLU(), nn.Flatten(), nn.Linear(6 * 25, 4)
+    ).double()  # fmt: skip
+
+
+SHAPES = {"mlp": ((9,), 5), "conv": ((1, 7, 7), 4), "filters": ((1, 7, 7), 4)}
+BUILDS = {"mlp": build, "conv": build_conv, "filters": build_filters}
 
 
 def batch(network: str, step: int) -> tuple[Tensor, Tensor]:
@@ -215,8 +223,9 @@ def kept(rank: int, folder: Path, network: str) -> dict[str, Any]:
     return {"before": before, "after": after}
 
 
-def refusals(rank: int, folder: Path) -> dict[str, Any]:
-    """What is said of weights that are sharded in a way that masks cannot follow."""
+def refusals(rank: int, folder: Path, methods: list[str]) -> dict[str, Any]:
+    """What is said of weights that are sharded in a way that masks cannot follow, and by methods that need them
+    whole."""
     mesh = init_device_mesh("cpu", (2,))
     mixture = build()
     fully_shard(mixture[0], mesh=mesh)
@@ -227,6 +236,11 @@ def refusals(rank: int, folder: Path) -> dict[str, Any]:
     for name, model in (("mixture", mixture), ("both ways", both_ways)):
         try:
             Sparsifier(model, SGD(model.parameters(), lr=0.1), sparsity=0.5, total_steps=10)
+        except ValueError as error:
+            messages[name] = str(error)
+    for name in methods:
+        try:
+            _sharded("mlp", {"method": name, "sparsity": 0.5})
         except ValueError as error:
             messages[name] = str(error)
     return messages

@@ -3,14 +3,14 @@
 import pytest
 import torch
 
-from distributed.cases import DATA_PARALLEL
+from distributed.cases import DATA_PARALLEL, NETWORK
 from distributed.jobs import alone
 from distributed.processes import Results
 
 
 @pytest.mark.parametrize("case", DATA_PARALLEL)
 def test_two_processes_equal_one_with_the_joint_batch(case: str, results: Results) -> None:
-    single = alone("mlp", DATA_PARALLEL[case])
+    single = alone(NETWORK.get(case, "mlp"), DATA_PARALLEL[case])
     for result in results.of(f"data parallel, {case}"):
         assert result["connections"] == single["connections"]
         for one, two in zip(single["trace"], result["trace"], strict=True):

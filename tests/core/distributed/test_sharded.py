@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from distributed.cases import CUTS, SHARDED
+from distributed.cases import CUTS, SHARDED, WHOLE
 from distributed.jobs import STEPS, alone
 from distributed.processes import Results
 
@@ -17,7 +17,7 @@ def test_two_shards_learn_what_one_process_learns(case: str, results: Results) -
         for step, (one, two) in enumerate(zip(single["trace"], result["trace"], strict=True)):
             torch.testing.assert_close(two, one, rtol=1e-9, atol=1e-9, msg=f"step {step}")
             assert all(torch.equal(one[name] == 0, two[name] == 0) for name in one), step
-        for name in ("connections", "flips", "layers"):
+        for name in ("connections", "flips", "layers"):  # a method other than scl has no log of its flips
             assert result["health"][name] == single["health"][name], name
         assert result["health"]["scales"] == pytest.approx(single["health"]["scales"], rel=1e-5)
         for name, mask in result["masks"].items():
@@ -45,3 +45,5 @@ def test_weights_sharded_in_other_ways_are_refused(results: Results) -> None:
     for messages in results.of("refusals"):
         assert "apply fully_shard to the whole model" in messages["mixture"]
         assert "sharded along one dimension" in messages["both ways"]
+        for name in WHOLE:
+            assert f"method='{name}' needs whole weights in every process" in messages[name]

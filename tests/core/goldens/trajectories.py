@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 import gossamer
 from gossamer.methods import METHODS
-from gossamer.methods.attach import Attached
 
 FILE = Path(__file__).with_name("trajectories.json")
 STEPS = 60
@@ -71,15 +70,15 @@ def sparsify(model: nn.Module, optimizer: torch.optim.Optimizer, case: str) -> A
         if "flops" in settings:
             settings["example_input"] = batches()[0][0]
         return gossamer.Sparsifier(model, optimizer, total_steps=STEPS, steps_per_epoch=10, **settings)
-    return Attached(
+    return gossamer.Sparsifier(
         model,
         optimizer,
-        case,
+        method=case,
         sparsity=0.2 if METHODS[case].structured else 0.8,
         total_steps=STEPS,
         steps_per_epoch=10,
-        phases=gossamer.sparsifier.choose("default", PHASES),
         seed=3,
+        **PHASES,
     )
 
 

@@ -7,9 +7,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gossamer import budget
-from gossamer.methods import METHODS, Layout
+from gossamer.methods import METHODS, Layout, budgets, scl
 from gossamer.schedule import Plan
-from methods.toy import begin, gradient_like, shown
+from methods.toy import begin, forward_weights, gradient_like, update
 
 LAYOUT = Layout(("a", "b"), ((4, 3, 2), (2, 8)), (slice(0, 4), None))
 SYNCHRONISING = ("_local_scalar_dense", "lift_fresh", "nonzero", "masked_select", "is_nonzero", "equal", "_to_copy")
@@ -30,6 +30,12 @@ class Watch(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take the ways of methods that never synchronize, which are those of a GPU."""
+    for module in (budget, budgets, scl):
+        monkeypatch.setattr(module, "on_cpu", lambda matrix: False)
+
+
 def test_the_watch_sees_what_it_should() -> None:
     watch = Watch()
     with watch:
@@ -41,15 +47,15 @@ def test_the_watch_sees_what_it_should() -> None:
 
 @pytest.mark.parametrize("name", METHODS)
 def test_a_step_can_be_captured(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(budget, "_one_by_one", lambda matrix: False)  # as on a GPU
+    as_on_a_gpu(monkeypatch)
     settings = {"scl": {"scale": "batch"}, "autoprune": {"two_pass": True}}.get(name, {})
     sparsity = 0.2 if METHODS[name].structured else 0.6
-    rule, weights, timeline = begin(
-        name, sparsity, sparsity, layout=LAYOUT, plan=Plan(0, 20, 5, 5), floor=0.05, **settings
+    method, weights, timeline = begin(
+        name, sparsity, sparsity, layout=LAYOUT, plan=Plan(0, 20, 5, 5), min_density=0.05, **settings
     )
     assert not weights.is_contiguous()
-    assert all(tensor.is_contiguous() for tensor in (*rule.state().values(), rule.mask))  # as kernels need them
-    places = {key: tensor.data_ptr() for key, tensor in {**rule.state(), "masks": rule.mask}.items()}
+    assert all(tensor.is_contiguous() for tensor in (*method.state().values(), method.mask))  # as kernels need them
+    places = {key: tensor.data_ptr() for key, tensor in {**method.state(), "masks": method.mask}.items()}
     others = torch.ones(2, 6, dtype=torch.float64)
     for number in range(25):
         gradient = gradient_like(weights, number)
@@ -57,14 +63,16 @@ def test_a_step_can_be_captured(name: str, monkeypatch: pytest.MonkeyPatch) -> N
         watch = Watch()
         out = torch.empty_like(weights)
         with watch:
-            rule.show_(weights, out)
-            rule.penalise_(rest, others)
-            rule.learn_(gradient, weights)
-            rule.settle_(weights)
+            method.apply_masks(weights, out)
+            method.add_penalty(rest, others)
+            update(method, gradient, weights, LAYOUT)
+            method.project(weights)
             timeline.clock += 1
         assert watch.seen == [], f"step {number}"
-        assert torch.equal(shown(rule, weights), shown(rule, weights))  # showing again changes nothing
+        assert torch.equal(
+            forward_weights(method, weights), forward_weights(method, weights)
+        )  # showing again changes nothing
         weights.sub_(0.1 * gradient)
-        if rule.due(number + 1):
-            rule.refresh_(weights, number + 1)
-        assert {key: tensor.data_ptr() for key, tensor in {**rule.state(), "masks": rule.mask}.items()} == places
+        if method.topology_due(number + 1):
+            method.update_topology(weights, number + 1)
+        assert {key: tensor.data_ptr() for key, tensor in {**method.state(), "masks": method.mask}.items()} == places

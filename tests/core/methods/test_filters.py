@@ -1,4 +1,4 @@
-"""Methods that remove whole filters, against their own definitions."""
+"""Methods that prune whole filters, against their own definitions."""
 
 from typing import Any
 
@@ -8,11 +8,11 @@ import torch
 from torch import nn
 
 from gossamer.lab.models.resnet import ResNet
-from gossamer.methods import Layout, Rule
+from gossamer.methods import Layout, Method
 from gossamer.methods.filters import equal_share
 from gossamer.methods.slimming import channels_to_keep, gains_of
 from gossamer.schedule import Plan
-from methods.toy import begin, gradient_like, shown, step
+from methods.toy import begin, forward_weights, gradient_like, step, update
 
 FILTERS = Layout(("a", "b", "c"), ((8, 2, 3), (4, 8, 1), (2, 8)), (slice(0, 8), slice(10, 14), None))  # 48 + 32 + 16
 
@@ -46,80 +46,80 @@ def test_filters_are_counted_as_in_the_paper(share: float, paper: float) -> None
 
 
 def test_l1_takes_the_filters_with_the_smallest_sum() -> None:
-    rule, weights, timeline = begin("l1_filter", 40 / 96, layout=FILTERS)
+    method, weights, timeline = begin("l1_filter", 40 / 96, layout=FILTERS)
     sums = [np.abs(part).sum(1) for part in (weights[0, :48].view(8, 6).numpy(), weights[0, 48:80].view(4, 8).numpy())]
     expected = [(each >= np.sort(each)[len(each) // 2]).tolist() for each in sums]
-    assert rows(rule.mask) == expected
-    rule.settle_(weights)
-    _, gradient = step(rule, weights, timeline, 0)
-    assert (gradient[~rule.mask] == 0).all()
-    assert (weights[~rule.mask] == 0).all()
-    assert rows(rule.freeze_(weights)) == expected
+    assert rows(method.mask) == expected
+    method.project(weights)
+    _, gradient = step(method, weights, timeline, 0, FILTERS)
+    assert (gradient[~method.mask] == 0).all()
+    assert (weights[~method.mask] == 0).all()
+    assert rows(method.finalize(weights)) == expected
 
 
 def test_soft_filters_are_zeroed_after_an_epoch_and_train_on() -> None:
-    rule, weights, timeline = begin("soft_filter", 40 / 96, layout=FILTERS, plan=Plan(0, 20, 4, 4))
+    method, weights, timeline = begin("soft_filter", 40 / 96, layout=FILTERS, plan=Plan(0, 20, 4, 4))
 
     def by_norm(values: torch.Tensor) -> list[list[bool]]:
         sizes = [part.norm(dim=1).numpy() for part in (values[0, :48].view(8, 6), values[0, 48:80].view(4, 8))]
         return [(each >= np.sort(each)[len(each) // 2]).tolist() for each in sizes]
 
-    step(rule, weights, timeline, 0)
+    step(method, weights, timeline, 0, FILTERS)
     moved = weights.clone()
     given = gradient_like(weights, 1)
     limited = given.clone()
     parts = (limited[0, :48].view(8, 6), limited[0, 48:80].view(4, 8))
-    for part, kept in zip(parts, rows(rule.mask), strict=True):
+    for part, kept in zip(parts, rows(method.mask), strict=True):
         norms = [float(each.norm()) for each in part]
         usual = np.mean([norm for norm, stays in zip(norms, kept, strict=True) if stays])
         for number, stays in enumerate(kept):
             part[number] *= 1.0 if stays else min(1.0, usual / norms[number])
     assert not torch.equal(limited, given)
     moved -= 0.1 * limited
-    _, gradient = step(rule, weights, timeline, 1)  # the second step of an epoch of two
+    _, gradient = step(method, weights, timeline, 1, FILTERS)  # the second step of an epoch of two
     torch.testing.assert_close(gradient, limited)
-    assert rows(rule.mask) == by_norm(moved)
-    torch.testing.assert_close(weights, moved * rule.mask)
-    step(rule, weights, timeline, 2)
-    assert bool((weights[~rule.mask] != 0).all())
-    assert torch.equal(shown(rule, weights), weights)
+    assert rows(method.mask) == by_norm(moved)
+    torch.testing.assert_close(weights, moved * method.mask)
+    step(method, weights, timeline, 2, FILTERS)
+    assert bool((weights[~method.mask] != 0).all())
+    assert torch.equal(forward_weights(method, weights), weights)
     for number in range(3, 19):
-        step(rule, weights, timeline, number)
-    soft = weights - 0.1 * limited_by(rule, weights, 19)
-    forgotten = rule.refresh_(soft.clone(), 20)
+        step(method, weights, timeline, number, FILTERS)
+    soft = weights - 0.1 * limited_by(method, weights, 19)
+    forgotten = method.update_topology(soft.clone(), 20)
     assert forgotten is not None
-    assert torch.equal(forgotten, ~rule.mask)
-    chosen = rule.mask.clone()
+    assert torch.equal(forgotten, ~method.mask)
+    chosen = method.mask.clone()
     assert rows(chosen) == by_norm(soft)  # from here on the choice stands
-    _, gradient = step(rule, weights, timeline, 20)
+    _, gradient = step(method, weights, timeline, 20, FILTERS)
     assert (gradient[~chosen] == 0).all()
     assert (weights[~chosen] == 0).all()
-    assert torch.equal(rule.freeze_(weights), chosen)
+    assert torch.equal(method.finalize(weights), chosen)
 
 
-def limited_by(rule: Rule[Any], weights: torch.Tensor, number: int) -> torch.Tensor:
+def limited_by(method: Method[Any], weights: torch.Tensor, number: int) -> torch.Tensor:
     gradient = gradient_like(weights, number)
-    rule.learn_(gradient, weights)
+    update(method, gradient, weights, FILTERS)
     return gradient
 
 
-def test_slimming_presses_on_gains_and_cuts_by_them() -> None:
-    rule, weights, timeline = begin("slimming", 40 / 96, layout=FILTERS, penalty=0.5)
+def test_slimming_presses_on_gains_and_prunes_by_them() -> None:
+    method, weights, timeline = begin("slimming", 40 / 96, layout=FILTERS, penalty=0.5)
     others = torch.zeros(1, 16, dtype=torch.float64)
     others[0, :8] = torch.tensor([0.9, -0.1, 0.2, 0.8, 0.7, 0.6, -0.95, 0.5])
     others[0, 10:14] = torch.tensor([0.15, 0.25, 2.0, 2.0])
     for number in range(11):
         gradient = torch.ones_like(others)
-        rule.penalise_(gradient, others)
+        method.add_penalty(gradient, others)
         inside = torch.zeros(16, dtype=torch.bool)
         inside[:8] = inside[10:14] = True
         pressed = 1.0 + 0.5 * others.sign() * inside if number < 10 else torch.ones_like(others)
         torch.testing.assert_close(gradient, pressed)
-        step(rule, weights, timeline, number)
-        assert bool(rule.mask.all()) is (number < 9)
+        step(method, weights, timeline, number, FILTERS)
+        assert bool(method.mask.all()) is (number < 9)
     # In the order of |γ|: a1 (6), b0 (8), a2 (6), b1 (8), a7 (6), a5 (6): 40 weights.
-    assert rows(rule.mask) == [[True, False, False, True, True, False, True, False], [False, False, True, True]]
-    assert (weights[~rule.mask] == 0).all()
+    assert rows(method.mask) == [[True, False, False, True, True, False, True, False], [False, False, True, True]]
+    assert (weights[~method.mask] == 0).all()
 
 
 def test_at_least_one_channel_stays() -> None:

@@ -1,4 +1,4 @@
-"""A network of two tensors as rows of numbers, for holding a rule against its own equations."""
+"""A network of two tensors as rows of numbers, for holding a method against its own equations."""
 
 from typing import Any
 
@@ -7,11 +7,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from gossamer.methods import Layout, Request, Rule, Timeline, find, make_options
+from gossamer.methods import Context, Layout, Method, Request, Timeline, find, make_options
+from gossamer.methods.base import MatrixStep
 from gossamer.schedule import Plan
+from gossamer.target import Target
 
 Array = npt.NDArray[Any]
-LAYOUT = Layout(("a", "b"), ((4, 3, 2), (2, 8)))  # 24 and 16 connections
+LAYOUT = Layout(("a", "b"), ((4, 3, 2), (2, 8)))  # 24 and 16 weights
 PLAN = Plan(0, 10, 5, 5)
 RATE = 0.1
 
@@ -21,20 +23,24 @@ def begin(
     *sparsities: float,
     layout: Layout = LAYOUT,
     plan: Plan = PLAN,
-    floor: float = 0.0,
+    min_density: float = 0.0,
     seed: int = 0,
+    tabulated: bool = True,
+    target: Target | None = None,
     **settings: Any,
-) -> tuple[Rule[Any], Tensor, Timeline]:
-    """The rule, the weight variables of its rows and its timeline."""
+) -> tuple[Method[Any], Tensor, Timeline]:
+    """The method, the dense weights of its runs and its timeline."""
     generator = torch.Generator().manual_seed(seed)
     drawn = torch.randn(len(sparsities), layout.count, generator=generator, dtype=torch.float64) * 0.3
-    weights = torch.nn.functional.pad(drawn, (0, 5))[:, : layout.count]  # in a race other parameters lie beside them
-    timeline = Timeline(plan, rows=len(sparsities), device=weights.device, dtype=weights.dtype, epoch=2)
+    weights = torch.nn.functional.pad(drawn, (0, 5))[:, : layout.count]  # other parameters lie beside them in batches
+    timeline = Timeline(
+        plan, rows=len(sparsities), device=weights.device, dtype=weights.dtype, epoch=2, tabulated=tabulated
+    )
     timeline.rate.fill_(RATE)
-    rule = find(name)
-    options = make_options(rule, settings)
-    requests = [Request(sparsity, 7 + row, options) for row, sparsity in enumerate(sparsities)]
-    return rule(layout, requests, timeline, weights, floor=floor), weights, timeline
+    kind = find(name)
+    options = make_options(kind, settings)
+    requests = [Request(sparsity, 7 + row, options, target) for row, sparsity in enumerate(sparsities)]
+    return kind(Context(layout, requests, timeline, weights, min_density=min_density)), weights, timeline
 
 
 def gradient_like(weights: Tensor, seed: int) -> Tensor:
@@ -42,27 +48,35 @@ def gradient_like(weights: Tensor, seed: int) -> Tensor:
     return torch.randn(weights.shape, generator=generator, dtype=weights.dtype) * 0.01
 
 
-def step(rule: Rule[Any], weights: Tensor, timeline: Timeline, number: int) -> tuple[Tensor, Tensor]:
-    """One step as in a race with plain SGD. Returns the gradient that was given, and what the rule made of it."""
+def update(method: Method[Any], gradient: Tensor, weights: Tensor, layout: Layout = LAYOUT) -> None:
+    """Let the method learn from a gradient and change it."""
+    method.update_masks(MatrixStep(gradient, weights, layout))
+
+
+def step(
+    method: Method[Any], weights: Tensor, timeline: Timeline, number: int, layout: Layout = LAYOUT
+) -> tuple[Tensor, Tensor]:
+    """One step of plain SGD. Returns the gradient that was given, and what the method made of it."""
     given = gradient_like(weights, number)
     gradient = given.clone()
-    rule.learn_(gradient, weights)
+    update(method, gradient, weights, layout)
     weights.sub_(gradient * RATE)
-    rule.settle_(weights)
-    timeline.clock += 1
-    if rule.due(number + 1):
-        rule.refresh_(weights, number + 1)
+    method.project(weights)
+    timeline.set(number + 1)
+    if method.topology_due(number + 1):
+        method.update_topology(weights, number + 1)
     return given, gradient
 
 
-def shown(rule: Rule[Any], weights: Tensor) -> Tensor:
+def forward_weights(method: Method[Any], weights: Tensor) -> Tensor:
+    """What the forward pass uses."""
     out = torch.full_like(weights, torch.nan)
-    rule.show_(weights, out)
+    method.apply_masks(weights, out)
     return out
 
 
 def top(scores: Array, count: int) -> Array:
-    """The so many largest of each row, as a mask."""
+    """The largest of each row, `count` of them, as a mask."""
     mask = np.zeros(scores.shape, dtype=bool)
     for row, each in enumerate(scores):
         mask[row, np.argsort(-each, kind="stable")[:count]] = True

@@ -33,9 +33,8 @@ class PretendedAccelerator(str):
 def begin(options: dict[str, Any], *, pretend: bool, optimizer: dict[str, Any]) -> Run:
     run = start(BY_NAME["cnn"], lambda p: SGD(p, lr=0.05, **optimizer), warmup="0it", **options)
     if pretend:
-        connectivity = run.sparsifier._connectivity
-        assert connectivity is not None
-        connectivity.store.device = PretendedAccelerator("cpu")  # type: ignore[assignment]
+        assert run.sparsifier._driver is not None
+        run.sparsifier._driver.state.device = PretendedAccelerator("cpu")  # type: ignore[assignment]
     return run
 
 

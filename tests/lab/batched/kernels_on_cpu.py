@@ -7,6 +7,7 @@ import os
 
 os.environ["TRITON_INTERPRET"] = "1"
 
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -23,6 +24,11 @@ from gossamer.lab.batched.stack import NetworkStack
 from gossamer.lab.models.densenet import DenseNet
 from gossamer.lab.models.resnet import ResNet
 from gossamer.lab.models.wide_resnet import WideResNet
+from gossamer.methods import scl
+from gossamer.methods.base import Context, Layout, MatrixStep, Request, Timeline
+from gossamer.methods.scl import SCL, SCLOptions
+from gossamer.schedule import Plan
+from gossamer.target import make_target
 
 
 def leaf(*shape: int) -> Tensor:
@@ -134,24 +140,81 @@ def budgets() -> None:
     masks.append(masks[0].clone())
     before = masks[0].clone()
     thresholds, flips = meet_budgets_on_gpu_(fused, masks[0], keep)
-    assert torch.equal(thresholds, budget.meet_budgets_(plain, masks[1], keep))
+    met = budget.meet_budgets_(plain, masks[1], keep)
+    assert torch.equal(thresholds, met.threshold)
     assert torch.equal(*masks)
     assert torch.equal(fused, plain)
-    assert flips.tolist() == (before != masks[0]).sum(1).tolist()
+    assert flips.tolist() == met.flips.tolist() == (before != masks[0]).sum(1).tolist()
     # With connections that are kept whatever happens, some of them named twice.
     protected = torch.randint(9000, (8, 300))
     protected[:, 1] = protected[:, 0]
     fused, plain, keep = values.clone(), values.clone(), keep.clamp_min(300)
     thresholds, _ = budget._meet_with_kernels_(fused, masks[0], keep, protected)
-    assert torch.equal(thresholds, budget.meet_budgets_(plain, masks[1], keep, protected))
+    assert torch.equal(thresholds, budget.meet_budgets_(plain, masks[1], keep, protected).threshold)
     assert torch.equal(*masks)
     assert torch.equal(fused, plain)
     assert masks[0].gather(1, protected).all()
 
 
+def learned_masks(runs: Sequence[SCLOptions], *, decay: float | None = None, same_bits: bool = False) -> None:
+    """Steps of many runs in fused kernels and in torch operations, from parts of larger matrices as a stack has them.
+
+    The first run has a gradient that is not finite in one of the steps. Where nothing is scaled by a sum of squares,
+    which kernels add up in another order, mask variables have the same bits.
+    """
+    layout, others, steps, cpu = Layout(("a", "b"), ((7, 700), (40, 5))), 16, 6, torch.device("cpu")
+    targets = [None if decay is None else make_target(layout.sizes, decay=decay, floors=(0, 0))] * len(runs)
+    requests = [
+        Request(0.3 + 0.6 * row / len(runs), row, options, target)
+        for row, (options, target) in enumerate(zip(runs, targets, strict=True))
+    ]
+    variables = torch.randn(len(runs), layout.count + others)
+    gradients = torch.randn(steps, len(runs), layout.count + others)
+    gradients[2, 0, 5] = torch.nan
+    both = []
+    for kernels in (True, False):
+        scl._on_gpu = lambda matrix, there=kernels: there  # type: ignore[assignment]
+        everything, found = variables.clone(), list[Tensor]()
+        weights = everything[:, : layout.count]
+        timeline = Timeline(Plan(0, steps, 0, 0), rows=len(runs), device=cpu, dtype=torch.float32, epoch=1)
+        method = SCL(Context(layout, requests, timeline, weights, min_density=0.01))
+        assert (method._blocks is not None) == kernels
+        for number in range(steps):
+            gradient = gradients[number].clone()
+            outcome = method.update_masks(MatrixStep(gradient[:, : layout.count], weights, layout))
+            assert outcome.finite.tolist() == [number != 2] + [True] * (len(runs) - 1)
+            weights.sub_(0.1 * gradient[:, : layout.count].nan_to_num())
+            timeline.clock += 1
+            found += [
+                gradient.nan_to_num(nan=1e9),
+                everything.clone(),
+                method.mask_variable.clone(),
+                outcome.squares[1:],
+            ]
+        both.append([*found, method.mask.float()])
+        assert not torch.equal(found[2], found[-2])
+    for one, other in zip(*both, strict=True):
+        torch.testing.assert_close(one, other, **({"rtol": 0.0, "atol": 0.0} if same_bits and one.shape[1] > 1 else {}))
+
+
+def all_learned_masks() -> None:
+    different = [
+        SCLOptions(mask_lr=0.01, anchor=0.0, removed_gradient=0.5),
+        SCLOptions(mask_lr=0.1, anchor=0.05, anchor_cap=1.0, removed_gradient=0.0),
+        SCLOptions(mask_lr=0.03, anchor=0.01, anchor_cap=0.0, removed_gradient=1.0, anneal="step"),
+        SCLOptions(anneal="constant"),
+    ]
+    learned_masks(different)
+    learned_masks(different, decay=0.2)
+    learned_masks([SCLOptions(scale="none", mask_lr=rate, anchor=0.0) for rate in (0.5, 1.0)], same_bits=True)
+    learned_masks([SCLOptions(scale="none", mask_lr=0.5, removed_gradient=0.25)] * 2, same_bits=True)
+    learned_masks([SCLOptions(removed_gradient=1.0)] * 34)  # more than one launch treats
+
+
 if __name__ == "__main__":
     torch.manual_seed(0)
     budgets()
+    all_learned_masks()
     for sizes in [(2, 2, 8, 8, 3, 16, 1), (2, 1, 8, 8, 16, 16, 1), (1, 2, 8, 8, 16, 32, 2), (2, 1, 4, 4, 64, 64, 1),
                   (2, 1, 6, 6, 12, 20, 1), (1, 1, 7, 5, 8, 16, 2), (1, 1, 4, 4, 80, 72, 1)]:  # fmt: skip
         convolution(*sizes)

@@ -121,7 +121,7 @@ def test_variants_of_a_method_race_each_other(tmp_path: Path) -> None:
     assert f"| {title} |" in page
     assert f"| {title}, estimator=leaky_relu, two_pass=True |" in page
     for wrong in ("scl:mask_lr", "scl:rewind=rate"):
-        with pytest.raises(ValueError, match="expected scl:SETTING=VALUE with one of weight_decay, mask_lr"):
+        with pytest.raises(ValueError, match="expected scl:SETTING=VALUE with one of weight_decay, estimator"):
             compare(replace(SMALL, methods=(wrong,)), tmp_path, device=CPU)
 
 

@@ -21,15 +21,14 @@ from gossamer.lab.models.densenet import DenseNet
 from gossamer.lab.models.resnet import BasicBlock, ResNet
 from gossamer.lab.models.wide_resnet import WideResNet
 from gossamer.methods import METHODS
-from gossamer.methods.attach import Attached
 from gossamer.methods.lottery import rewound
 from gossamer.methods.scl import SCLOptions
-from gossamer.schedule import Plan, connections_left
-from gossamer.settings import Settings
+from gossamer.schedule import Plan, nonzeros_left
+from gossamer.settings import Phases
 
 CPU = torch.device("cpu")
 RACE = Race(warmup=1, sparsify=2, stabilise=1, finetune=1, batch_size=8, learning_rate=0.05, floor=0.02)
-PHASES = Settings(warmup="1ep", sparsify="2ep", stabilise="1ep", floor=RACE.floor)
+PHASES = Phases(warmup="1ep", sparsify="2ep", stabilise="1ep", floor=RACE.floor)
 
 
 def data() -> ImageSet:
@@ -66,40 +65,18 @@ def alone(member: Member) -> tuple[nn.Module, float]:
     optimizer = torch.optim.SGD(net.parameters(), lr=1.0, momentum=0.9, weight_decay=member.weight_decay)
     steps = len(images.train) // RACE.batch_size
     sparsifier = None
-    options = member.settings
-    if isinstance(options, SCLOptions):
+    if member.method != "dense":
         sparsifier = gossamer.Sparsifier(
             net,
             optimizer,
-            sparsity=member.sparsity if options.decay is None else None,
-            decay=options.decay,
+            method=member.method,
+            sparsity=member.sparsity if member.decay is None else None,
+            decay=member.decay,
             total_steps=RACE.epochs * steps,
             steps_per_epoch=steps,
-            warmup=PHASES.warmup,
-            sparsify=PHASES.sparsify,
-            stabilise=PHASES.stabilise,
-            mask_lr=options.mask_lr,
-            scale=options.scale,
-            mask_momentum=options.mask_momentum,
-            estimator=options.estimator,
-            anneal=options.anneal,
-            anchor=options.anchor,
-            anchor_cap=options.anchor_cap,
-            removed_gradient=options.removed_gradient,
-            floor=RACE.floor,
-        )
-    elif member.method != "dense":
-        sparsifier = Attached(
-            net,
-            optimizer,
-            member.method,
-            sparsity=member.sparsity,
-            total_steps=RACE.epochs * steps,
-            steps_per_epoch=steps,
-            phases=PHASES,
-            settings=asdict(member.settings),
             seed=member.seed,
-            rate=_rewound if METHODS[member.method].rewinds else None,
+            learning_rate=_rewound,
+            **{**asdict(member.options), **asdict(PHASES)},
         )
     scale, shift = (each.double() for each in scale_and_shift(images.mean, images.std))
     for epoch in range(RACE.epochs):
@@ -152,7 +129,7 @@ def test_the_papers_settings_equal_the_sparsifier_too() -> None:
 
 
 def test_every_method_is_the_same_alone_with_any_optimizer() -> None:
-    """The rules on the rows of a race, and on a model with torch's SGD."""
+    """Each method in batched training, and in a Sparsifier with torch's SGD."""
     _all_equal_their_runs_alone([Member(seed=5, method=name, sparsity=0.7) for name in METHODS])
 
 
@@ -175,9 +152,9 @@ def _all_equal_their_runs_alone(members: list[Member]) -> list[Outcome]:
         assert outcome.connections_by_tensor == tuple(int((weight != 0).sum()) for weight in weights), member
         assert outcome.accuracy == pytest.approx(accuracy)
         total = sum(weight.numel() for weight in weights)
-        if isinstance(member.settings, SCLOptions) and member.settings.decay is not None:
+        if member.decay is not None:
             continue
-        if member.rule.structured:
+        if member.method_type.structured:
             assert abs(outcome.sparsity - member.sparsity) < 0.1
             continue
         kept = total - int(total * (0.0 if member.method == "dense" else member.sparsity) + 0.5)
@@ -200,7 +177,7 @@ def test_connections_are_counted_where_they_are_not_zero() -> None:
         kept = total - int(total * (0.0 if member.method == "dense" else 0.1) + 0.5)
         if member.method == "rigl":
             assert kept - 20 < left < kept
-        elif not member.rule.structured:
+        elif not member.method_type.structured:
             assert left == kept
 
 
@@ -227,7 +204,7 @@ def test_removed_for_good_means_zero_for_good() -> None:
         assert not (learner.mask & ~before).any()
         assert (stack.variables[:, :total][~learner.mask] == 0).all()
         assert int(learner.mask[1].sum()) == keep
-        assert int(learner.mask[0].sum()) == connections_left((number + 1) / 16, total, keep)
+        assert int(learner.mask[0].sum()) == nonzeros_left((number + 1) / 16, total, keep)
         before = learner.mask.clone()
 
 

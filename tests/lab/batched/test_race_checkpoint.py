@@ -100,7 +100,7 @@ def test_two_are_kept_and_a_damaged_one_never_pushes_out_a_whole_one(tmp_path: P
         pickle.dumps({"weight": [1.0]}),
         save({"weight": torch.zeros(1)}),
         *(save({"weight": torch.zeros(1)}, metadata={"race": told}) for told in ("[]", "3", "{", "[" * 100_000)),
-        save({"weight": torch.zeros(1)}, metadata={"race": json.dumps({"format": 1, "crc32": "none"})}),
+        save({"weight": torch.zeros(1)}, metadata={"race": json.dumps({"format": 2, "crc32": "none"})}),
     ],
     ids=["empty", "length", "pickle", "plain", "list", "number", "torn", "deep", "checksum"],
 )

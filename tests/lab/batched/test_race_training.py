@@ -9,12 +9,11 @@ import numpy as np
 import pytest
 import torch
 from batched.test_race import CPU, PHASES, RACE, data, network
-from methods.test_captured import Watch
+from methods.test_captured import Watch, as_on_a_gpu
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import gossamer
-from gossamer import budget
 from gossamer.lab.batched import Member, Outcome, run_race
 from gossamer.lab.batched.averaging import averaging_rates
 from gossamer.lab.batched.compare import Comparison, _name
@@ -377,7 +376,7 @@ def test_a_step_with_all_of_it_can_be_captured(last: int, monkeypatch: pytest.Mo
         Member.of(1, sparsity=0.7, distil=0.5, teacher="trunk", average_tail=0.6, removed_weight_decay=0.0),
         Member.of(1, sparsity=0.7, distil=0.5, average_decay=0.9, finetune_weight_decay=0.01),
     ]
-    monkeypatch.setattr(budget, "_one_by_one", lambda matrix: False)  # as on a GPU
+    as_on_a_gpu(monkeypatch)
     seen = []
     for runs in ([Member(1, "dense"), Member(1)], members):
         running = Running(RACE.common, lanes_of(RACE, runs, STEPS), data(), network, device=CPU, dtype=torch.float64)

@@ -276,28 +276,30 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(
     ]
 
 
-def test_a_checkpoint_that_counts_whole_epochs_is_still_read(tmp_path: Path) -> None:
+def test_checkpoints_of_older_versions_and_impossible_ones_are_refused(tmp_path: Path) -> None:
     def fresh() -> Running:
         make, device = (lambda: networks.create(BASE, 10)), torch.device("cpu")
         lanes = [lane_of(BASE, PER_EPOCH)]
         return Running(common_of(BASE), lanes, images(), make, device=device, dtype=torch.float32)
 
     first, path = fresh(), tmp_path / "race.safetensors"
-    for epoch in range(2):
-        first.epoch(epoch)
+    first.epoch(0)
     first.save(path)
     found = checkpoint.read(path)
     assert found is not None
-    about = {**found[1], "epochs": found[1]["steps"] // PER_EPOCH}
-    del about["steps"]
-    save_file(load_file(path), path, metadata={"race": json.dumps(about)})
-    again = fresh()
-    assert (again.go_on_from(path), again.done) == (2, 10)
-    for race in (first, again):
-        race.epoch(2)
-        race.epoch(3)
-    assert again.outcomes() == first.outcomes()
+
+    def tell(**changes: Any) -> None:
+        save_file(load_file(path), path, metadata={"race": json.dumps({**found[1], **changes})})
+
+    tell()
+    assert fresh().go_on_from(path) == 1
     for wrong in (0, 21, "5", None):
-        save_file(load_file(path), path, metadata={"race": json.dumps({**found[1], "steps": wrong})})
+        tell(steps=wrong)
         with pytest.raises(ValueError, match=f"expected 1 to 20 steps in the checkpoint .*, got {wrong!r}: delete it"):
             fresh().go_on_from(path)
+    tell(seconds=None)
+    with pytest.raises(ValueError, match=r"expected the seconds of training in the checkpoint .*, got None: delete it"):
+        fresh().go_on_from(path)
+    tell(format=1)
+    with pytest.raises(ValueError, match=r"race in format 2, got 1 in .*: go on with the version .* or delete it"):
+        fresh().go_on_from(path)

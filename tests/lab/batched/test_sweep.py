@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from methods.test_captured import Watch
+from methods.test_captured import Watch, as_on_a_gpu
 from torch.nn import functional as F
 
 import gossamer
-from gossamer import Sparsifier, budget, cli
+from gossamer import Sparsifier, cli
 from gossamer.lab.batched import runs_of, sweep, sweeps
 from gossamer.lab.batched.lanes import seats, turns
 from gossamer.lab.batched.race import Running
@@ -24,7 +24,6 @@ from gossamer.lab.training import networks
 from gossamer.lab.training.optimise import learning_rate
 from gossamer.lab.training.run import Run
 from gossamer.methods import METHODS
-from gossamer.methods.attach import Attached
 from gossamer.methods.lottery import rewound
 from gossamer.schedule import Plan, make_plan
 
@@ -51,33 +50,28 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def alone(run: Run) -> torch.nn.Module:
-    """The same run with nothing stacked, in double precision: torch's SGD, the Sparsifier, the peers attached."""
+    """The same run alone, in double precision: torch's SGD and the Sparsifier."""
     torch.manual_seed(run.seed)
     network = networks.create(run, 10).double()
     batches = Batches.training(images(), run.batch_size, seed=run.seed, dtype=torch.float64)
     per_epoch = len(batches)
     total = run.epochs * per_epoch
     optimizer = torch.optim.SGD(network.parameters(), lr=1.0, momentum=run.momentum, weight_decay=run.weight_decay)
-    sparsifier: Sparsifier | Attached | None = None
-    if run.method == "scl":
-        options: dict[str, Any] = {**run.settings, "sparsity": run.sparsity, "decay": run.decay}
+    sparsifier: Sparsifier | None = None
+    if run.method != "dense":
         sparsifier = Sparsifier(
-            network, optimizer, total_steps=total, steps_per_epoch=per_epoch, preset=run.preset, **options
-        )
-    elif run.method != "dense":
-        assert run.sparsity is not None
-        sparsifier = Attached(
             network,
             optimizer,
-            run.method,
+            method=run.method,
             sparsity=run.sparsity,
+            decay=run.decay,
             total_steps=total,
             steps_per_epoch=per_epoch,
-            phases=run.mask_settings,
-            settings=run.method_settings,
+            preset=run.preset,
             seed=run.seed,
+            **dict[str, Any](run.settings),
         )
-    phases = run.mask_settings
+    phases = run.phases
     durations = {"warmup": phases.warmup, "sparsify": phases.sparsify, "stabilise": phases.stabilise}
     plan = make_plan(total, steps_per_epoch=per_epoch, **durations) if sparsifier is None else sparsifier.plan
     rewinds = METHODS[run.method].rewinds
@@ -157,7 +151,7 @@ def test_a_trunk_is_shared_until_masks_begin_or_rates_part() -> None:
 
 def test_a_step_with_runs_in_all_phases_can_be_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     """A trunk, masks that learn and masks that are frozen: no look at values, no data from the host."""
-    monkeypatch.setattr(budget, "_one_by_one", lambda matrix: False)  # as on a GPU
+    as_on_a_gpu(monkeypatch)
     short = {**PHASES, "warmup": "3it", "sparsify": "3it", "stabilise": "0it"}
     runs = [replace(BASE, settings=PHASES), replace(BASE, settings=short), replace(BASE, method="dense", sparsity=None)]
     lanes = [lane_of(run, 6) for run in runs]
@@ -166,7 +160,7 @@ def test_a_step_with_runs_in_all_phases_can_be_captured(monkeypatch: pytest.Monk
     )
     stack.epoch(0)
     stack.turn(6)
-    assert [type(team.rule).__name__ for team in stack.learner.teams] == ["SCL", "Frozen", "Dense"]
+    assert [type(team.method).__name__ for team in stack.learner.teams] == ["SCL", "Frozen", "Dense"]
     stack.feed.begin_epoch(1)
     places = {name: tensor.data_ptr() for name, tensor in stack.learner.tensors().items()}
     watch = Watch()

@@ -7,7 +7,8 @@ import pytest
 from gossamer.lab import data, models
 from gossamer.lab.recipes import RECIPES, Published, Recipe, find, names
 from gossamer.lab.training import Run
-from gossamer.lab.training.methods import METHODS
+from gossamer.methods import METHODS
+from gossamer.methods.scl import SCLOptions
 from gossamer.schedule import Plan, make_plan
 
 
@@ -23,12 +24,12 @@ def test_every_recipe_is_of_known_parts_and_its_phases_fit(recipe: Recipe) -> No
     assert run.data in data.names()
     assert run.method in METHODS
     assert Run.from_dict(run.to_dict()) == run
-    settings = run.mask_settings
+    phases = run.phases
     plan = make_plan(
         run.epochs * 100,
-        warmup=settings.warmup,
-        sparsify=settings.sparsify,
-        stabilise=settings.stabilise,
+        warmup=phases.warmup,
+        sparsify=phases.sparsify,
+        stabilise=phases.stabilise,
         steps_per_epoch=100,
     )
     assert plan.finetune > 0
@@ -54,14 +55,14 @@ def test_the_number_of_the_paper_that_belongs_to_a_recipe(name: str, value: floa
 
 def test_the_schedule_of_the_paper_on_cifar() -> None:
     run = find("cifar10-resnet20-paper").run
-    settings = run.mask_settings
+    phases, options = run.phases, run.options
+    assert isinstance(options, SCLOptions)
     assert (run.batch_size, run.lr, run.epochs) == (64, 0.1, 150 + 40 + 20 + 80 + 80)
-    assert (settings.warmup, settings.stabilise, settings.scale) == ("150ep", "20ep", "batch")
+    assert (phases.warmup, phases.stabilise, options.scale) == ("150ep", "20ep", "batch")
 
 
 def steps(recipe: Recipe, steps_per_epoch: int) -> Plan:
-    settings = recipe.run.mask_settings
-    phases = {name: getattr(settings, name) for name in ("warmup", "sparsify", "stabilise")}
+    phases = {name: getattr(recipe.run.phases, name) for name in ("warmup", "sparsify", "stabilise")}
     return make_plan(recipe.run.epochs * steps_per_epoch, steps_per_epoch=steps_per_epoch, **phases)
 
 
@@ -82,7 +83,7 @@ def test_our_phases_on_imagenet_are_whole_epochs_at_the_length_of_the_recipe() -
 @pytest.mark.parametrize("recipe", RECIPES, ids=names())
 @pytest.mark.parametrize("epochs", [1, 12])
 def test_phases_shrink_with_the_run_or_it_is_told_what_to_set(recipe: Recipe, epochs: int) -> None:
-    given = {name: getattr(recipe.run.mask_settings, name) for name in ("warmup", "sparsify", "stabilise")}
+    given = {name: getattr(recipe.run.phases, name) for name in ("warmup", "sparsify", "stabilise")}
     in_epochs = any(duration.endswith("ep") for duration in given.values())
     assert in_epochs == (recipe.name.endswith("-paper") and recipe.run.data != "wikitext2")
     if not in_epochs:

@@ -10,7 +10,7 @@ from gossamer import cli
 from gossamer.lab.reproduce import map_fitting
 from gossamer.lab.reproduce.map_fitting import Fit, fit_masks, reproduce
 from gossamer.lab.training.lock import NAME
-from gossamer.method import ESTIMATORS
+from gossamer.methods.scl import ESTIMATORS
 
 
 def test_masks_are_recovered_by_identity_and_not_by_clipped_relu() -> None:

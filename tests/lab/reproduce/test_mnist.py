@@ -158,7 +158,7 @@ def test_the_entries_are_the_tables_of_the_paper() -> None:
     whole = [e.run for e in found if e.part == "decay" and e.run.settings["sparsify"] == "25ep"]
     assert all(run.settings["warmup"] == "15ep" and run.epochs == 55 for run in whole)
     assert {e.run.sparsity for e in found if e.part == "default"} == {0.34, 0.913, 0.95, 0.962, 0.988, 0.998}
-    assert all(e.run.mask_settings.start == "constant" and e.run.lr == 0.1 for e in found if e.part == "estimator")
+    assert all(e.run.options.start == "constant" and e.run.lr == 0.1 for e in found if e.part == "estimator")
     with pytest.raises(ValueError, match="at least 1 seed and 3 epochs"):
         mnist.entries(seeds=1, epochs=2)
 

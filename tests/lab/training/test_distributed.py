@@ -27,7 +27,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReq
             [*launcher, program, str(two), request.param], stdout=log, stderr=subprocess.STDOUT, start_new_session=True
         )
         try:
-            process.wait(timeout=120)
+            process.wait(timeout=300)
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)  # its processes too: they would wait for each other forever

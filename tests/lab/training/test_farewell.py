@@ -76,7 +76,7 @@ def test_only_an_error_that_may_come_of_the_signal_is_the_stop_that_was_asked_fo
         raise error
 
     monkeypatch.setattr(step.Step, "__call__", fails)
-    assert cli.run(cli.Train("digits", tmp_path, set=(("device=cpu",),))) == code
+    assert cli.run(cli.Train("digits", tmp_path, {}, set=(("device=cpu",),))) == code
     assert words in capsys.readouterr().err
 
 
@@ -123,7 +123,7 @@ def test_of_a_second_interrupt(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(cli.train, "train", stop)
-    assert cli.run(cli.Train("digits", tmp_path)) == 130
+    assert cli.run(cli.Train("digits", tmp_path, {})) == 130
     assert capsys.readouterr().err.strip().endswith(next_time)
 
 
@@ -134,7 +134,7 @@ def test_commands_that_keep_nothing_promise_nothing(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(cli.Sweep, "carry_out", stop)
-    assert cli.run(cli.Sweep("digits", Path("somewhere"), grid=())) == 130
+    assert cli.run(cli.Sweep("digits", Path("somewhere"), {}, grid=())) == 130
     assert capsys.readouterr().err.endswith("resumes the rest, from a checkpoint if there is one\n")
     monkeypatch.setattr(cli.List, "carry_out", stop)
     assert cli.run(cli.List()) == 130

@@ -102,7 +102,7 @@ def test_what_a_run_says_is_kept(said: str, expected: Mode) -> None:
         (SPARSE, Place(torch.device("cuda", 1), rank=1, world=2), "2 processes have to meet in every step"),
         (Run(method="scl", decay=0.1, leave_at=0.9), GPU, "with leave_at the host has to look at the sparsity"),
         (SPARSE.with_settings(["settings.scale=per_sample"]), GPU, "scale=per_sample watches the forward pass"),
-        (Run(method="peer", sparsity=0.5), GPU, "only steps of dense and scl can be replayed, not of method=peer"),
+        (Run(method="rigl", sparsity=0.5), GPU, "only steps of dense and scl can be replayed, not of method=rigl"),
     ],
 )
 def test_what_cannot_be_captured_is_left_eager_or_refused(run: Run, place: Place, reason: str) -> None:

@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 
 from gossamer.lab.training.run import FORMAT, Run
-from gossamer.settings import Settings
+from gossamer.methods.hyperflux import HyperfluxOptions
+from gossamer.methods.scl import SCLOptions
+from gossamer.settings import Phases
 
 SPARSE = Run(model="lenet300", data="mnist", method="scl", sparsity=0.95, settings={"mask_lr": 0.5}, epochs=3)
 
@@ -64,12 +66,12 @@ def test_settings_are_read_by_the_type_of_their_field(text: str, name: str, valu
 
 
 def test_the_scale_called_none_is_a_name() -> None:
-    assert SPARSE.with_settings(["settings.scale=none"]).mask_settings.scale == "none"
+    assert SPARSE.with_settings(["settings.scale=none"]).options == replace(SPARSE.options, scale="none")
 
 
 def test_several_settings_add_up() -> None:
     run = SPARSE.with_settings(["settings.floor=0.01", "settings.mask_lr=2", "schedule=steps", "lr_drops=2ep,0.9run"])
-    assert run.mask_settings == Settings(floor=0.01, mask_lr=2)
+    assert (run.phases, run.options) == (Phases(floor=0.01), SCLOptions(mask_lr=2.0))
     assert run.lr_drops == ("2ep", "0.9run")
 
 
@@ -138,7 +140,10 @@ def test_a_text_in_the_place_of_a_list_of_settings() -> None:
         (["fration=0.2"], "did you mean 'settings.fraction'?"),
         (["settings.fraction=much"], "settings.fraction: expected a number, got 'much'"),
         (["settings.every=2.5"], "settings.every: expected a whole number, got '2.5'"),
-        (["settings.mask_lr=2"], "unknown setting 'mask_lr' of rigl: its settings are distribution, fraction, every"),
+        (
+            ["settings.mask_lr=2"],
+            "unknown setting 'mask_lr' of method='rigl': the settings are distribution, fraction",
+        ),
         (["model=digits_cnn", "widht=4"], "did you mean 'model_options.width'?"),
     ],
 )
@@ -191,7 +196,7 @@ def test_settings_that_make_no_sense_for_their_method_are_named_one_by_one() -> 
 
 def test_a_setting_that_two_methods_call_the_same_is_read_by_the_type_of_its_own() -> None:
     peer = Run().with_settings(["settings.start=0.3", "method=hyperflux", "sparsity=0.5"])
-    assert peer.method_settings == {"start": 0.3}
+    assert peer.options == HyperfluxOptions(start=0.3)
     assert peer.run_id == Run(method="hyperflux", sparsity=0.5, settings={"start": 0.3}).run_id
 
 
@@ -215,7 +220,7 @@ def test_settings_that_another_method_does_not_know_go_with_the_one_before() -> 
         changed = longer.with_settings(["method=dpf"])
     assert changed.settings == {"warmup": "0.1run"}
     assert longer.with_settings(["method=dense", "sparsity=none"]).settings == longer.settings
-    with pytest.raises(ValueError, match="unknown setting 'scale' of dpf"):
+    with pytest.raises(ValueError, match="unknown setting 'scale' of method='dpf'"):
         Run().with_settings(["method=dpf", "sparsity=0.5", "settings.scale=none"])  # asked for, not inherited
 
 

@@ -25,7 +25,7 @@ from gossamer.lab.training.checkpoint import write_atomically
 
 T = TypeVar("T")
 ENDING = ".race.safetensors"
-_FORMAT = 1
+_FORMAT = 2  # 1 had the state of methods from before they shared one protocol
 
 
 class Damaged(ValueError):
@@ -145,7 +145,9 @@ def begun(out: Path, runs: Mapping[str, T], path_of: Callable[[Sequence[T]], Pat
                 about = _about(read_header(place, file)[1], place)
         except (OSError, ValueError):
             continue  # it is told when the runs begin
-        known = [runs[each] for each in takewhile(runs.__contains__, about.get("runs", ()))]
+        stated = about.get("runs")
+        names = [each for each in stated if isinstance(each, str)] if isinstance(stated, list) else []
+        known = [runs[each] for each in takewhile(runs.__contains__, names)]
         found += [known[:end] for end in range(1, len(known) + 1) if path_of(known[:end]) == path]
     return found
 

@@ -26,7 +26,7 @@ from gossamer.lab.batched.course import How
 from gossamer.lab.batched.entrants import entrant, preset_of
 from gossamer.lab.batched.entries import Member, Race, identity_of, lanes_of, run_race, teachers_of
 from gossamer.lab.batched.folder import Leaving, held, portions
-from gossamer.lab.batched.lanes import Outcome
+from gossamer.lab.batched.lanes import Outcome, settled
 from gossamer.lab.batched.stackable import check_floor
 from gossamer.lab.batched.teaching import check_teachers
 from gossamer.lab.data.sets import ImageSet
@@ -38,9 +38,9 @@ from gossamer.lab.training.place import check_one_process, join
 from gossamer.lab.training.result import write_json
 from gossamer.lab.training.run import Run
 from gossamer.lab.training.stopping import Interrupted, StopSignal
-from gossamer.methods import METHODS, Layout
+from gossamer.methods import METHODS
+from gossamer.methods.base import Layout
 from gossamer.methods.filters import check_reach
-from gossamer.methods.scl import SCLOptions
 from gossamer.methods.slimming import Slimming, check_gains, gains_of
 from gossamer.prunable import select
 
@@ -290,12 +290,9 @@ def record(
 
 
 def _settled(member: Member, outcome: Outcome) -> dict[str, Any]:
-    """What learned masks used, as the settings may leave it open."""
-    options = member.settings
-    if not isinstance(options, SCLOptions):
-        return {}
-    settled = options.settled(mask_steps=outcome.mask_steps, left=1.0 - outcome.sparsity)
-    return {"settled": {name: getattr(settled, name) for name in ("mask_lr", "removed_gradient")}}
+    left = None if member.decay is not None else 1.0 - outcome.sparsity
+    found = settled(member.method_type, member.options, mask_steps=outcome.mask_steps, left=left)
+    return {"settled": found} if found else {}
 
 
 def _possible(comparison: Comparison, progress: Callable[[str], None]) -> list[Member]:
@@ -313,13 +310,13 @@ def _possible(comparison: Comparison, progress: Callable[[str], None]) -> list[M
     found, usual = [], comparison.race().floor
     told: dict[str, None] = {}
     for member in comparison.members():
-        if not member.rule.structured:
+        if not member.method_type.structured:
             floor = member.to_dict().get("floor")
             check_floor(layout, member.sparsity, usual if floor is None else floor)
         try:
-            if member.rule.structured:
+            if member.method_type.structured:
                 check_reach(layout, member.sparsity)
-            if member.rule is Slimming:
+            if member.method_type is Slimming:
                 check_gains(layout)
             found.append(member)
         except ValueError as error:

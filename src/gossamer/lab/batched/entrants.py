@@ -5,23 +5,28 @@ import difflib
 from typing import Any, get_args, get_origin, get_type_hints
 
 from gossamer.lab.batched.entries import Member
-from gossamer.lab.batched.stackable import learned
 from gossamer.lab.batched.training import Training
 from gossamer.lab.training.values import parse
-from gossamer.methods import find
+from gossamer.methods import known, load
 from gossamer.methods.scl import SCL, SCLOptions
 from gossamer.settings import PRESETS, choose
 
 
 def entrant(text: str) -> tuple[str, dict[str, Any]]:
-    """A method and settings, its own or of its training, out of METHOD or METHOD:NAME=VALUE,NAME=VALUE.
+    """A method and settings, its own or of its training, out of METHOD or METHOD:NAME=VALUE,NAME=VALUE, where METHOD
+    may be my_module:MyMethod.
 
-    Values of a list are parted by slashes, as a comma begins the next setting: scl:phases=0.1/0.25/0.4/0.25.
+    Values of a list are separated by slashes, as a comma begins the next setting: scl:phases=0.1/0.25/0.4/0.25.
     """
     name, _, told = text.partition(":")
-    rule = find(name)
-    kinds = {"weight_decay": float, **get_type_hints(rule.options), **get_type_hints(Training)}
-    if rule is SCL:
+    if known(name) is None and told.partition(":")[0].isidentifier():
+        class_name, _, told = told.partition(":")
+        name = f"{name}:{class_name}"
+    method = load(name)
+    kinds = {"weight_decay": float, **get_type_hints(method.options), **get_type_hints(Training)}
+    if method.solves_targets:
+        kinds["decay"] = float | None
+    if method is SCL:
         kinds["preset"] = str
     settings: dict[str, Any] = {}
     for assignment in filter(None, told.split(",")):
@@ -40,22 +45,25 @@ def entrant(text: str) -> tuple[str, dict[str, Any]]:
             f"{text}: a comparison holds every run to the sparsities asked for, and with a fixed decay that is what "
             "comes out: leave it away, or train such runs with gossamer sweep (--grid sparsity=none decay=0.001,0.01)"
         )
-    return rule.name, {**preset(settings.pop("preset", "default")), **settings}
+    return method.name, {**preset(settings.pop("preset", "default")), **settings}
 
 
 def preset(name: str) -> dict[str, Any]:
     """The settings in which a preset of learned masks (gossamer.settings) differs from the default, in a race."""
     if name == "default":
         return {}
-    told = choose(name, {})
-    options, usual = dataclasses.asdict(learned(told)), dataclasses.asdict(SCLOptions())
-    shares = [float(duration.removesuffix("run")) for duration in (told.warmup, told.sparsify, told.stabilise)]
-    changed = {key: value for key, value in options.items() if value != usual[key]}
-    return {**changed, "floor": told.floor, "phases": (*shares, round(1.0 - sum(shares), 9))}
+    phases, options = choose(SCL, name, {})
+    assert isinstance(options, SCLOptions)
+    usual = dataclasses.asdict(SCLOptions())
+    changed = {key: value for key, value in dataclasses.asdict(options).items() if value != usual[key]}
+    if changed.pop("start", None) is not None:  # records tell such a start by its value
+        changed["start_value"] = options.constant_start
+    shares = [float(duration.removesuffix("run")) for duration in (phases.warmup, phases.sparsify, phases.stabilise)]
+    return {**changed, "floor": phases.floor, "phases": (*shares, round(1.0 - sum(shares), 9))}
 
 
 def preset_of(member: Member) -> str:
     """Its name: default where only sparsity, seed and weight decay were chosen; custom where it has none."""
     asked = (member.seed, member.method, member.sparsity, member.weight_decay)
-    named = PRESETS if member.rule is SCL else ("default",)
+    named = PRESETS if member.method_type is SCL else ("default",)
     return next((name for name in named if Member.of(*asked, **preset(name)) == member), "custom")

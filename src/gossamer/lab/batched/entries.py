@@ -10,14 +10,14 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor, nn
 
-from gossamer import method
 from gossamer.lab.batched.course import How, train_side_by_side
 from gossamer.lab.batched.lanes import Common, Lane, Outcome
 from gossamer.lab.batched.training import NAMES, Training
 from gossamer.lab.data.sets import ImageSet
-from gossamer.methods import Options, Request, Rule, find, make_options
+from gossamer.methods import find, make_options
+from gossamer.methods.base import Method, Options
 from gossamer.methods.lottery import rewound
-from gossamer.schedule import Plan
+from gossamer.schedule import Plan, cosine
 
 
 @dataclass(frozen=True)
@@ -30,22 +30,25 @@ class Member:
     weight_decay: float = 1e-4
     settings: Options | None = None  # None: the defaults of the method
     training: Training = field(default_factory=Training)
+    decay: float | None = None  # a fixed λ1, of methods that know it; the sparsity is then what comes out
 
     def __post_init__(self) -> None:
-        rule = find(self.method)
-        settings = rule.options() if self.settings is None else self.settings
-        if type(settings) is not rule.options:
+        method = find(self.method)
+        settings = method.options() if self.settings is None else self.settings
+        if type(settings) is not method.options:
             raise ValueError(
-                f"expected {rule.options.__name__} as the settings of {rule.name}, got {type(settings).__name__}"
+                f"expected {method.options.__name__} as the settings of {method.name}, got {type(settings).__name__}"
             )
         for name, what, good in (
             ("seed", "a whole number from 0 to below 2^63", 0 <= self.seed < 2**63),
             ("sparsity", "a share from 0 to below 1", 0 <= self.sparsity < 1),
             ("weight_decay", "a number of at least 0", 0 <= self.weight_decay < math.inf),
+            ("decay", "a number of at least 0, or none", self.decay is None or 0 <= self.decay < math.inf),
+            ("decay", f"none with method={method.name}", self.decay is None or method.solves_targets),
         ):
             if not good:
                 raise ValueError(f"{name}: expected {what}, got {getattr(self, name)!r}")
-        object.__setattr__(self, "method", rule.name)
+        object.__setattr__(self, "method", method.name)
         object.__setattr__(self, "settings", settings)
 
     @staticmethod
@@ -54,10 +57,11 @@ class Member:
     ) -> "Member":
         """A run with settings of its method, and of its training, by name."""
         training = Training(**{name: settings.pop(name) for name in NAMES if name in settings})
-        return Member(seed, method, sparsity, weight_decay, make_options(find(method), settings), training)
+        decay = settings.pop("decay", None) if find(method).solves_targets else None
+        return Member(seed, method, sparsity, weight_decay, make_options(find(method), settings), training, decay)
 
     @property
-    def rule(self) -> type[Rule[Any]]:
+    def method_type(self) -> type[Method[Any]]:
         return find(self.method)
 
     @property
@@ -68,7 +72,8 @@ class Member:
     def to_dict(self) -> dict[str, Any]:
         """Everything that was asked, as plain values in one level; of the training what differs from the defaults."""
         told = {"seed": self.seed, "method": self.method, "sparsity": self.sparsity, "weight_decay": self.weight_decay}
-        return {**told, **asdict(self.options), **self.training.changes()}
+        decay = {"decay": self.decay} if self.method_type.solves_targets else {}
+        return {**told, **decay, **asdict(self.options), **self.training.changes()}
 
 
 def teachers_of(members: Sequence[Member]) -> list[Member]:
@@ -108,16 +113,16 @@ class Race:
         if self.restart is not None:
             first, rest = self.warmup, self.epochs - self.warmup
             if epoch < first:
-                return self.learning_rate * method.cosine(epoch / first)
-            return self.restart * method.cosine((epoch - first) / rest)
+                return self.learning_rate * cosine(epoch / first)
+            return self.restart * cosine((epoch - first) / rest)
         if self.schedule == "cosine":
             held = self.hold * self.epochs
-            return self.learning_rate * method.cosine(max(0.0, epoch - held) / (self.epochs - held))
+            return self.learning_rate * cosine(max(0.0, epoch - held) / (self.epochs - held))
         masks = self.sparsify + self.stabilise
         if epoch < self.warmup:
             return self.learning_rate
         if epoch < self.warmup + masks:
-            return self.learning_rate * (0.1 + 0.9 * method.cosine((epoch - self.warmup) / masks))
+            return self.learning_rate * (0.1 + 0.9 * cosine((epoch - self.warmup) / masks))
         return self.learning_rate * (0.1 if epoch < self.warmup + masks + self.finetune / 2 else 0.01)
 
 
@@ -154,15 +159,18 @@ def _lane(race: Race, member: Member, steps_per_epoch: int) -> Lane:
     return Lane(
         name=f"{member.method} with seed {member.seed}",
         identity=identity_of(race, member),
-        rule=member.rule,
-        request=Request(member.sparsity, member.seed, member.options),
-        plan=member.rule.phases(plan),
-        rates=_rates(own, steps_per_epoch, again=member.rule.rewinds),
+        method_type=member.method_type,
+        options=member.options,
+        sparsity=member.sparsity,
+        seed=member.seed,
+        plan=member.method_type.phases(plan),
+        rates=_rates(own, steps_per_epoch, again=member.method_type.rewinds),
         weight_decay=member.weight_decay,
         momentum=race.momentum,
-        floor=race.floor,
+        min_density=race.floor,
         training=member.training,
         average_from=plan.warmup,
+        decay=member.decay,
     )
 
 

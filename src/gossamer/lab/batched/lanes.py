@@ -2,21 +2,22 @@
 
 A run that does not learn masks yet is a dense network, and dense networks with the same seed, learning rates and weight
 decay are the same network: they share one row, the trunk, until their masks begin or their learning rates part. From
-then on each has a row of its own. Runs whose masks are learned by one rule, with the same phases, are a team: they sit
-side by side, and begin and freeze together.
+then on each has a row of its own. Runs whose masks are learned by one method object, with the same phases, are a team:
+they sit side by side, and begin and freeze together.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from itertools import chain
 from typing import Any
 
 from torch import Tensor
 
 from gossamer.lab.batched.training import Training
-from gossamer.methods import Request, Rule
+from gossamer.methods.base import Layout, Method, Options, Request
 from gossamer.methods.dense import Dense
 from gossamer.schedule import Plan
+from gossamer.target import make_target
 
 
 @dataclass(frozen=True)
@@ -34,31 +35,37 @@ class Lane:
 
     name: str  # in messages
     identity: str  # all that decides what comes out, so that a checkpoint of other runs is recognised
-    rule: type[Rule[Any]]
-    request: Request[Any]
+    method_type: type[Method[Any]]
+    options: Options
+    sparsity: float
+    seed: int
     plan: Plan | None  # None for a dense network that is its trunk to the end
     rates: Tensor  # the learning rate of each step, in double precision
     weight_decay: float
     momentum: float
-    floor: float  # share of each tensor that is never removed
+    min_density: float  # share of each tensor that is never pruned
     training: Training = field(default_factory=Training)  # once it has a row of its own
     average_from: int = 0  # the step at which an exponential mean of its weights begins
+    decay: float | None = None  # a fixed λ1 instead of the sparsity
 
     def __post_init__(self) -> None:
-        if self.plan is None and (self.rule is not Dense or self.training.changes()):
+        if self.plan is None and (self.method_type is not Dense or self.training.changes()):
             raise ValueError(f"run {self.name}: expected phases for every run but a plain dense one, got none")
         if self.plan is not None and self.plan.total != len(self.rates):
             raise ValueError(f"run {self.name}: expected {self.plan.total} learning rates, got {len(self.rates)}")
 
-    @property
-    def seed(self) -> int:
-        return self.request.seed
+    def request(self, layout: Layout) -> Request[Any]:
+        """What it asks of its method."""
+        target = None
+        if self.decay is not None:
+            target = make_target(layout.sizes, decay=self.decay, floors=[0] * len(layout.sizes))
+        return Request(self.sparsity, self.seed, self.options, target)
 
     @property
     def team(self) -> tuple[Any, ...]:
-        """Runs with the same one follow one rule together."""
-        options = self.request.settings
-        return self.rule.name, *(getattr(options, name) for name in self.rule.apart), self.plan, self.floor
+        """Runs with the same one share one method object."""
+        shared = (getattr(self.options, name) for name in self.method_type.shared)
+        return self.method_type.name, *shared, self.decay, self.plan, self.min_density
 
     @property
     def turns(self) -> tuple[int, ...]:
@@ -92,6 +99,13 @@ class Outcome:
     plain_accuracy: float | None = None  # of the last weights, where `accuracy` is of averaged or recalibrated ones
     plain_validation_accuracy: float | None = None
     seconds_before: float = field(default=0.0, compare=False)  # of all runs together, in sittings that were cut short
+
+
+def settled(method: type[Method[Any]], options: Options, *, mask_steps: int, left: float | None) -> dict[str, float]:
+    """The values in use of settings that a run may leave open, for its record."""
+    chosen, usual = (method.resolve(each, mask_steps=mask_steps, left=left) for each in (options, method.options()))
+    open_ones = [each.name for each in fields(chosen) if each.default is None and getattr(usual, each.name) is not None]
+    return {name: getattr(chosen, name) for name in open_ones}
 
 
 @dataclass(frozen=True)

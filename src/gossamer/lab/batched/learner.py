@@ -1,6 +1,6 @@
-"""The step of all runs at once: SGD on the weight variables, and for each team of runs the rule of their method.
+"""The step of all runs at once: SGD on the dense weights, and for each group of runs their method.
 
-The matrices have a row for each run, as in stack.py; the rows of one team lie side by side, and its rule (see
+The matrices have a row for each run, as in stack.py; the rows of one group are adjacent, and its method (see
 gossamer.methods) sees only those. Everything a step needs is read from tensors on the device, so a captured step can be
 replayed without a word from the host.
 """
@@ -13,15 +13,15 @@ import torch
 from torch import Tensor
 
 from gossamer.lab.batched.stack import NetworkStack
-from gossamer.methods.rule import Rule, Timeline
+from gossamer.methods.base import MatrixStep, Method, Timeline
 
 
 @dataclass(frozen=True, eq=False)
 class Team:
-    """Rows that follow one rule."""
+    """Rows that follow one method."""
 
     rows: slice
-    rule: Rule[Any]
+    method: Method[Any]
     timeline: Timeline
 
 
@@ -54,14 +54,14 @@ class StackedLearner:
         self.average = None if self.average is None else self.average[index]
 
     def seat(self, teams: Sequence[Team], *, averages: bool = False) -> None:
-        """Give every row its rule; with `averages` a mean of the variables is kept as well."""
+        """Give every row its method; with `averages` a mean of the variables is kept as well."""
         if averages and self.average is None:
             self.average = self.stack.variables.clone()
-        known = [team.rule for team in self.teams]
+        known = [team.method for team in self.teams]
         self.teams = list(teams)
         for team in teams:
-            if team.rule not in known:
-                team.rule.settle_(self.weights(team))  # what is not there from the start
+            if team.method not in known:
+                team.method.project(self.weights(team))  # what is not there from the start
         self.show()
 
     def weights(self, team: Team) -> Tensor:
@@ -73,12 +73,12 @@ class StackedLearner:
         rate = tables.learning_rate.index_select(0, self.step).view(-1, 1)
         for team in self.teams:
             team.timeline.rate.copy_(rate[team.rows])
-            if team.rule.penalises:
-                team.rule.penalise_(gradient[team.rows, count:], self.stack.variables[team.rows, count:])
-            team.rule.learn_(gradient[team.rows, :count], self.weights(team))
+            if team.method.penalizes:
+                team.method.add_penalty(gradient[team.rows, count:], self.stack.variables[team.rows, count:])
+            team.method.update_masks(MatrixStep(gradient[team.rows, :count], self.weights(team), self.stack.layout))
         self._descend(gradient, rate, tables)
         for team in self.teams:
-            team.rule.settle_(self.weights(team))
+            team.method.project(self.weights(team))
             team.timeline.clock += 1
         if tables.averaging is not None and self.average is not None:
             self.average.lerp_(self.stack.variables, tables.averaging.index_select(0, self.step).view(-1, 1))
@@ -86,23 +86,23 @@ class StackedLearner:
         self.step += 1
 
     def refresh(self, steps: int) -> None:
-        """What rules do now and then, after so many steps of the run."""
+        """Update the topology where that is due after this many steps of the run."""
         changed = False
         for team in self.teams:
             done = steps - team.timeline.plan.warmup  # of its mask phases
-            if not team.rule.due(done):
+            if not team.method.topology_due(done):
                 continue
             changed = True
-            fresh = team.rule.refresh_(self.weights(team), done)
+            fresh = team.method.update_topology(self.weights(team), done)
             if fresh is not None:
                 self.velocity[team.rows, : self.stack.connections].masked_fill_(fresh, 0.0)
         if changed:
             self.show()
 
     def show(self) -> None:
-        """Let the forward pass read what the weight variables and rules say now."""
+        """Write the weights of the next forward pass."""
         for team in self.teams:
-            team.rule.show_(self.weights(team), self.stack.shown[team.rows])
+            team.method.apply_masks(self.weights(team), self.stack.shown[team.rows])
         self.stack.show()
 
     def take_average(self) -> None:
@@ -110,7 +110,7 @@ class StackedLearner:
         assert self.average is not None
         self.stack.variables.copy_(self.average)
         for team in self.teams:
-            team.rule.settle_(self.weights(team))
+            team.method.project(self.weights(team))
         self.show()
 
     def tensors(self) -> dict[str, Tensor]:
@@ -121,12 +121,12 @@ class StackedLearner:
             found["average"] = self.average
         for number, team in enumerate(self.teams):
             found[f"team{number}.clock"] = team.timeline.clock
-            found |= {f"team{number}.{name}": tensor for name, tensor in team.rule.state().items()}
+            found |= {f"team{number}.{name}": tensor for name, tensor in team.method.state().items()}
         return found
 
     @property
     def mask(self) -> Tensor:
-        return torch.cat([team.rule.mask for team in self.teams])
+        return torch.cat([team.method.mask for team in self.teams])
 
     @property
     def left(self) -> Tensor:

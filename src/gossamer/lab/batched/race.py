@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from gossamer.lab.batched.averaging import averaging_rates, recalibrate_
@@ -25,10 +25,9 @@ from gossamer.lab.batched.teaching import FrozenTrunks, Lessons, check_teachers,
 from gossamer.lab.batched.training import Training
 from gossamer.lab.data.sets import ImageSet, Labelled
 from gossamer.lab.training.capture import Captured
-from gossamer.methods import Layout, Timeline
+from gossamer.methods.base import Context, Timeline
 from gossamer.methods.dense import Dense
 from gossamer.methods.frozen import Frozen
-from gossamer.methods.slimming import gains_of
 from gossamer.schedule import Plan, sparse_weight_decay
 
 _RECALIBRATION = 200  # training batches whose statistics batch norms get anew
@@ -65,22 +64,22 @@ class Running:
             torch.manual_seed(self.lanes[row[0]].seed)
             networks.append(make_network())
         self.learner = StackedLearner(NetworkStack(networks, device=device, dtype=dtype))
-        self._try_rules()
+        self._try_methods()
         self._losses = torch.zeros(len(lanes), device=device)  # a lane, not a row
         self.train_loss = torch.zeros_like(self._losses)
         self._teams: dict[tuple[Any, ...], Team] = {}
         self.turn(0)
 
-    def _try_rules(self) -> None:
-        """Begin every kind of run once with the first weights: what a rule refuses is refused before the first step."""
+    def _try_methods(self) -> None:
+        """Create the method of every kind of run once: what it refuses is refused before the first step."""
         stack = self.learner.stack
-        kinds = {(lane.team, lane.request.sparsity, lane.request.settings): lane for lane in reversed(self.lanes)}
+        kinds = {(lane.team, lane.sparsity, lane.options): lane for lane in reversed(self.lanes)}
         for lane in kinds.values():
             if lane.plan is None:
                 continue
             weights, timeline = stack.variables[:1, : stack.connections].clone(), self._timeline(lane.plan, 1)
             try:
-                lane.rule(layout_of(stack), [lane.request], timeline, weights, floor=lane.floor)
+                lane.method_type(self._context([lane], timeline, weights))
             except ValueError as error:
                 raise ValueError(f"run {lane.name}: {error}") from error
 
@@ -127,11 +126,10 @@ class Running:
         tensors, about = found
         if {name: about.get(name) for name in self._identity()} != self._identity():
             raise ValueError(f"the checkpoint in {path} is of another race: delete it, or choose another file")
-        epochs = about.get("epochs")  # how it was told when only whole ones were written
-        done = epochs * self.feed.steps if type(epochs) is int else about.get("steps")
+        done = about.get("steps")
         if type(done) is not int or not 0 < done <= self.steps:
             raise ValueError(f"expected 1 to {self.steps} steps in the checkpoint {path}, got {done!r}: delete it")
-        seconds = about.get("seconds", 0.0)  # older files have none
+        seconds = about.get("seconds")
         if not isinstance(seconds, int | float) or not 0 <= seconds < math.inf:
             raise ValueError(f"expected the seconds of training in the checkpoint {path}, got {seconds!r}: delete it")
         self._seconds_before = float(seconds)
@@ -142,7 +140,7 @@ class Running:
         set_random_state(tensors, self.learner.stack.device)
         return done // self.feed.steps
 
-    def _tensors(self) -> dict[str, torch.Tensor]:
+    def _tensors(self) -> dict[str, Tensor]:
         found = {**self.learner.tensors(), "train_loss": self.train_loss}
         if self.done % self.feed.steps:  # in the middle of an epoch
             found["losses"] = self._losses
@@ -226,7 +224,7 @@ class Running:
             rows = slice(start, start + len(now.trunks))
             timeline = self._timeline(Plan(0, self.steps, 0, 0), len(now.trunks))
             weights = self.learner.stack.variables[rows, : self.learner.stack.connections]
-            teams.append(Team(rows, Dense(layout_of(self.learner.stack), [], timeline, weights, floor=0.0), timeline))
+            teams.append(Team(rows, Dense(self._context([], timeline, weights)), timeline))
         return teams
 
     def _team(self, lanes: Sequence[Lane], rows: slice, step: int) -> Team:
@@ -237,13 +235,12 @@ class Running:
         before = self._teams.get(first.team)
         if before is None:
             timeline = self._timeline(first.plan, len(lanes))
-            requests = [lane.request for lane in lanes]
-            rule = first.rule(layout_of(stack), requests, timeline, weights, floor=first.floor)
+            method = first.method_type(self._context(lanes, timeline, weights))
         else:
-            timeline, rule = before.timeline, before.rule
-        if first.is_frozen(step) and not isinstance(rule, Frozen):
-            rule = Frozen(rule.freeze_(weights))
-        self._teams[first.team] = Team(rows, rule, timeline)
+            timeline, method = before.timeline, before.method
+        if first.is_frozen(step) and not isinstance(method, Frozen):
+            method = Frozen(method.finalize(weights))
+        self._teams[first.team] = Team(rows, method, timeline)
         return self._teams[first.team]
 
     def _look_up(self, now: Seats, step: int) -> None:
@@ -269,6 +266,12 @@ class Running:
         stack = self.learner.stack
         return Timeline(plan, rows=rows, device=stack.device, dtype=stack.precise, epoch=self.feed.steps)
 
+    def _context(self, lanes: Sequence[Lane], timeline: Timeline, weights: Tensor) -> Context[Any]:
+        layout = self.learner.stack.layout
+        requests = [lane.request(layout) for lane in lanes]
+        density = lanes[0].min_density if lanes else 0.0
+        return Context(layout, requests, timeline, weights, min_density=density)
+
     def _step(self) -> Callable[[], None]:
         learner, tables, feed, stack = self.learner, self._tables, self.feed, self.learner.stack
         which, rows, losses, smoothing = self._seed_of_row, self._row_of_lane, self._losses, self.common.label_smoothing
@@ -289,14 +292,6 @@ class Running:
         return step
 
 
-def layout_of(stack: NetworkStack) -> Layout:
-    """Which columns of the stack are which tensor."""
-    tensors = len(stack.connection_sizes)
-    names, others = stack.names[:tensors], zip(stack.names[tensors:], stack.sizes[tensors:], strict=True)
-    shapes = tuple(tuple(stack.shapes[name]) for name in names)
-    return Layout(tuple(names), shapes, gains_of(stack.template, names, list(others)))
-
-
 def evaluate(stack: NetworkStack, feed: Feed, part: Labelled) -> list[float]:
     """The accuracy of each network, in percent."""
     stack.template.eval()
@@ -312,7 +307,7 @@ def _weight_decay(lane: Lane, training: Training, step: int) -> float:
     later = training.finetune_weight_decay
     if later is not None and lane.is_frozen(step):
         return later
-    left = 1.0 - lane.request.sparsity
+    left = 1.0 - lane.sparsity
     return sparse_weight_decay(lane.weight_decay, left=left, power=training.weight_decay_power)  # a trunk has power 0
 
 

@@ -8,6 +8,8 @@ from torch import Tensor, nn
 from torch.func import functional_call, vmap
 
 from gossamer.lab.batched.blocks import plain, stackable
+from gossamer.methods.base import Layout
+from gossamer.methods.slimming import gains_of
 from gossamer.prunable import select
 
 
@@ -30,6 +32,7 @@ class NetworkStack:
         self.sizes = [shape.numel() for shape in shapes]
         self.connection_sizes = self.sizes[: len(connections)]
         self.connections = sum(self.connection_sizes)
+        self.layout = self._lay_out()
         self.variables = torch.stack([self._row(network) for network in networks]).to(device, self.precise)
         self.buffers = {
             name: torch.stack([self._buffer(network.get_buffer(name)) for network in networks])
@@ -92,6 +95,13 @@ class NetworkStack:
             for name, buffer in self.buffers.items():
                 network.get_buffer(name).copy_(buffer[row])
         return network
+
+    def _lay_out(self) -> Layout:
+        """Which columns are which tensor."""
+        tensors = len(self.connection_sizes)
+        names, others = self.names[:tensors], zip(self.names[tensors:], self.sizes[tensors:], strict=True)
+        shapes = tuple(tuple(self.shapes[name]) for name in names)
+        return Layout(tuple(names), shapes, gains_of(self.template, names, list(others)))
 
     def _make_leaves(self) -> None:
         """The leaves are views into two matrices, so that all can be filled at once.

@@ -12,13 +12,14 @@ from gossamer.lab.data import kind_of
 from gossamer.lab.data.sets import ImageSet
 from gossamer.lab.training.optimise import learning_rate, plan_without_masks
 from gossamer.lab.training.run import Run
-from gossamer.methods import Layout, Options, Request, find, make_options
+from gossamer.methods import find
+from gossamer.methods.base import Layout, min_nonzeros
 from gossamer.methods.dense import Dense
 from gossamer.methods.filters import check_reach
 from gossamer.methods.lottery import rewound
 from gossamer.methods.scl import SCLOptions
 from gossamer.schedule import Plan, make_plan
-from gossamer.settings import Settings
+from gossamer.settings import Phases
 
 _DEFAULT = Run()
 # What runs of one stack may differ in. Everything else they share.
@@ -40,10 +41,10 @@ def why_not(run: Run) -> list[str]:
         told.append("model='indrnn'")
     if kind_of(run.data) in ("folder", "text"):
         told.append(f"data={run.data!r}")
-    if run.method == "scl":
-        settings = run.mask_settings
-        told += ["settings.scale='per_sample'"] if settings.scale == "per_sample" else []
-        told += [f"settings.mask_momentum={settings.mask_momentum}"] if settings.mask_momentum else []
+    options = run.options
+    if run.method == "scl" and isinstance(options, SCLOptions):
+        told += ["settings.scale='per_sample'"] if options.scale == "per_sample" else []
+        told += [f"settings.mask_momentum={options.mask_momentum}"] if options.mask_momentum else []
     elif run.method != "dense" and run.sparsity is None:
         told.append(f"decay={run.decay} with method={run.method}")
     return told
@@ -69,7 +70,7 @@ def check_reachable(runs: list[Run], layout: Layout) -> None:
             if find(run.method).structured:
                 check_reach(layout, run.sparsity)
             else:
-                check_floor(layout, run.sparsity, run.mask_settings.floor)
+                check_floor(layout, run.sparsity, run.phases.floor)
         except ValueError as error:
             problems.append(f"run {run.run_id}, method={run.method}: {error}")
     if problems:
@@ -79,7 +80,7 @@ def check_reachable(runs: list[Run], layout: Layout) -> None:
 def check_floor(layout: Layout, sparsity: float, floor: float) -> None:
     if not 0 <= sparsity < 1:
         raise ValueError(f"expected sparsity to be a share from 0 to below 1, such as 0.95, got {sparsity}")
-    least, left = sum(layout.floors(floor)), layout.keep(sparsity)
+    least, left = sum(min_nonzeros(layout.sizes, floor)), layout.keep(sparsity)
     if least > left:
         raise ValueError(
             f"sparsity={sparsity} leaves {left} connections, but the floor keeps {least} of them: ask for less, or "
@@ -105,52 +106,31 @@ def images_of(run: Run, images: ImageSet) -> ImageSet:
 
 def lane_of(run: Run, steps_per_epoch: int) -> Lane:
     """A run that `check` has nothing against."""
-    total, rule, settings = run.epochs * steps_per_epoch, find(run.method), run.mask_settings
-    if rule is Dense:
+    total, method, phases = run.epochs * steps_per_epoch, find(run.method), run.phases
+    if method is Dense:
         plan = plan_without_masks(run, total, steps_per_epoch)
     else:
-        plan = rule.phases(_plan(settings, total, steps_per_epoch))
+        plan = method.phases(_plan(phases, total, steps_per_epoch))
     followed = replace(_DEFAULT, **{name: getattr(run, name) for name in (*_REQUEST, *_RATES)})
     return Lane(
         name=run.run_id,
         identity=run.run_id,
-        rule=rule,
-        request=Request(run.sparsity or 0.0, run.seed, _options(run, settings)),
-        plan=None if rule is Dense else plan,
-        rates=_rates(followed, plan, total, steps_per_epoch, rule.rewinds),
+        method_type=method,
+        options=method.options() if method is Dense else run.options,
+        sparsity=run.sparsity or 0.0,
+        seed=run.seed,
+        plan=None if method is Dense else plan,
+        rates=_rates(followed, plan, total, steps_per_epoch, method.rewinds),
         weight_decay=run.weight_decay,
         momentum=run.momentum,
-        floor=settings.floor,
-        training=Training() if rule is Dense else Training(weight_decay_power=run.weight_decay_power),
+        min_density=phases.floor,
+        training=Training() if method is Dense else Training(weight_decay_power=run.weight_decay_power),
+        decay=run.decay,
     )
 
 
-def _options(run: Run, settings: Settings) -> Options:
-    if run.method != "scl":
-        return make_options(find(run.method), run.method_settings)
-    return learned(settings, decay=run.decay)
-
-
-def learned(settings: Settings, *, decay: float | None = None) -> SCLOptions:
-    """The settings of learned masks, as a stack knows them."""
-    return SCLOptions(
-        mask_lr=settings.mask_lr,
-        scale=settings.scale,
-        estimator=settings.estimator,
-        alpha=settings.alpha,
-        anneal=settings.anneal,
-        start_value=settings.start_value if settings.start == "constant" else None,
-        decay=decay,
-        l2=settings.l2,
-        anchor=settings.anchor,
-        anchor_cap=settings.anchor_cap,
-        removed_gradient=settings.removed_gradient,
-        mask_momentum=settings.mask_momentum,
-    )
-
-
-def _plan(settings: Settings, total: int, steps_per_epoch: int) -> Plan:
-    durations = {"warmup": settings.warmup, "sparsify": settings.sparsify, "stabilise": settings.stabilise}
+def _plan(phases: Phases, total: int, steps_per_epoch: int) -> Plan:
+    durations = {"warmup": phases.warmup, "sparsify": phases.sparsify, "stabilise": phases.stabilise}
     return make_plan(total, steps_per_epoch=steps_per_epoch, **durations)
 
 

@@ -15,21 +15,21 @@ from typing import Any, Unpack
 import torch
 from torch import nn
 
-from gossamer import method
 from gossamer._json import read_object
 from gossamer.io.sparse_file import save
 from gossamer.lab import data
 from gossamer.lab.batched.checkpoint import ENDING, begun, between
 from gossamer.lab.batched.course import How, train_side_by_side
 from gossamer.lab.batched.folder import Leaving, held, portions
-from gossamer.lab.batched.lanes import Outcome
+from gossamer.lab.batched.lanes import Outcome, settled
 from gossamer.lab.batched.stackable import check, check_reachable, common_of, images_of, lane_of, shared
 from gossamer.lab.data.sets import ImageSet
 from gossamer.lab.training import networks, result
 from gossamer.lab.training.place import Place, check_one_process, join
 from gossamer.lab.training.run import Run
 from gossamer.lab.training.stopping import Interrupted, StopSignal
-from gossamer.methods import Layout
+from gossamer.methods import find
+from gossamer.methods.base import Layout
 from gossamer.prunable import select
 
 
@@ -212,11 +212,10 @@ def _record(
 
 
 def _settled(run: Run, outcome: Outcome) -> dict[str, float] | None:
-    if run.method != "scl":
+    if run.method == "dense":
         return None
     left = None if run.decay is not None else 1.0 - outcome.sparsity
-    asked = run.mask_settings
-    return method.settled(asked.mask_lr, asked.removed_gradient, steps=outcome.mask_steps, left=left)
+    return settled(find(run.method), run.options, mask_steps=outcome.mask_steps, left=left) or None
 
 
 def _images(run: Run) -> ImageSet:

@@ -105,8 +105,8 @@ def check_teachers(lanes: Sequence[Lane]) -> None:
         if not training.distil:
             continue
         if training.teacher == "trunk":
-            if lane.rule.from_start:
-                raise ValueError(f"{lane.rule.name} has no trunk: expected teacher='dense', got teacher='trunk'")
+            if lane.method_type.from_start:
+                raise ValueError(f"{lane.method_type.name} has no trunk: expected teacher='dense', got teacher='trunk'")
             continue
         decay = training.teacher_weight_decay
         if not any(each.seed == lane.seed and _is_teacher(each, decay) for each in lanes):
@@ -117,9 +117,9 @@ def check_teachers(lanes: Sequence[Lane]) -> None:
 
 
 def _is_dense(lanes: Sequence[Lane], now: Seats, place: int) -> bool:
-    return place >= now.begun or lanes[now.rows[place][0]].rule is Dense
+    return place >= now.begun or lanes[now.rows[place][0]].method_type is Dense
 
 
 def _is_teacher(lane: Lane, weight_decay: float) -> bool:
     plain = not lane.training.distil and lane.training.finetune_weight_decay is None
-    return lane.rule is Dense and plain and lane.weight_decay == weight_decay
+    return lane.method_type is Dense and plain and lane.weight_decay == weight_decay

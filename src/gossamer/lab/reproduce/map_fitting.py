@@ -14,14 +14,15 @@ import torch
 from torch import Tensor
 from torch.func import functional_call, replace_all_batch_norm_modules_, vmap
 
-from gossamer import method
 from gossamer.lab import models
 from gossamer.lab.reproduce.record import write_record
 from gossamer.lab.results.plot import can_draw, map_fitting_curves
 from gossamer.lab.results.records import make_folder, read_record
 from gossamer.lab.training.place import Place
 from gossamer.lab.training.result import hardware
+from gossamer.methods.scl import ESTIMATORS, divisor, mask_gradient, masked_weight, unit_step, update_mask_variable_
 from gossamer.provenance import commit, versions
+from gossamer.schedule import cosine
 
 RATES = {"none": (0.1, 10.0, 100.0, 1000.0, 10_000.0), "batch": (0.01, 0.1, 1.0)}
 STEPS = 2000
@@ -50,7 +51,7 @@ class Fitted:
 def all_fits(seeds: int) -> list[Fit]:
     return [
         Fit(seed, estimator, scale, anneal, rate)
-        for estimator in method.ESTIMATORS
+        for estimator in ESTIMATORS
         for scale, rates in RATES.items()
         for anneal in ("constant", "cosine")
         for rate in rates
@@ -81,16 +82,16 @@ def fit_masks(fits: Sequence[Fit], *, steps: int, batch_size: int = 256, samples
         rows = torch.randint(0, samples, (batch_size,), generator=generator)
         batch = inputs[:, rows].index_select(0, which)
         with torch.no_grad():
-            target = vmap(forward)({n: method.masked_weight(weights[n], goals[n]) for n in names}, batch)
-        used = {n: method.masked_weight(weights[n], method.unit_step(masks[n])).requires_grad_() for n in names}
+            target = vmap(forward)({n: masked_weight(weights[n], goals[n]) for n in names}, batch)
+        used = {n: masked_weight(weights[n], unit_step(masks[n])).requires_grad_() for n in names}
         errors = (vmap(forward)(used, batch) - target).square().mean((1, 2))
         gradients = torch.autograd.grad(errors.sum(), list(used.values()))
         rates = torch.tensor([_rate(fit, step / steps) for fit in fits])[:, None, None]
         for name, gradient in zip(names, gradients, strict=True):
-            direction = method.mask_gradient(gradient, weights[name], masks[name], estimator=estimator)
+            direction = mask_gradient(gradient, weights[name], masks[name], estimator=estimator)
             scale = direction.square().mean(2, keepdim=True).sqrt()
-            direction = torch.where(normalised, direction / method.divisor(scale), direction)
-            method.update_mask_variable_(masks[name], direction, learning_rate=rates)
+            direction = torch.where(normalised, direction / divisor(scale), direction)
+            update_mask_variable_(masks[name], direction, learning_rate=rates)
         if step % max(1, steps // POINTS) == 0:
             curves.append(errors.detach())
         if step >= steps - max(1, steps // 10):
@@ -112,7 +113,7 @@ def reproduce(
         raise ValueError(f"expected at least 1 seed and 1 step, got {seeds} and {steps}")
     make_folder(out)
     records = []
-    for estimator in method.ESTIMATORS:
+    for estimator in ESTIMATORS:
         path = out / f"{estimator}.json"
         if not path.exists():
             progress(f"{estimator}: fitting")
@@ -153,4 +154,4 @@ def _problem(seed: int, samples: int) -> _Problem:
 
 
 def _rate(fit: Fit, progress: float) -> float:
-    return fit.mask_lr * (method.cosine(progress) if fit.anneal == "cosine" else 1.0)
+    return fit.mask_lr * (cosine(progress) if fit.anneal == "cosine" else 1.0)

@@ -32,6 +32,7 @@ from gossamer.lab.training.result import hardware
 from gossamer.lab.training.run import Run
 from gossamer.lab.training.stopping import Interrupted, StopSignal
 from gossamer.lab.training.values import Scalar
+from gossamer.methods.scl import SCLOptions
 from gossamer.provenance import commit, versions
 
 EPOCHS = 55
@@ -161,7 +162,7 @@ def _is_there(path: Path, entry: Entry) -> bool:
     """Whether a run has its record, and not one from before a default changed; the paper's settings never do."""
     if not path.exists() or entry.part != "default":
         return path.exists()
-    asked = entry.run.mask_settings
+    asked = entry.run.options
     return all(value == getattr(asked, name) for name, value in defaults_of(read_record(path, _NEEDED)).items())
 
 
@@ -174,7 +175,8 @@ def record(
     together: int,
 ) -> dict[str, Any]:
     """One finished run as plain values; accuracies in percent, as in the races."""
-    run, weights = entry.run, _weights(network)
+    run, weights, options = entry.run, _weights(network), entry.run.options
+    assert isinstance(options, SCLOptions)  # also of a dense run, which has those of the run it is compared with
     if not math.isfinite(outcome.train_loss):
         raise ArithmeticError(f"the loss of run {run.run_id} is not finite: lower its lr")
     connections = {name: int(weight.count_nonzero()) for name, weight in weights.items()}
@@ -185,10 +187,10 @@ def record(
         "run_id": run.run_id,
         "method": run.method,
         "preset": run.preset,
-        "mask_lr": run.mask_settings.mask_lr,
-        "anchor": run.mask_settings.anchor,
-        "anchor_cap": run.mask_settings.anchor_cap,
-        "removed_gradient": run.mask_settings.removed_gradient,
+        "mask_lr": options.mask_lr,
+        "anchor": options.anchor,
+        "anchor_cap": options.anchor_cap,
+        "removed_gradient": options.removed_gradient,
         "net": run.model,
         "data": run.data,
         "decay": run.decay,

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from gossamer.lab.results.records import Record, defaults_of, mean_and_spread, read, table
-from gossamer.settings import Settings
+from gossamer.methods.scl import SCLOptions
 
 
 def map_fitting_rows(records: Sequence[Record]) -> list[list[str]]:
@@ -114,7 +114,9 @@ def mnist_estimator_table(records: Sequence[Record]) -> tuple[list[str], list[li
 def _defaults(records: Sequence[Record]) -> str:
     """What to call them: those of now, or of when the runs were made."""
     then = {item for record in records if record["part"] == "default" for item in defaults_of(record).items()}
-    now = {name: value for name, value in vars(Settings()).items() if name != "anchor_cap"}  # nothing without an anchor
+    now = {
+        name: value for name, value in vars(SCLOptions()).items() if name != "anchor_cap"
+    }  # nothing without an anchor
     changed = {name: value for name, value in then if value is not None and value != now.get(name, value)}
     return ", ".join(["our defaults", *(f"{name}={changed[name]:g}" for name in sorted(changed))])
 

@@ -199,7 +199,7 @@ def _changes(record: Record, usual_race: dict[str, Any]) -> list[str]:
     foreign = {field.name for field in fields(find(_OURS).options)} - set(usual)
     then = {name: value for name, value in BEFORE.items() if name in usual}
     told = {name: value for name, value in (then | record["settings"]).items() if name not in foreign | _ASKED}
-    changed = {name: value for name, value in told.items() if name not in usual or value != usual[name]}
+    changed = {name: value for name, value in told.items() if value != usual.get(name)}
     if not told.get("anchor", 1.0):
         changed.pop("anchor_cap", None)  # of nothing
     if record.get("preset") == "paper":

@@ -10,9 +10,10 @@ import torch
 
 from gossamer.lab.data import kind_of
 from gossamer.lab.training.durations import PHASES, phases_too_long
-from gossamer.lab.training.keys import SHARED_BY_ALL, setting_types, shares_all_settings
-from gossamer.lab.training.values import Scalar, typed
-from gossamer.methods import ALIASES, METHODS, make_options
+from gossamer.lab.training.keys import setting_types
+from gossamer.lab.training.values import typed
+from gossamer.methods import find, known
+from gossamer.methods.scl import SCL
 from gossamer.schedule import steps_of
 from gossamer.settings import PRESETS, choose
 
@@ -53,6 +54,10 @@ def _wrong_choices(run: "Run") -> list[str]:
 
 
 def _wrong_settings(run: "Run") -> list[str]:
+    try:
+        method = find(run.method)
+    except ValueError as error:
+        return [f"method: {error}"]
     kinds, wrong = setting_types(run.method), []
     for name, value in run.settings.items():
         if name in kinds and name not in PHASES:  # durations have a better message of their own
@@ -63,15 +68,12 @@ def _wrong_settings(run: "Run") -> list[str]:
     if wrong:
         return wrong
     try:
-        settings = choose(run.preset, shared_settings(run))
-        rule = METHODS.get(ALIASES.get(run.method, run.method))
-        if rule is not None:
-            make_options(rule, run.method_settings)
+        phases, _ = choose(SCL if run.method == "dense" else method, run.preset, run.settings)
     except (TypeError, ValueError) as error:
         head, *problems = str(error).splitlines()
         problems = problems or _NEXT.split(head)
         return [f"settings{'.' if _NAMED.match(each.strip()) else ': '}{each.strip()}" for each in problems]
-    too_long = None if run.method == "dense" else phases_too_long(settings, run.preset, run.epochs)
+    too_long = None if run.method == "dense" else phases_too_long(phases, run.preset, run.epochs)
     return [too_long] if too_long else []
 
 
@@ -171,7 +173,7 @@ def _wrong_teacher(run: "Run") -> list[str]:
 
 def _without_warmup(run: "Run") -> list[str]:
     """What needs a network that has learned, dense, when masks begin, where there is no such moment."""
-    rule = METHODS.get(ALIASES.get(run.method, run.method))
+    rule = known(run.method)
     if run.method == "dense":
         reason = "method=dense has no masks: set method=scl"
     elif rule is not None and rule.from_start:
@@ -184,10 +186,3 @@ def _without_warmup(run: "Run") -> list[str]:
     if run.distil and run.teacher == TRUNK:
         wrong.append(f"teacher={TRUNK} needs a warm-up before the masks, but {reason}, or give teacher= a file")
     return wrong
-
-
-def shared_settings(run: "Run") -> dict[str, Scalar]:
-    """The settings that are fields of Settings: all of them, but a peer (gossamer.methods) shares only some."""
-    if shares_all_settings(run.method):
-        return dict(run.settings)
-    return {name: value for name, value in run.settings.items() if name in SHARED_BY_ALL}

@@ -1,22 +1,22 @@
 """Whether the durations of a run fit into it, as far as that can be told before its data is there."""
 
 from gossamer.schedule import steps_of
-from gossamer.settings import PRESETS, Settings
+from gossamer.settings import PRESETS, Phases
 
 PHASES = ("warmup", "sparsify", "stabilise")
 _FINE = 1000  # steps of an imagined epoch
 
 
-def phases_too_long(settings: Settings, preset: str, epochs: int) -> str | None:
-    """Why the phases of the masks cannot fit into so many epochs; None where they may.
+def phases_too_long(phases: Phases, preset: str, epochs: int) -> str | None:
+    """Why the phases of the masks cannot fit into this many epochs; None where they may.
 
     How many steps an epoch has is not known yet, so what exceeds the run by less than an epoch is left to `make_plan`.
     """
-    given = {name: str(getattr(settings, name)) for name in PHASES}
+    given = {name: str(getattr(phases, name)) for name in PHASES}
     taken = sum(_epochs_of(duration, epochs) for duration in given.values())
     if taken < epochs + 1:
         return None
-    usual = " ".join(f"settings.{name}={getattr(PRESETS[preset], name)}" for name in PHASES)
+    usual = " ".join(f"settings.{name}={PRESETS[preset].get(name, getattr(Phases, name))}" for name in PHASES)
     return (
         f"{', '.join(f'settings.{name}={duration}' for name, duration in given.items())}: the phases take {taken:g} "
         f"epochs, but the run has epochs={epochs}: shorten them, or give them as shares of the run, such as {usual}"

@@ -7,34 +7,20 @@ import difflib
 import inspect
 import typing
 from collections.abc import Iterable
-from functools import cache
 from typing import Any
 
 from gossamer.lab import models
-from gossamer.methods import ALIASES, METHODS
-from gossamer.settings import Settings
-
-SHARED_BY_ALL = ("warmup", "sparsify", "stabilise", "floor")  # settings that every method has
-_WITH_ALL_SETTINGS = ("dense", "scl")
+from gossamer.methods import known
+from gossamer.methods.scl import SCLOptions
+from gossamer.settings import Phases
 
 
-def shares_all_settings(method: str) -> bool:
-    """Whether the settings of this method are the fields of `Settings`; others have their own and a few of these."""
-    return method in _WITH_ALL_SETTINGS
-
-
-def is_known(method: str) -> bool:
-    return ALIASES.get(method, method) in METHODS
-
-
-@cache
 def setting_types(method: str) -> dict[str, Any]:
-    """The settings of a method by name, with their types; those of `Settings` if the method is unknown."""
-    general = typing.get_type_hints(Settings)
-    rule = METHODS.get(ALIASES.get(method, method))
-    if rule is None or shares_all_settings(method):
-        return general
-    return {name: general[name] for name in SHARED_BY_ALL} | typing.get_type_hints(rule.options)
+    """The settings of a method by name, with their types; those of SCL where the method is not known."""
+    kind = known(method)
+    # A dense run may carry the settings of the sparse run that it is held against.
+    options = SCLOptions if kind is None or method == "dense" else kind.options
+    return typing.get_type_hints(options) | typing.get_type_hints(Phases)
 
 
 def options_of(model: str) -> tuple[str, ...]:

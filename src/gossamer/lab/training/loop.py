@@ -18,7 +18,6 @@ from gossamer.lab.data.folder import advice_on_lost_workers
 from gossamer.lab.training import modes, networks, result, snapshot
 from gossamer.lab.training.checkpoint import Checkpoints
 from gossamer.lab.training.lock import only_one
-from gossamer.lab.training.methods import SparseTraining, method_of
 from gossamer.lab.training.optimise import (
     learning_rate,
     make_optimizer,
@@ -42,6 +41,7 @@ from gossamer.lab.training.place import (
 from gossamer.lab.training.progress import JsonLines, Observer, Observers, Status
 from gossamer.lab.training.run import Run
 from gossamer.lab.training.snapshot import Parts
+from gossamer.lab.training.sparsify import make_sparsifier
 from gossamer.lab.training.step import Meter, Step, check_last_step
 from gossamer.lab.training.stopping import Interrupted, StopSignal
 from gossamer.lab.training.task import make_task, perplexity
@@ -71,7 +71,6 @@ def train(run: Run, out: Path | str, *, observers: Sequence[Observer] = ()) -> d
 
 
 def _train(run: Run, folder: Path, observers: Sequence[Observer], held: ExitStack) -> dict[str, Any]:
-    build_method = method_of(run)
     networks.check_options(run)
     place = join(run.device)
 
@@ -104,7 +103,9 @@ def _train(run: Run, folder: Path, observers: Sequence[Observer], held: ExitStac
 
     optimizer = make_optimizer(chosen, model)
     networks.keep_stable(model, optimizer, task.example())
-    sparsifier = build_method(run, model, optimizer, total, per_epoch, task.example())
+    sparsifier = make_sparsifier(
+        run, model, optimizer, total_steps=total, steps_per_epoch=per_epoch, example=task.example()
+    )
     forward = forward_of(model, chosen, place)
     plan = plan_without_masks(run, total, per_epoch, leads=place.leads) if sparsifier is None else sparsifier.plan
     teacher = make_teacher(chosen, place, task.lesson(), plan)
@@ -227,7 +228,7 @@ def _train(run: Run, folder: Path, observers: Sequence[Observer], held: ExitStac
             test=test,
             validation=validation,
             seconds=clock.seconds(),
-            settled=sparsifier.settled if isinstance(sparsifier, Sparsifier) else None,
+            settled=None if sparsifier is None else sparsifier.settled or None,
             teacher=None if teacher is None else teacher.told(),
         )
         tensors = whole_state(model)
@@ -248,8 +249,8 @@ def _farewell(stopped: str, checkpoints: Checkpoints, saved: bool) -> str:
     return f"{stopped}, but no checkpoint could be written: run the same command again; {checkpoints.next_time()}"
 
 
-def _decay(sparsifier: SparseTraining | None) -> float | None:
-    if not isinstance(sparsifier, Sparsifier) or not sparsifier.phase.masks_train:
+def _decay(sparsifier: Sparsifier | None) -> float | None:
+    if sparsifier is None or not sparsifier.phase.masks_train:
         return None
     trace = sparsifier.health(layers=False).decay
     return trace[-1] if trace else None

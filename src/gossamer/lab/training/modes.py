@@ -124,7 +124,7 @@ def why_not_captured(run: Run, place: Place) -> str | None:
 
 
 def _watches_forward_pass(run: Run) -> bool:
-    return run.method == "scl" and run.mask_settings.scale == "per_sample"
+    return run.method == "scl" and run.settings.get("scale") == "per_sample"
 
 
 def measured(network: str, device: torch.device) -> Measured:

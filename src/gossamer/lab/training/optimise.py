@@ -29,8 +29,7 @@ from torch.optim import SGD, AdamW, Optimizer
 
 from gossamer.lab.training.durations import PHASES
 from gossamer.lab.training.run import Run
-from gossamer.method import cosine
-from gossamer.schedule import Plan, make_plan, sparse_weight_decay, steps_of
+from gossamer.schedule import Plan, cosine, make_plan, sparse_weight_decay, steps_of
 
 PHASED = ("phases", "phases_cosine", "restart")  # schedules that follow the phases of the masks
 _OF_THE_DEVICE = ("lr", "fused", "foreach", "capturable")  # the learning rate is set anew in each step
@@ -134,7 +133,7 @@ def plan_without_masks(run: Run, total_steps: int, steps_per_epoch: int, *, lead
     """
     if run.schedule not in PHASED:
         return None
-    durations = {name: getattr(run.mask_settings, name) for name in PHASES}
+    durations = {name: getattr(run.phases, name) for name in PHASES}
     try:
         return make_plan(total_steps, steps_per_epoch=steps_per_epoch, **durations)
     except ValueError:  # the durations are good, so they are too long, or there is no step for a mask to train

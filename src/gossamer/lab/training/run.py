@@ -15,10 +15,12 @@ from functools import cache
 from types import MappingProxyType
 from typing import Any
 
-from gossamer.lab.training.checks import AUTO, TRUNK, problems_of, shared_settings
-from gossamer.lab.training.keys import did_you_mean, is_known, options_if_known, setting_types
+from gossamer.lab.training.checks import AUTO, TRUNK, problems_of
+from gossamer.lab.training.keys import did_you_mean, options_if_known, setting_types
 from gossamer.lab.training.values import Scalar, guess, parse, typed
-from gossamer.settings import Settings, choose
+from gossamer.methods import Options, find, load
+from gossamer.methods.scl import SCL
+from gossamer.settings import Phases, choose
 
 FORMAT = 1  # of the dictionary and of the files that hold it
 
@@ -66,7 +68,7 @@ class Run:
     preset: str = "default"
     """Named set of mask settings that the others are changes to."""
     settings: Mapping[str, Scalar] = field(default_factory=_no_options, hash=False)
-    """Settings of the method."""
+    """Settings of the phases and of the method."""
     include: tuple[str, ...] = ()
     """Name patterns of the weights to prune; none means all."""
     exclude: tuple[str, ...] = ()
@@ -178,14 +180,17 @@ class Run:
         return hashlib.sha256(_as_text(told).encode()).hexdigest()[:10]
 
     @property
-    def mask_settings(self) -> Settings:
-        return choose(self.preset, shared_settings(self))
+    def phases(self) -> Phases:
+        return self._chosen[0]
 
     @property
-    def method_settings(self) -> dict[str, Scalar]:
-        """The settings that only the method of this run has."""
-        shared = shared_settings(self)
-        return {name: value for name, value in self.settings.items() if name not in shared}
+    def options(self) -> Options:
+        """The settings of the method."""
+        return self._chosen[1]
+
+    @property
+    def _chosen(self) -> tuple[Phases, Options]:
+        return choose(SCL if self.method == "dense" else find(self.method), self.preset, self.settings)
 
     def differences(self) -> dict[str, Any]:
         """The fields whose values are not the defaults, as plain values."""
@@ -244,10 +249,12 @@ class Run:
         given = [_split(assignment) for assignment in assignments]
         named = {"method": self.method, "model": self.model} | dict(given)
         method, model = named["method"], named["model"]
+        if method != self.method:
+            load(method)  # asked for by a user, so that code of theirs may be imported
         changes: dict[str, Any] = {}
         if model != self.model and self.model_options:
             changes["model_options"] = _still_taken("model_options", self.model_options, model, options_if_known(model))
-        if method != self.method and self.settings and is_known(method):
+        if method != self.method and self.settings:
             changes["settings"] = _still_taken("settings", self.settings, f"method={method}", setting_types(method))
         for key, text in given:
             name, _, option = key.partition(".")

@@ -16,12 +16,12 @@ from torch.optim import Optimizer
 
 from gossamer.lab.data import Position
 from gossamer.lab.training.checkpoint import Checkpoints, random_states, reshard, set_random_states, unshard
-from gossamer.lab.training.methods import SparseTraining
 from gossamer.lab.training.optimise import Plateau, load_optimizer_state
 from gossamer.lab.training.place import Place
 from gossamer.lab.training.run import Run
 from gossamer.lab.training.task import Task
 from gossamer.lab.training.teacher import Teacher
+from gossamer.sparsifier import Sparsifier
 
 _FORMAT = 1
 
@@ -32,7 +32,7 @@ class Parts:
 
     model: nn.Module
     optimizer: Optimizer
-    sparsifier: SparseTraining | None
+    sparsifier: Sparsifier | None
     task: Task
     teacher: Teacher | None = None
     plateau: Plateau = field(default_factory=Plateau)

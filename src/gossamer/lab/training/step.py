@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gossamer.lab.training.capture import Captured
-from gossamer.lab.training.methods import SparseTraining
 from gossamer.lab.training.optimise import set_learning_rate
 from gossamer.lab.training.place import Place
 from gossamer.lab.training.run import Run
@@ -113,7 +112,7 @@ class Step:
         task: Task,
         model: nn.Module,
         optimizer: Optimizer,
-        sparsifier: SparseTraining | None,
+        sparsifier: Sparsifier | None,
         forward: Callable[..., Any],
         meter: Meter,
         teacher: Teacher | None = None,

@@ -7,11 +7,13 @@ import pytest
 import torch
 
 from gossamer.methods import Layout
+from gossamer.methods.base import min_nonzeros
 from gossamer.methods.l0 import chance_of_open, final_gate, sample_gate
 from gossamer.methods.noise import uniform
 from gossamer.methods.soft_threshold import soft_threshold
 from gossamer.schedule import Plan
-from methods.toy import PLAN, begin, gradient_like, left, shown, step, top
+from gossamer.target import make_target
+from methods.toy import PLAN, begin, forward_weights, gradient_like, left, step, top, update
 
 
 def cosine(number: int) -> float:
@@ -19,15 +21,16 @@ def cosine(number: int) -> float:
 
 
 def test_scl_with_a_fixed_decay_is_the_papers_rule() -> None:
-    rule, weights, timeline = begin("scl", 0.0, decay=0.5, mask_lr=0.03, start_value=0.1, anchor=0.0)
+    target = make_target([24, 16], decay=0.5, floors=[0, 0])
+    method, weights, timeline = begin("scl", 0.0, target=target, mask_lr=0.03, start_value=0.1, anchor=0.0)
     m = np.full(40, 0.1)
     for number in range(12):
         w, g = weights.numpy()[0].copy(), gradient_like(weights, number).numpy()[0]
-        step(rule, weights, timeline, number)
+        step(method, weights, timeline, number)
         m -= 0.03 * cosine(number) * (g * w / np.sqrt(np.mean((g * w) ** 2)) + 0.5)
-        assert np.array_equal(rule.mask.numpy()[0], m > 0)
-    before = rule.mask.clone()
-    assert torch.equal(rule.freeze_(weights), before)  # no budget: the sparsity is what came out
+        assert np.array_equal(method.mask.numpy()[0], m > 0)
+    before = method.mask.clone()
+    assert torch.equal(method.finalize(weights), before)  # no budget: the sparsity is what came out
     assert 5 < int(before.sum()) < 35
 
 
@@ -35,17 +38,17 @@ def test_scl_with_a_fixed_decay_is_the_papers_rule() -> None:
     ("estimator", "slope"), [("softplus", lambda m: 1 / (1 + np.exp(-m))), ("identity", np.ones_like)]
 )
 def test_scl_estimators_and_feature_scale(estimator: str, slope: object) -> None:
-    rule, weights, timeline = begin("scl", 0.6, estimator=estimator, mask_lr=0.2, scale="batch", anneal="constant")
+    method, weights, timeline = begin("scl", 0.6, estimator=estimator, mask_lr=0.2, scale="batch", anneal="constant")
     assert callable(slope)
     m = np.abs(weights.numpy()[0])
     for number in range(10):
         w, g = weights.numpy()[0].copy(), gradient_like(weights, number).numpy()[0]
-        step(rule, weights, timeline, number)
+        step(method, weights, timeline, number)
         direction = g * w * slope(m)
         rows = [*direction[:24].reshape(4, 6), *direction[24:].reshape(2, 8)]
         m = m - 0.2 * np.concatenate([row / np.sqrt(np.mean(row**2)) for row in rows])
         keep = left((number + 1) / 10, 40, 16)
-        assert np.array_equal(rule.mask.numpy()[0], top(m[None], keep)[0])
+        assert np.array_equal(method.mask.numpy()[0], top(m[None], keep)[0])
         m = m - (np.sort(m)[::-1][keep] if keep < 40 else 0.0)
         if keep == 40:
             m = np.maximum(m, 1e-300)
@@ -55,14 +58,14 @@ def test_scl_estimators_and_feature_scale(estimator: str, slope: object) -> None
 @pytest.mark.parametrize("estimator", ["leaky_relu", "softplus"])
 def test_autoprune_forgets_the_size_of_the_weight(estimator: str, two_pass: bool, removed: float | None) -> None:
     options = {"estimator": estimator, "alpha": 0.2, "mask_lr": 0.1, "two_pass": two_pass}
-    rule, weights, timeline = begin(
+    method, weights, timeline = begin(
         "autoprune", 0.6, **options, **({} if removed is None else {"removed_gradient": removed})
     )
     m = np.abs(weights.numpy()[0])
     for number in range(10):
         w, g = weights.numpy()[0].copy(), gradient_like(weights, number).numpy()[0]
-        behind = np.where(rule.mask.numpy()[0], g, (removed or 0.0) * g)  # what is removed rests
-        _, gradient = step(rule, weights, timeline, number)
+        behind = np.where(method.mask.numpy()[0], g, (removed or 0.0) * g)  # what is removed rests
+        _, gradient = step(method, weights, timeline, number)
         slope = 1 / (1 + np.exp(-m)) if estimator == "softplus" else np.where(m > 0, 1.0, 0.2)
         direction = g * np.sign(w) * slope
         rate = 0.1 * cosine(number)
@@ -72,81 +75,82 @@ def test_autoprune_forgets_the_size_of_the_weight(estimator: str, two_pass: bool
         assert np.array_equal(gradient.numpy()[0], behind)
         m = m - rate * direction / np.sqrt(np.mean(direction**2))
         keep = left((number + 1) / 10, 40, 16)
-        assert np.array_equal(rule.mask.numpy()[0], top(m[None], keep)[0])
+        assert np.array_equal(method.mask.numpy()[0], top(m[None], keep)[0])
         m = m - np.sort(m)[::-1][keep] if keep < 40 else np.maximum(m, 1e-300)
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 def test_str_follows_its_true_gradients_and_meets_the_budget(momentum: float) -> None:
-    rule, weights, timeline = begin("str", 0.6, momentum=momentum, start=-3.0, rate=0.5 * 15)
-    rule.learn_(torch.zeros_like(weights), weights)  # the first push
+    method, weights, timeline = begin("str", 0.6, momentum=momentum, start=-3.0, rate=0.5 * 15)
+    update(method, torch.zeros_like(weights), weights)  # the first push
     velocity = torch.zeros(1, 2, dtype=torch.float64)
     for number in range(1, 6):
-        s = rule.state()["s"].clone().requires_grad_()
+        s = method.state()["s"].clone().requires_grad_()
         w = weights.clone().requires_grad_()
         given = gradient_like(weights, number)
         reparametrised = w.sign() * torch.relu(
             w.abs() - torch.repeat_interleave(s.sigmoid(), torch.tensor([24, 16]), dim=1)
         )
-        assert torch.equal(shown(rule, weights), reparametrised.detach())
+        assert torch.equal(forward_weights(method, weights), reparametrised.detach())
         (reparametrised * given).sum().backward()
         gradient = given.clone()
-        timeline.clock.fill_(number)
-        kept = torch.stack([rule.mask[:, :24].sum(1), rule.mask[:, 24:].sum(1)], dim=1)
-        rule.learn_(gradient, weights)
+        timeline.set(number)
+        kept = torch.stack([method.mask[:, :24].sum(1), method.mask[:, 24:].sum(1)], dim=1)
+        update(method, gradient, weights)
         assert w.grad is not None
         assert s.grad is not None
         torch.testing.assert_close(gradient, w.grad)
         share = 2 * kept / kept.sum()  # of a connection, not of a tensor
         velocity = momentum * velocity + s.grad / share
-        pushed = rule.state()["s"] - (s.detach() - 0.5 * 0.1 * velocity)
+        pushed = method.state()["s"] - (s.detach() - 0.5 * 0.1 * velocity)
         torch.testing.assert_close(pushed[:, 0], pushed[:, 1])  # all thresholds rise together
-        above = weights.abs() > torch.repeat_interleave(rule.state()["s"].sigmoid(), torch.tensor([24, 16]), dim=1)
+        above = weights.abs() > torch.repeat_interleave(method.state()["s"].sigmoid(), torch.tensor([24, 16]), dim=1)
         keep = left((number + 1) / 10, 40, 16)
-        assert int(rule.mask.sum()) == keep
-        assert int((above != rule.mask).sum()) <= 1  # the first that goes is at the threshold itself
+        assert int(method.mask.sum()) == keep
+        assert int((above != method.mask).sum()) <= 1  # the first that goes is at the threshold itself
         weights.sub_(gradient)
     expected = soft_threshold(weights, torch.zeros(())).sign()
-    mask = rule.freeze_(weights)
+    mask = method.finalize(weights)
     assert int(mask.sum()) == 16 >= int((weights != 0).sum()) >= 15
     assert torch.equal(weights.sign(), expected * (weights != 0))
 
 
-def test_str_leaves_each_tensor_its_floor() -> None:
+def test_str_keeps_min_density_of_each_tensor() -> None:
     layout = Layout(("small", "large"), ((4, 5), (20, 100)))
-    rule, weights, timeline = begin("str", 0.9, layout=layout, plan=Plan(0, 200, 50, 5), floor=0.1)
+    method, weights, timeline = begin("str", 0.9, layout=layout, plan=Plan(0, 200, 50, 5), min_density=0.1)
     weights[:, :20] *= 0.01  # so small that one threshold for both would leave nothing of them
-    rule.refresh_(weights, 0)
+    method.update_topology(weights, 0)
     for number in range(250):
-        rule.learn_(torch.zeros_like(weights), weights)
-        timeline.clock += 1
-        if rule.due(number + 1):
-            rule.refresh_(weights, number + 1)
-    out = shown(rule, weights)
-    assert int(rule.mask.sum()) == 202
+        update(method, torch.zeros_like(weights), weights, layout)
+        timeline.set(number + 1)
+        if method.topology_due(number + 1):
+            method.update_topology(weights, number + 1)
+    out = forward_weights(method, weights)
+    assert int(method.mask.sum()) == 202
     assert int((out[:, :20] != 0).sum()) == 2
-    none, *_ = begin("str", 0.9, layout=layout, plan=Plan(0, 200, 50, 5), floor=0.0)
-    for _ in range(250):
-        none.learn_(torch.zeros_like(weights), weights)
-        none._timeline.clock += 1  # type: ignore[attr-defined]
-    assert int((shown(none, weights)[:, :20] != 0).sum()) == 0
+    none, _, timeline = begin("str", 0.9, layout=layout, plan=Plan(0, 200, 50, 5), min_density=0.0)
+    for number in range(250):
+        update(none, torch.zeros_like(weights), weights, layout)
+        timeline.set(number + 1)
+    assert int((forward_weights(none, weights)[:, :20] != 0).sum()) == 0
 
 
-@pytest.mark.parametrize("floor", [0.001, 0.01])
-def test_str_lets_no_tensor_die_and_ends_with_every_floor(floor: float) -> None:
-    """Also where weights wander, so that those that are large now were not when the floor was last looked at."""
+@pytest.mark.parametrize("min_density", [0.001, 0.01])
+def test_str_lets_no_tensor_die_and_ends_with_min_density_of_each(min_density: float) -> None:
+    """Also where weights wander, so that those that are large now were not when the protected ones were chosen."""
     layout = Layout(("large", "small", "few"), ((20, 30), (40, 50), (10, 10)))
-    rule, weights, timeline = begin("str", 0.98, layout=layout, plan=Plan(0, 400, 130, 10), floor=floor)
+    method, weights, timeline = begin("str", 0.98, layout=layout, plan=Plan(0, 400, 130, 10), min_density=min_density)
     for part, scale in zip(layout.split(weights), (1.0, 0.05, 0.3), strict=True):
         part *= scale
-    rule.refresh_(weights, 0)
+    method.update_topology(weights, 0)
     for number in range(530):
-        step(rule, weights, timeline, number)
-        assert all(bool(part.any()) for part in layout.split(rule.mask)), number
-    mask = rule.freeze_(weights)
+        step(method, weights, timeline, number, layout)
+        assert all(bool(part.any()) for part in layout.split(method.mask)), number
+    mask = method.finalize(weights)
     assert int(mask.sum()) == 54
     kept = [int(part.sum()) for part in layout.split(mask)]
-    assert all(left >= least for left, least in zip(kept, layout.floors(floor), strict=True)), kept
+    least = min_nonzeros(layout.sizes, min_density)
+    assert all(count >= smallest for count, smallest in zip(kept, least, strict=True)), kept
     assert torch.equal(mask, weights != 0)
 
 
@@ -166,17 +170,17 @@ def test_gates_have_their_distribution_and_derivative() -> None:
 
 
 def test_l0_brings_the_expected_count_to_the_budget() -> None:
-    rule, weights, timeline = begin("l0", 0.75, plan=Plan(0, 300, 100, 1), gate_lr=0.02)
+    method, weights, timeline = begin("l0", 0.75, plan=Plan(0, 300, 100, 1), gate_lr=0.02)
     for number in range(400):
-        out = shown(rule, weights)
-        gate = rule.state()["gate"].clone()
+        out = forward_weights(method, weights)
+        gate = method.state()["gate"].clone()
         assert torch.equal(out, weights * gate)
-        given, gradient = step(rule, weights, timeline, number)
+        given, gradient = step(method, weights, timeline, number)
         assert torch.equal(gradient, given * gate)
-    expected = float(chance_of_open(rule.state()["log_alpha"]).sum())
+    expected = float(chance_of_open(method.state()["log_alpha"]).sum())
     assert expected == pytest.approx(10, abs=0.5)
-    log_alpha, before = rule.state()["log_alpha"].clone(), weights.clone()
-    mask = rule.freeze_(weights)
+    log_alpha, before = method.state()["log_alpha"].clone(), weights.clone()
+    mask = method.finalize(weights)
     assert np.array_equal(mask.numpy(), top(log_alpha.numpy(), 10))
     raised = max(0.0, math.log(0.1 / 1.1) - float(log_alpha.sort().values[0, 29]))  # so that ten are open
     torch.testing.assert_close(weights, before * final_gate(log_alpha + raised))
@@ -185,14 +189,14 @@ def test_l0_brings_the_expected_count_to_the_budget() -> None:
 @pytest.mark.parametrize("sparsity", [0.0, 0.75])
 def test_l0_gates_follow_the_gradient_of_the_loss_and_of_their_number(sparsity: float) -> None:
     """With 0.0 more gates may be open than are: nothing pushes them open."""
-    rule, weights, timeline = begin("l0", sparsity, gate_lr=0.02)
+    method, weights, timeline = begin("l0", sparsity, gate_lr=0.02)
     for number in range(5):
-        log_alpha = rule.state()["log_alpha"].clone().requires_grad_()
+        log_alpha = method.state()["log_alpha"].clone().requires_grad_()
         u = uniform(torch.tensor([7]), timeline.clock, 40, torch.float64)
         w = weights.clone()
-        torch.testing.assert_close(shown(rule, weights), w * sample_gate(log_alpha, u)[0].detach())
+        torch.testing.assert_close(forward_weights(method, weights), w * sample_gate(log_alpha, u)[0].detach())
         (w * sample_gate(log_alpha, u)[0] * gradient_like(weights, number)).sum().backward()
-        step(rule, weights, timeline, number)
+        step(method, weights, timeline, number)
         slope = log_alpha.grad
         assert slope is not None
         moved = (log_alpha - 0.02 * cosine(number) * slope / slope.square().mean().sqrt()).detach().requires_grad_()
@@ -203,17 +207,17 @@ def test_l0_gates_follow_the_gradient_of_the_loss_and_of_their_number(sparsity: 
         assert pull is not None
         pressed = (max(0.0, excess) / pull.square().sum() * pull).clamp_max(1.0)
         assert bool(pressed.any()) is (sparsity > 0)
-        torch.testing.assert_close(rule.state()["log_alpha"], (moved - pressed).detach())
+        torch.testing.assert_close(method.state()["log_alpha"], (moved - pressed).detach())
 
 
 def test_what_l0_keeps_does_not_begin_at_zero() -> None:
     """Many gates that are hardly ever open can be the expected count, and all are zero after training."""
-    rule, weights, _ = begin("l0", 0.75)
-    log_alpha = rule.state()["log_alpha"]
+    method, weights, _ = begin("l0", 0.75)
+    log_alpha = method.state()["log_alpha"]
     log_alpha.copy_(torch.linspace(-6.0, -2.0, 40))
     log_alpha[:, -3:] = 5.0
     before = weights.clone()
-    mask = rule.freeze_(weights)
+    mask = method.finalize(weights)
     assert int((final_gate(log_alpha) > 0).sum()) < int(mask.sum()) == 10
     assert torch.equal(weights != 0, mask)
     raised = log_alpha - log_alpha[0, 29] + math.log(0.1 / 1.1)  # the largest that goes is just closed
@@ -222,10 +226,10 @@ def test_what_l0_keeps_does_not_begin_at_zero() -> None:
 
 
 def test_hyperflux_is_adam_under_pressure() -> None:
-    rule, weights, timeline = begin("hyperflux", 0.75, mask_lr=0.008, plan=Plan(0, 200, 40, 5), step=0.1)
+    method, weights, timeline = begin("hyperflux", 0.75, mask_lr=0.008, plan=Plan(0, 200, 40, 5), step=0.1)
     drawn = uniform(torch.tensor([7]), torch.zeros(1, dtype=torch.int64), 40, torch.float64)
     t = (0.2 + 0.3 * drawn).requires_grad_()
-    torch.testing.assert_close(rule.state()["t"], t.detach())
+    torch.testing.assert_close(method.state()["t"], t.detach())
     adam = torch.optim.Adam([t], lr=1.0)
     base = rising = falling = 0.0
     reached = []
@@ -233,14 +237,14 @@ def test_hyperflux_is_adam_under_pressure() -> None:
         t.grad = gradient_like(weights, number) * weights * 0.25 + base**1.5 / 40 * (t.detach() > -0.3)
         adam.param_groups[0]["lr"] = 0.5 * 0.5 * (1 + math.cos(math.pi * number / 240))
         adam.step()
-        open_ = rule.mask.clone()
-        given, gradient = step(rule, weights, timeline, number)
+        open_ = method.mask.clone()
+        given, gradient = step(method, weights, timeline, number)
         assert torch.equal(gradient, given * open_)  # what is removed rests
-        torch.testing.assert_close(rule.state()["t"], t.detach())
+        torch.testing.assert_close(method.state()["t"], t.detach())
         done, now = number + 1, t.detach().numpy()
         expected = now >= 0 if number < 200 else top(now, 10)  # regrown ones take the place of the weakest
         if expected.any():
-            assert np.array_equal(rule.mask.numpy(), expected)
+            assert np.array_equal(method.mask.numpy(), expected)
         if done == 200:
             base = 0.0
         elif done < 200 and done % 2 == 0:  # a hundred times
@@ -249,17 +253,17 @@ def test_hyperflux_is_adam_under_pressure() -> None:
                 base, rising, falling = base + 0.1 + rising, rising + 0.025, 0.0
             else:
                 base, rising, falling = max(0.0, base - 0.1 - falling), 0.0, falling + 0.025
-        assert float(rule.state()["base"]) == pytest.approx(base)
+        assert float(method.state()["base"]) == pytest.approx(base)
     assert min(reached) < 20
-    assert np.array_equal(rule.freeze_(weights).numpy(), top(t.detach().numpy(), 10))
+    assert np.array_equal(method.finalize(weights).numpy(), top(t.detach().numpy(), 10))
 
 
 def test_hyperflux_masks_come_as_far_in_short_phases() -> None:
     def first_step(steps: int) -> float:
-        rule, weights, timeline = begin("hyperflux", 0.75, plan=Plan(0, steps, 2, 2))
-        before = rule.state()["t"].clone()
-        step(rule, weights, timeline, 0)
-        return float((rule.state()["t"] - before).abs().max())  # Adam's first step is the learning rate
+        method, weights, timeline = begin("hyperflux", 0.75, plan=Plan(0, steps, 2, 2))
+        before = method.state()["t"].clone()
+        step(method, weights, timeline, 0)
+        return float((method.state()["t"] - before).abs().max())  # Adam's first step is the learning rate
 
     assert first_step(12_500) == pytest.approx(1e-3, rel=1e-3)
     assert first_step(1250) == pytest.approx(1e-2, rel=1e-3)

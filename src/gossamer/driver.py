@@ -1,0 +1,348 @@
+"""A method at work on the weights of one model: what happens around a step of the model's optimizer.
+
+The parameters hold the weights of the forward pass, w = w̃ ⊙ m unless the method says otherwise. Around a step:
+
+    learn     the method sees the gradients and updates its masks; the parameters get w̃ for the optimizer to update
+    hide      the same for the parameters of a further optimizer, which steps later
+    keep      w̃ is what the optimizer has left in the parameters, which get the weights of the next forward pass
+
+`Sparsifier` decides when; this knows no optimizer and no plan.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from gossamer.diagnostics import Health, HealthLog
+from gossamer.methods import Context, Method, Request, Timeline
+from gossamer.per_sample.scales import SampleScales
+from gossamer.prunable import Weight
+from gossamer.schedule import Plan
+from gossamer.sharding import gathered, is_sharded, local, sharded_like
+from gossamer.state import ParameterStep, State
+
+_BY_POSITION = "protected"  # the one tensor of a method that holds positions of weights, which depend on the sharding
+
+
+class Driver:
+    """The state of a method for the selected weights of a model, from the step where masks begin."""
+
+    def __init__(
+        self,
+        weights: Sequence[Weight],
+        kind: type[Method[Any]],
+        request: Request[Any],
+        plan: Plan,
+        *,
+        epoch: int,
+        min_density: float,
+        others: Sequence[nn.Parameter] = (),
+        gains: tuple[slice | None, ...] = (),
+        group: dist.ProcessGroup | None = None,
+        replicas: dist.ProcessGroup | None = None,
+        resume: bool = False,
+    ) -> None:
+        """`others` are the parameters that are not prunable, and `gains` the places of batch-norm gains among them;
+        `group` is the processes that share each tensor, `replicas` those that hold copies of the model. To `resume`
+        leaves the parameters as they are: `load_state_dict` follows."""
+        self.weights, self.kind, self._request, self._group = weights, kind, request, group
+        self._parameters = [weight.parameter for weight in weights]
+        self.names, self._others = [weight.name for weight in weights], others
+        self.state = State(weights, any_order=kind.any_order, gains=gains)
+        self.state.take()
+        self.timeline = Timeline(
+            plan, rows=1, device=self.state.device, dtype=self.state.dtype, epoch=epoch, tabulated=False
+        )
+        self._context = Context(
+            self.state.layout, [request], self.timeline, self.state.dense, min_density=min_density, group=group
+        )
+        self.method: Method[Any] | None = kind(self._context)
+        self.final_mask: Tensor | None = None
+        self._forward = None if kind.masked_forward else self.state.matrix()
+        # A method that changes w̃ after the step needs a pass of its own before the masks are applied.
+        self._projects = kind.project is not Method.project
+        self.log = HealthLog(len(weights), plan.warmup, plan.sparsify + plan.stabilise, self.state.device)
+        self.samples: SampleScales | None = None
+        if kind.needs_samples(request.options):
+            dense = dict(zip(self.names, self.state.dense_views, strict=True))
+            self.samples = SampleScales(weights, dense, replicas)
+        if not resume:
+            self._apply_first()
+
+    @property
+    def mask(self) -> Tensor:
+        """True where a weight is kept, (1, weights)."""
+        if self.method is None:
+            assert self.final_mask is not None
+            return self.final_mask
+        return self.method.mask
+
+    @property
+    def training(self) -> Method[Any]:
+        """The method, while masks train."""
+        assert self.method is not None
+        return self.method
+
+    def restart_if_moved(self) -> None:
+        """Begin again if the parameters hold other weights than they were given: another optimizer, the loading of a
+        checkpoint or the user may have changed them since."""
+        self._check_device()
+        shown = self._weights_of_forward()
+        same = all(
+            torch.equal(tensor, view.to(tensor.dtype))
+            for tensor, view in zip(self.state.tensors(), self.state.views(shown), strict=True)
+        )
+        if not self._agreed(same):
+            self.state.take()
+            self.method = self.kind(self._context)
+            self._apply_first()
+
+    def check_finite(self) -> None:
+        """Raise if a weight is NaN or infinite: masks cannot learn from it. Synchronizes with the device."""
+        wrong = not_finite(zip(self.names, self.state.dense_views, strict=True))
+        if not self._agreed(not wrong):
+            raise RuntimeError(
+                f"weights are not finite (infinite or NaN) where masks train: {_listed(wrong)}. The run has diverged: "
+                "train again with a smaller learning rate or with gradient clipping"
+            )
+
+    def prepare(self, step: int) -> None:
+        """Get ready for a step of the run."""
+        self._check_device()
+        self.timeline.set(step - self.timeline.plan.warmup)
+        self.log.set_step(step)
+
+    def count(self) -> int:
+        """Kept weights, over all processes."""
+        return int(self._over_shards(torch.count_nonzero(self.mask)))
+
+    def masks(self) -> dict[str, Tensor]:
+        """The masks by name of the weight, sharded like it."""
+        return self._named(self.mask)
+
+    def health(self, step: int, steps_per_epoch: int | None, *, layers: bool) -> Health:
+        """How mask learning has gone so far. For the layers it gathers what is sharded, one tensor at a time."""
+        if not layers:
+            return self.log.read((), (), (), step, steps_per_epoch)
+        masks = map(gathered, self.state.views(self.mask), self._parameters)
+        margins: Iterable[float | None] = [None] * len(self.weights)
+        variable = None if self.method is None else self.method.state().get("mask_variable")
+        if variable is not None:
+            variables = map(gathered, self.state.views(variable), self._parameters)
+            margins = (float(variable.abs().median()) for variable in variables)
+        return self.log.read(self.weights, masks, margins, step, steps_per_epoch)
+
+    # --- a step ---
+
+    def learn(
+        self,
+        rate: float | Tensor,
+        *,
+        unscale: Tensor | None = None,
+        found_inf: Tensor | None = None,
+        loss_scale: float | None = None,
+    ) -> None:
+        """Let the method learn from the gradients of the parameters, and put w̃ into these.
+
+        `rate` is the learning rate of the weights. Gradients still have to be multiplied by `unscale`; the loss was
+        multiplied by `loss_scale`, which only sums over samples need to know.
+        """
+        self.timeline.rate.fill_(rate)
+        step = ParameterStep(
+            self.state,
+            self._gradients(),
+            unscale=unscale,
+            found_inf=found_inf,
+            samples=None if self.samples is None else self.samples.take(loss_scale),
+        )
+        if self.kind.penalizes:
+            self._add_penalty(unscale)
+        outcome = self.training.update_masks(step)
+        step.write_back()
+        if outcome is not None:
+            self.log.write(
+                decay=outcome.decay[0],
+                connections=outcome.nonzeros[0],
+                flips=outcome.flips[0],
+                squares=outcome.squares[0],
+                healthy=outcome.finite[0],
+            )
+
+    def change_gradients(self) -> None:
+        """Turn new gradients into those that w̃ follows, as `learn` does."""
+        step = ParameterStep(self.state, self._gradients(), unscale=None, found_inf=None, samples=None)
+        self.training.weight_gradient(step.gradient, self.state.dense)
+        step.write_back_gradients()
+
+    def hide(self, indices: Sequence[int]) -> None:
+        """Put w̃ into the parameters, for the optimizer to update."""
+        self.state.put(indices=indices)
+
+    def keep(self, indices: Sequence[int], *, last: bool) -> None:
+        """Take what the parameters hold as w̃, and leave the weights of the forward pass in them. `last`: all optimizers
+        have taken their step."""
+        self._check_device()
+        if self.kind.masked_forward and not self._projects:
+            self.state.take_and_mask(self.mask, indices)
+            return
+        self.state.take(indices)
+        if last:
+            self.training.project(self.state.dense)
+        self.show(None if last else indices)
+
+    def show(self, indices: Sequence[int] | None = None) -> None:
+        """Leave the weights of the forward pass in the parameters. Final masks prune whatever these hold."""
+        self._check_device()
+        if self.method is None:
+            self.state.mask_parameters(self.mask, indices)
+        elif self._forward is None:
+            self.state.put_masked(self.mask, indices)
+        else:
+            self.state.put(self._weights_of_forward(), indices)
+
+    def update_topology(self, done: int) -> Tensor | None:
+        """What the method does once in a while, after this many steps of the mask phases. Returns, as (1, weights), the
+        weights whose optimizer state is to be forgotten."""
+        if not self.training.topology_due(done):
+            return None
+        fresh = self.training.update_topology(self.state.dense, done)
+        self.show()
+        return fresh
+
+    def finalize(self) -> None:
+        """Meet the target, if no step has done so yet; the masks stay as they are from now on."""
+        if self.method is None:
+            return
+        self.check_finite()
+        self.final_mask = self.method.finalize(self.state.dense).clone()
+        self.state.put_masked(self.final_mask)
+        self.freeze()
+
+    def freeze(self) -> None:
+        """Release all but the masks."""
+        if self.method is not None:
+            self.final_mask = self.method.mask if self.final_mask is None else self.final_mask
+            self.method, self._forward = None, None
+            self.state.release()
+        if self.samples is not None:
+            self.samples.close()
+            self.samples = None
+
+    def _apply_first(self) -> None:
+        self.training.project(self.state.dense)  # for masks that prune from their first step on
+        self.show()
+
+    def _weights_of_forward(self) -> Tensor:
+        if self._forward is None:
+            return torch.where(self.mask, self.state.dense, self.state.dense.new_zeros(()))
+        self.training.apply_masks(self.state.dense, self._forward)
+        return self._forward
+
+    def _gradients(self) -> list[Tensor | None]:
+        gradients = [parameter.grad for parameter in self._parameters]
+        return [local(each) if each is not None and is_sharded(each) else each for each in gradients]
+
+    def _add_penalty(self, unscale: Tensor | None) -> None:
+        gradients = [torch.zeros_like(each) if each.grad is None else each.grad for each in self._others]
+        gradient = torch.cat([each.flatten() for each in gradients])[None]
+        others = torch.cat([each.detach().flatten() for each in self._others])[None]
+        if unscale is not None:
+            gradient.mul_(unscale)
+        self.training.add_penalty(gradient, others)
+        if unscale is not None:
+            gradient.div_(unscale)
+        parts = torch.split(gradient[0], [each.numel() for each in self._others])
+        for each, part in zip(self._others, parts, strict=True):
+            if each.grad is not None:  # no gradient, no step: as optimizers do
+                each.grad.copy_(part.view(each.shape))
+
+    # --- checkpoints ---
+
+    def state_dict(self) -> dict[str, Any]:
+        """Tensors by name of the weight, and those of the whole network by their own names."""
+        found: dict[str, Any] = {"mask": self.masks(), "log": self.log.state()}
+        if self.method is None:
+            return found
+        found["dense"] = self._named(self.state.dense)
+        network: dict[str, Tensor] = {}
+        for name, tensor in self.method.state().items():
+            if name == _BY_POSITION:
+                tensor = torch.zeros_like(self.mask).scatter_(1, tensor, True)
+            if tensor.shape == self.mask.shape:
+                found[name] = self._named(tensor)
+            else:
+                network[name] = tensor.clone()
+        return {**found, "network": network}
+
+    def shapes(self) -> tuple[set[str], dict[str, torch.Size]]:
+        """What `state_dict` holds while masks train: entries with a tensor per weight, and the shapes of the tensors of
+        the whole network."""
+        by_weight, network = {"mask", "dense"}, {}
+        for name, tensor in self.training.state().items():
+            if name == _BY_POSITION or tensor.shape == self.mask.shape:
+                by_weight.add(name)
+            else:
+                network[name] = tensor.shape
+        return by_weight, network
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a checked `state_dict()`."""
+        self.log.load(state["log"])
+        self.timeline.set(max(0, state["step"] - self.timeline.plan.warmup))
+        if "dense" not in state:
+            self.final_mask = torch.zeros_like(self.mask)
+            self._fill(self.final_mask, state["mask"])
+            self.freeze()
+            return
+        self._fill(self.state.dense, state["dense"])
+        saved: dict[str, Tensor] = {}
+        for name, tensor in self.training.state().items():
+            if name == _BY_POSITION:
+                protected = torch.zeros_like(self.mask)
+                self._fill(protected, state[name])
+                saved[name] = protected[0].nonzero().T
+            elif tensor.shape == self.mask.shape:
+                saved[name] = torch.zeros_like(tensor)
+                self._fill(saved[name], state[name])
+            else:
+                saved[name] = state["network"][name].to(tensor.device)
+        self.training.load_state(saved)
+
+    def _check_device(self) -> None:
+        now, before = local(self._parameters[0]).device, self.mask.device
+        if now != before:
+            raise RuntimeError(
+                f"the weights are on {now} now, but their masks on {before}: move the model before masks begin to "
+                "learn, or save the states of model, optimizer and Sparsifier, build all three anew there, and load"
+            )
+
+    def _named(self, matrix: Tensor) -> dict[str, Tensor]:
+        triples = zip(self.names, self._parameters, self.state.views(matrix), strict=True)
+        return {name: sharded_like(view.clone(), parameter) for name, parameter, view in triples}
+
+    def _fill(self, matrix: Tensor, named: Mapping[str, Tensor]) -> None:
+        for name, view in zip(self.names, self.state.views(matrix), strict=True):
+            view.copy_(local(named[name]))
+
+    def _over_shards(self, counts: Tensor) -> Tensor:
+        if self._group is not None:
+            dist.all_reduce(counts, group=self._group)
+        return counts
+
+    def _agreed(self, answer: bool) -> bool:
+        """Whether the answer is yes in all the processes that share the tensors."""
+        if self._group is None:
+            return answer
+        return not int(self._over_shards(torch.tensor(int(not answer), device=self.state.device)))
+
+
+def not_finite(tensors: Iterable[tuple[str, Tensor]]) -> list[str]:
+    """The names of tensors with NaN or infinite entries. Synchronizes with the device."""
+    return [name for name, tensor in tensors if not bool(torch.isfinite(tensor).all())]
+
+
+def _listed(names: Sequence[str]) -> str:
+    return f"{', '.join(names[:3])}{f' and {len(names) - 3} more' if len(names) > 3 else ''}" or "in another process"

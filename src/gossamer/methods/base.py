@@ -1,0 +1,533 @@
+"""What a method is: a rule on matrices with one row per run and one column per weight.
+
+All prunable weights of a network lie side by side in a row (`Layout` says where each tensor is). The same method
+therefore serves one run, driven by `gossamer.Sparsifier` through the steps of any optimizer, and many runs at once, in
+batched training. Around a step of the optimizer:
+
+    update_masks      sees the gradient of the weights that the forward pass used; updates what the method learns, and
+                      turns the gradient, in place, into the one that the dense weights w̃ follow
+    project           after the optimizer's step: a constraint on w̃, such as zeros where weights are pruned
+    update_topology   at the steps that `topology_due` names: work that is done once in a while
+    apply_masks       writes the weights that the next forward pass uses: w̃ ⊙ m, unless the method says otherwise
+    finalize          at the end of the mask phases: the final masks, which meet the budget exactly
+
+`update_masks`, `project` and `apply_masks` consist of tensor operations that never synchronize with the device, in
+place on tensors that keep their address, so that a whole step can be captured in a CUDA graph. `update_topology` and
+`finalize` run outside of it. Numbers that change from step to step come from the `Timeline`.
+
+`register` makes a method available by name; `find` also takes "my_module:MyMethod".
+"""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from typing import Any, ClassVar, Generic, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gossamer.schedule import Phase, Plan, cosine, nonzeros_left
+from gossamer.target import Target, make_target
+
+
+@dataclass(frozen=True)
+class Options:
+    """The settings of a method. Each method has its own fields, whose defaults are the best known values."""
+
+
+S = TypeVar("S", bound=Options)
+
+
+def expect(options: Options, **asked: tuple[bool, str]) -> None:
+    """Refuse unusable settings: for each name, whether its value is good and what was expected."""
+    wrong = [
+        f"{name}: expected {what}, got {getattr(options, name)!r}" for name, (good, what) in asked.items() if not good
+    ]
+    if wrong:
+        raise ValueError("; ".join(wrong))
+
+
+def one_of(value: str, choices: Iterable[str]) -> tuple[bool, str]:
+    """Whether the value is one of the choices, for `expect`."""
+    known = list(choices)
+    return value in known, f"one of {', '.join(known)}"
+
+
+def is_rate(value: float) -> bool:
+    """Whether the value is at least 0 and finite; False for NaN."""
+    return 0 <= value < math.inf
+
+
+# --- where the weights are ---
+
+
+@dataclass(frozen=True)
+class TensorView:
+    """How one tensor lies in its columns where these follow the memory of a parameter."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    feature_axis: int
+    groups: int
+    split: bool  # the weights of a feature are spread over processes
+    size: int  # weights of the tensor in all processes
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Which columns are which tensor. Output features come first in every shape."""
+
+    names: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    gains: tuple[slice | None, ...] = ()
+    """For each tensor, where among the other parameters the gains of the batch norm behind it lie."""
+    views: tuple[TensorView, ...] = ()
+    """Set where columns follow the memory of the parameters, so that features need not come first."""
+
+    @cached_property
+    def sizes(self) -> list[int]:
+        if self.views:
+            return [math.prod(view.shape) for view in self.views]
+        return [math.prod(shape) for shape in self.shapes]
+
+    @property
+    def count(self) -> int:
+        return sum(self.sizes)
+
+    def split(self, matrix: Tensor) -> tuple[Tensor, ...]:
+        """The part of each tensor: views."""
+        return torch.split(matrix, self.sizes, dim=1)
+
+    def tensor_of_each(self, device: torch.device) -> Tensor:
+        """The number of the tensor of each weight."""
+        numbers = torch.arange(len(self.sizes))
+        return torch.repeat_interleave(numbers, torch.tensor(self.sizes), output_size=self.count).to(device)
+
+    def by_tensor(self, values: Tensor) -> Tensor:
+        """One number per tensor, (runs, tensors), laid out along the weights. Not for a captured step."""
+        return values.index_select(1, self.tensor_of_each(values.device))
+
+    def keep(self, sparsity: float) -> int:
+        """How many weights a sparsity leaves."""
+        return self.count - math.floor(self.count * sparsity + 0.5)
+
+
+def min_nonzeros(sizes: Sequence[int], min_density: float) -> list[int]:
+    """How many weights of each tensor are never pruned."""
+    return [min(size, max(1, math.ceil(min_density * size))) if min_density else 0 for size in sizes]
+
+
+# --- what a method is given ---
+
+
+@dataclass(frozen=True)
+class Request(Generic[S]):
+    """What one run asks of a method. `target` is made from `sparsity` unless it is given."""
+
+    sparsity: float
+    seed: int
+    options: S
+    target: Target | None = None
+
+    def resolve(self, layout: Layout) -> Target:
+        if self.target is not None:
+            return self.target
+        return make_target(layout.sizes, sparsity=self.sparsity, floors=[0] * len(layout.sizes))
+
+
+class Series:
+    """A number per run that changes from step to step of the mask phases."""
+
+    def __init__(self, function: Callable[[int], Sequence[float]], like: Tensor) -> None:
+        self._function, self._like = function, like
+        self.table: Tensor | None = None
+        self.now = torch.tensor([list(function(0))], dtype=like.dtype, device=like.device).T.contiguous()
+
+    def at(self, step: int) -> Tensor:
+        """One column: the value of each run at this step of the mask phases."""
+        return torch.tensor([list(self._function(step))], dtype=self._like.dtype, device=self._like.device).T
+
+    def set(self, step: int) -> None:
+        values = self._function(step)
+        if len(values) == 1:
+            self.now.fill_(values[0])
+        else:
+            self.now.copy_(self.at(step))
+
+    def tabulate(self, steps: int) -> None:
+        self.fill(torch.tensor([list(self._function(step)) for step in range(steps)]))
+
+    def fill(self, table: Tensor) -> None:
+        """Take the values of all steps, (steps, runs)."""
+        self.table = table.to(self._like.device, self._like.dtype)
+
+
+class Timeline:
+    """The phases of the runs, the clock of their mask phases, and the learning rate of the weights in this step.
+
+    `tabulated` timelines read their numbers from tables on the device at the clock, so that a captured step needs
+    nothing from the host. The others are set before each step by `set`, so that the plan may change on the way.
+    """
+
+    def __init__(
+        self, plan: Plan, *, rows: int, device: torch.device, dtype: torch.dtype, epoch: int, tabulated: bool = True
+    ) -> None:
+        self.plan, self.epoch, self.device, self.dtype = plan, max(1, epoch), device, dtype
+        self.length = plan.sparsify + plan.stabilise
+        self.clock = torch.zeros(1, dtype=torch.int64, device=device)
+        self.rate = torch.zeros(rows, 1, dtype=dtype, device=device)
+        self._tabulated, self._series = tabulated, list[Series]()
+
+    def set(self, step: int) -> None:
+        """Go to this step of the mask phases."""
+        self.clock.fill_(step)
+        for series in self._series:
+            series.set(step)
+
+    def now(self, series: Series) -> Tensor:
+        """The value of this step, as a column: one number per run."""
+        return series.now if series.table is None else series.table.index_select(0, self.clock).view(-1, 1)
+
+    def series(
+        self,
+        function: Callable[[int], Sequence[float]],
+        dtype: torch.dtype | None = None,
+        *,
+        table: Callable[[], Tensor] | None = None,
+    ) -> Series:
+        """`table` is a faster way to all values of the function, (steps, runs)."""
+        found = Series(function, torch.empty(0, dtype=dtype or self.dtype, device=self.device))
+        if self._tabulated and table is not None:
+            found.fill(table())
+        elif self._tabulated:
+            found.tabulate(self.length)
+        self._series.append(found)
+        return found
+
+    def budgets(self, targets: Sequence[Target], ramp: str = "cubic") -> Series:
+        """The budget after each step, for each run: along the cubic ramp, or the final one "at_once"."""
+
+        def at(step: int) -> list[int]:
+            return [_budget(step, self.plan.sparsify, target.total, target.final, ramp) for target in targets]
+
+        def table() -> Tensor:
+            columns = [
+                _budgets(self.length, self.plan.sparsify, target.total, target.final, ramp) for target in targets
+            ]
+            return torch.stack(columns, dim=1)
+
+        return self.series(at, torch.int64, table=table)
+
+    def annealed(self, values: Sequence[float], kinds: Sequence[str] = ()) -> Series:
+        """Numbers that go to zero on a cosine over the mask phases, or by another kind of `schedule.ANNEALS`."""
+        chosen = list(kinds) or ["cosine"] * len(values)
+
+        def at(step: int) -> list[float]:
+            return [value * _factor(self.plan, step, kind) for value, kind in zip(values, chosen, strict=True)]
+
+        def table() -> Tensor:
+            factors = torch.stack([_factors(self.plan, kind) for kind in chosen], dim=1)
+            return factors * torch.tensor(values, dtype=factors.dtype)
+
+        return self.series(at, table=table)
+
+    def often(self, steps: int) -> int:
+        """This many steps, or fewer where the sparsify phase would otherwise see less than ten of them."""
+        return max(1, min(steps, self.plan.sparsify // 10))
+
+
+def _budget(step: int, ramp_steps: int, total: int, final: int, ramp: str) -> int:
+    if ramp == "at_once":
+        return final
+    # The last step of the ramp is the first one at the full target.
+    return nonzeros_left(min(1.0, (step + 1) / max(1, ramp_steps)), total, final)
+
+
+def _factor(plan: Plan, step: int, kind: str) -> float:
+    moment = plan.at(plan.warmup + step)
+    if kind == "cosine":
+        return cosine(moment.settling)
+    return 0.1 if kind == "step" and moment.phase is Phase.STABILISE else 1.0
+
+
+# Batched runs share their plan and many of their targets, and have many steps.
+
+
+@lru_cache(maxsize=64)
+def _budgets(steps: int, ramp_steps: int, total: int, final: int, ramp: str) -> Tensor:
+    return torch.tensor([_budget(step, ramp_steps, total, final, ramp) for step in range(steps)])
+
+
+@lru_cache(maxsize=8)
+def _factors(plan: Plan, kind: str) -> Tensor:
+    steps = plan.sparsify + plan.stabilise
+    return torch.tensor([_factor(plan, step, kind) for step in range(steps)], dtype=torch.float64)
+
+
+@dataclass(frozen=True, eq=False)
+class Context(Generic[S]):
+    """All that a method starts from. `weights` are the dense weights when masks begin, one row per run."""
+
+    layout: Layout
+    requests: Sequence[Request[S]]
+    timeline: Timeline
+    weights: Tensor
+    min_density: float  # share of each tensor that is never pruned, where a method chooses over the whole network
+    group: dist.ProcessGroup | None = None  # the processes that share each tensor
+
+    @cached_property
+    def targets(self) -> list[Target]:
+        return [request.resolve(self.layout) for request in self.requests]
+
+    @property
+    def options(self) -> list[S]:
+        return [request.options for request in self.requests]
+
+    @property
+    def keep(self) -> list[int]:
+        """Final nonzeros of each run."""
+        return [target.final for target in self.targets]
+
+    @property
+    def seeds(self) -> Tensor:
+        return torch.tensor([request.seed for request in self.requests], device=self.weights.device)
+
+    def values(self, name: str) -> list[Any]:
+        """One setting of all runs."""
+        return [getattr(options, name) for options in self.options]
+
+    def column(self, name: str) -> Tensor:
+        """One setting of all runs, to multiply a matrix with."""
+        return column(self.values(name), self.weights)
+
+    def total(self, sums: Tensor) -> Tensor:
+        """`sums`, added up over the processes that share the tensors."""
+        if self.group is not None:
+            dist.all_reduce(sums, group=self.group)
+        return sums
+
+    @property
+    def size(self) -> int:
+        """Weights of a run in all processes."""
+        return sum(view.size for view in self.layout.views) if self.layout.views else self.layout.count
+
+    def mean_squares(self, matrix: Tensor) -> Tensor:
+        """The mean square of each row over the whole network, as a column."""
+        if self.group is None:
+            return matrix.square().mean(1, keepdim=True)
+        return self.total(matrix.square().sum(1, keepdim=True)) / self.size
+
+
+def column(values: Sequence[float], like: Tensor) -> Tensor:
+    """One number per run, to multiply a matrix with."""
+    return torch.tensor(values, dtype=like.dtype, device=like.device)[:, None]
+
+
+# --- a step ---
+
+
+@dataclass(frozen=True, eq=False)
+class Block:
+    """Some columns of all runs, small enough to stay in the cache of a CPU. All tensors are (runs, columns)."""
+
+    columns: slice
+    gradient: Tensor | None  # None: these weights have no gradient in this step
+    weight: Tensor
+    work: Tensor  # scratch memory
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """The blocks of one tensor, or one block with several tensors."""
+
+    tensors: range
+    blocks: Sequence[Block]
+
+
+@dataclass(frozen=True, eq=False)
+class SampleSums:
+    """Sums over samples of the squared mask gradients, for the literal per-sample scale."""
+
+    totals: Sequence[Tensor]  # one per tensor: one number per feature
+    samples: int
+
+
+class Step(ABC):
+    """The gradients of one step and the dense weights, as one matrix or block by block."""
+
+    weights: Tensor
+    unscale: Tensor | None = None  # factor by which gradients still have to be multiplied
+    found_inf: Tensor | None = None  # nonzero where a scaled gradient was not finite
+    samples: SampleSums | None = None
+
+    @property
+    @abstractmethod
+    def gradient(self) -> Tensor:
+        """The gradients as one matrix; what is written into it is what the optimizer applies."""
+
+    @property
+    @abstractmethod
+    def parts(self) -> Sequence[Part]:
+        """The same in blocks, which together have all columns."""
+
+    @property
+    @abstractmethod
+    def work_views(self) -> Sequence[Tensor]:
+        """The scratch memory of the blocks by tensor, each (runs, *shape)."""
+
+    @property
+    def absent(self) -> Sequence[int]:
+        """Tensors without a gradient in this step."""
+        return ()
+
+    def release(self, block: Block) -> None:
+        """To be called when a block has been treated for the last time."""
+        return
+
+    @abstractmethod
+    def segments(self) -> tuple[Sequence[Tensor | None], Sequence[Tensor] | None] | None:
+        """For fused GPU kernels: gradients as tensors in memory, one per tensor of a run or one per run, and the
+        parameters that are to hold w̃ afterwards; None where kernels cannot read them."""
+
+
+class MatrixStep(Step):
+    """A step of batched training, where gradients are one matrix anyway."""
+
+    def __init__(self, gradient: Tensor, weights: Tensor, layout: Layout) -> None:
+        self._gradient, self.weights, self._layout = gradient, weights, layout
+
+    @property
+    def gradient(self) -> Tensor:
+        return self._gradient
+
+    @cached_property
+    def parts(self) -> Sequence[Part]:
+        work = torch.empty(self.weights.shape, dtype=self.weights.dtype, device=self.weights.device)
+        return [Part(range(len(self._layout.sizes)), [Block(slice(None), self._gradient, self.weights, work)])]
+
+    @property
+    def work_views(self) -> Sequence[Tensor]:
+        parts = zip(self._layout.split(self.parts[0].blocks[0].work), self._layout.shapes, strict=True)
+        return [part.view(len(part), *shape) for part, shape in parts]
+
+    def segments(self) -> tuple[Sequence[Tensor | None], Sequence[Tensor] | None] | None:
+        return list(self._gradient), None
+
+
+@dataclass(frozen=True, eq=False)
+class Outcome:
+    """What a step of mask learning saw, for diagnostics."""
+
+    decay: Tensor  # λ1 of each run
+    nonzeros: Tensor  # kept weights of each run, in all the processes that share its tensors
+    flips: Tensor  # masks that changed in each run, likewise
+    squares: Tensor  # sums of squares of the mask gradient, (runs, tensors)
+    finite: Tensor  # (runs,): False where gradients were not finite, so that masks stayed as they were
+
+
+class Method(ABC, Generic[S]):
+    """A method for some runs, from the step where masks begin."""
+
+    name: ClassVar[str]
+    title: ClassVar[str]  # in tables of results
+    reference: ClassVar[str] = "–"
+    options: ClassVar[type[Options]] = Options
+    from_start: ClassVar[bool] = False  # sparse from the first step on, without a dense warm-up
+    structured: ClassVar[bool] = False  # prunes whole filters
+    masked_forward: ClassVar[bool] = True  # the forward pass uses w̃ ⊙ m; otherwise what apply_masks writes
+    penalizes: ClassVar[bool] = False  # changes the gradient of parameters that are not prunable
+    rewinds: ClassVar[bool] = False  # has the learning rate of a second training after its cut
+    shardable: ClassVar[bool] = False  # works on weights that are spread over processes (FSDP2)
+    solves_targets: ClassVar[bool] = False  # knows flops= and decay= besides sparsity=
+    any_order: ClassVar[bool] = False  # columns may follow the memory of the parameters
+    shared: ClassVar[tuple[str, ...]] = ()  # settings that all runs of one object share; others may differ
+
+    mask: Tensor
+    """True where a weight is kept now, (runs, weights)."""
+
+    @abstractmethod
+    def __init__(self, context: Context[S]) -> None: ...
+
+    @classmethod
+    def check(cls, layout: Layout, request: Request[S]) -> None:
+        """Refuse a request that cannot be met, before training begins."""
+        return
+
+    @classmethod
+    def resolve(cls, options: S, *, mask_steps: int, left: float | None) -> S:
+        """The settings with every open one chosen, for masks that train for `mask_steps` and keep the share `left`,
+        if that is known."""
+        return options
+
+    @classmethod
+    def needs_samples(cls, options: S) -> bool:
+        """Whether `Step.samples` is needed: sums over the samples of a batch."""
+        return False
+
+    @classmethod
+    def phases(cls, plan: Plan) -> Plan:
+        """The phases of a run with this method: without warm-up where it is sparse from the start."""
+        return replace(plan, warmup=0, sparsify=plan.warmup + plan.sparsify) if cls.from_start else plan
+
+    @abstractmethod
+    def update_masks(self, step: Step) -> Outcome | None:
+        """Learn from a step; the outcome is for diagnostics."""
+
+    def weight_gradient(self, gradient: Tensor, weights: Tensor) -> None:
+        """Turn ∂L/∂w into the gradient that w̃ follows, in place: what `update_masks` does with its gradient. Optimizers
+        that evaluate a closure several times per step need it."""
+        return
+
+    def apply_masks(self, weights: Tensor, out: Tensor) -> None:
+        """Write the weights of the forward pass."""
+        torch.where(self.mask, weights, weights.new_zeros(()), out=out)
+
+    def add_penalty(self, gradient: Tensor, others: Tensor) -> None:
+        """Change, in place, the gradient of the parameters that are not prunable."""
+        return
+
+    def project(self, weights: Tensor) -> None:
+        return
+
+    def topology_due(self, step: int) -> bool:
+        """Whether `update_topology` is called when this many steps of the mask phases are done."""
+        return False
+
+    def update_topology(self, weights: Tensor, step: int) -> Tensor | None:
+        """Returns the weights whose optimizer state is reset, or None."""
+        return None
+
+    @abstractmethod
+    def finalize(self, weights: Tensor) -> Tensor:
+        """The final masks. The caller sets what they prune to zero."""
+
+    @abstractmethod
+    def state(self) -> dict[str, Tensor]:
+        """All tensors that change, to be saved, or copied into on resume."""
+
+    def load_state(self, saved: Mapping[str, Tensor]) -> None:
+        """Go on from what `state` returned."""
+        for name, tensor in self.state().items():
+            tensor.copy_(saved[name])
+
+
+class PrunedAtZero(Method[S]):
+    """Methods whose pruned weights are zero and get no gradient. Some do nothing else in a step."""
+
+    def update_masks(self, step: Step) -> Outcome | None:
+        self.weight_gradient(step.gradient, step.weights)
+        return None
+
+    def weight_gradient(self, gradient: Tensor, weights: Tensor) -> None:
+        gradient.masked_fill_(~self.mask, 0.0)
+
+    def project(self, weights: Tensor) -> None:
+        weights.masked_fill_(~self.mask, 0.0)
+
+
+def scale_pruned_(gradient: Tensor, mask: Tensor, share: Tensor) -> None:
+    """Leave pruned weights this share of their gradient, one number per run."""
+    gradient.mul_(torch.where(mask, torch.ones_like(share), share))
