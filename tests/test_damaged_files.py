@@ -37,7 +37,7 @@ def training(method: str) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    sparsifier = gossamer.Sparsifier(model, optimizer, method=method, sparsity=0.5, total_steps=20, floor=0.1)
+    sparsifier = gossamer.Sparsifier(model, optimizer, method=method, sparsity=0.5, total_steps=20, min_density=0.1)
     return model, optimizer, sparsifier
 
 

@@ -61,7 +61,7 @@ def check_tensors(state: Mapping[str, Any], driver: Driver, weights: Sequence[We
     if found != by_weight:
         raise ValueError(
             f"the state is of a run with other settings: {', '.join(sorted(found ^ by_weight))} is in one of the two "
-            "alone; give the settings as before (mask_momentum= and floor= decide what is saved)"
+            "alone; give the settings as before (mask_momentum= and min_density= decide what is saved)"
         )
     for name in by_weight:
         _check_by_weight(state[name], weights, name)

@@ -1,6 +1,7 @@
 """What `Sparsifier` takes by name: the phases of the run, the settings of its method, and named presets of both."""
 
 import difflib
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from types import MappingProxyType
@@ -17,7 +18,7 @@ class Phases:
     warmup: str = "0.25run"
     sparsify: str = "0.35run"
     stabilise: str = "0.15run"
-    floor: float = 0.001  # share of each tensor that is never pruned, at least one weight; 0 switches it off
+    min_density: float = 0.001  # share of each tensor that is never pruned, at least one weight; 0 switches it off
 
     def __post_init__(self) -> None:
         problems = [
@@ -25,8 +26,8 @@ class Phases:
             for name in ("warmup", "sparsify", "stabilise")
             if (problem := _wrong_duration(getattr(self, name))) is not None
         ]
-        if not 0 <= self.floor < 1:
-            problems.append(f"floor: expected a share from 0 to below 1, got {self.floor!r}")
+        if not 0 <= self.min_density < 1:
+            problems.append(f"min_density: expected a share from 0 to below 1, got {self.min_density!r}")
         if problems:
             raise ValueError("settings that cannot be used:\n  " + "\n  ".join(problems))
 
@@ -46,12 +47,12 @@ PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "paper": MappingProxyType(
             {
                 "scale": "batch",
-                "anchor": 0.0,
-                "removed_gradient": 1.0,
+                "mask_decay": 0.0,
+                "pruned_grad_scale": 1.0,
                 "mask_lr": 0.1,
                 "anneal": "step",
                 "start": "constant",
-                "floor": 0.0,
+                "min_density": 0.0,
                 "warmup": "0.43run",
                 "sparsify": "0.06run",
                 "stabilise": "0.06run",
@@ -61,12 +62,40 @@ PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 )
 
 
+RENAMED: Mapping[str, str] = MappingProxyType(
+    {
+        "anchor": "mask_decay",
+        "anchor_cap": "mask_decay_cap",
+        "floor": "min_density",
+        "removed_gradient": "pruned_grad_scale",
+    }
+)
+"""Settings with a new name, by the old one, which works until the next version."""
+
+
+def with_current_names(settings: Mapping[str, Any], *, warn: bool = False) -> dict[str, Any]:
+    """The settings under their current names. `warn` about old ones where a user wrote them, not a file."""
+    both = [name for name, new in RENAMED.items() if name in settings and new in settings]
+    if both:
+        raise TypeError(f"settings under their old and their new name, {both[0]} and {RENAMED[both[0]]}: drop the old")
+    old = [name for name in settings if name in RENAMED]
+    if old and warn:
+        pairs = ", ".join(f"{name} is {RENAMED[name]}" for name in old)
+        warnings.warn(
+            f"settings have new names ({pairs}); the old ones go with the next version",
+            DeprecationWarning,
+            stacklevel=4,
+        )
+    return {RENAMED.get(name, name): value for name, value in settings.items()}
+
+
 def choose(method: type[Method[Any]], preset: str, overrides: Mapping[str, Any]) -> tuple[Phases, Options]:
     """The phases and the settings of a method: those of a preset, some of them replaced."""
     if preset not in PRESETS:
         raise ValueError(f"expected a preset out of {', '.join(PRESETS)}, got {preset!r}")
     if preset != "default" and method.name != "scl":
         raise ValueError(f"preset={preset!r} is for method='scl', got method={method.name!r}: leave preset= out")
+    overrides = with_current_names(overrides, warn=True)
     of_phases = [field.name for field in fields(Phases)]
     of_method = [field.name for field in fields(method.options) if field.name not in of_phases]
     known = [*of_method, *of_phases]

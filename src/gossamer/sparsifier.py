@@ -112,7 +112,7 @@ class Sparsifier:
         if flops is not None and example_input is not None:
             found = positions(model, self.weights, example_input)
             costs = [found[weight.name] for weight in self.weights]
-        floor = self.phases.floor if issubclass(self._kind, BudgetedMethod) else 0.0
+        floor = self.phases.min_density if issubclass(self._kind, BudgetedMethod) else 0.0
         self._target = make_target(
             sizes,
             sparsity=sparsity,
@@ -301,7 +301,7 @@ class Sparsifier:
             self._request,
             self.plan,
             epoch=self._epoch,
-            min_density=self.phases.floor,
+            min_density=self.phases.min_density,
             others=self._others,
             gains=self._gains,
             group=self._group,

@@ -89,7 +89,7 @@ def make_target(
 def _checked(target: Target, least: int, request: str, unit: str) -> Target:
     if least > target.final:
         raise ValueError(
-            f"{request} leaves {target.final} {unit}, but the floor keeps {least} of them: ask for less, "
-            "lower floor= (0 lets whole tensors die), or exclude tensors"
+            f"{request} leaves {target.final} {unit}, but min_density keeps {least} of them: ask for less, "
+            "lower min_density= (0 lets whole tensors die), or exclude tensors"
         )
     return target

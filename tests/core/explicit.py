@@ -60,7 +60,7 @@ class ExplicitMasks:
     scale: str = "none"
     decay: float = 0.0
     momentum: float = 0.0
-    anchor: float = 0.0
+    mask_decay: float = 0.0
     cap: float = 0.0
     usual: Tensor | None = None
     level: Tensor = field(default_factory=lambda: torch.zeros(()))  # what masks have been lowered by, forgotten alike
@@ -82,7 +82,7 @@ class ExplicitMasks:
         if self.usual is None:
             every = torch.cat([self.model.model.get_parameter(name).flatten() for name in masks])
             self.usual = (torch.linalg.vector_norm(every).square() / count).sqrt()
-        share = self.anchor if keep is not None else self.anchor * learning_rate / self.mask_lr
+        share = self.mask_decay if keep is not None else self.mask_decay * learning_rate / self.mask_lr
         for name, mask in masks.items():
             direction = gradients.get(name, torch.zeros_like(mask)) + self.decay
             if self.momentum:
@@ -90,7 +90,7 @@ class ExplicitMasks:
                 direction = self.velocity[name]
             mask -= direction * learning_rate
             mask.grad = None
-            if self.anchor:
+            if self.mask_decay:
                 size = self.model.model.get_parameter(name).abs()
                 mask += share * ((size.minimum(self.level.maximum(self.usual) * self.cap) if self.cap else size) - mask)
         self.level = self.level * (1.0 - torch.tensor(share)) + learning_rate * self.decay

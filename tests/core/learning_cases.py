@@ -121,16 +121,16 @@ def draw(seed: int, device: torch.device) -> Step:
     count = sum(parameter.numel() for parameter in parameters)
     scaled = chance(0.4)
     dense = randn(count)
-    interpreted, anchor = device.type == "cpu", (0.0, 0.01)[number(2)]
+    interpreted, mask_decay = device.type == "cpu", (0.0, 0.01)[number(2)]
     if interpreted:
         dense = dense.to(dtype).float()  # the interpreter cuts digits off where a GPU rounds to bfloat16
     return Step(
         options=scl.SCLOptions(
             scale=("global", "none")[number(2)],
             mask_lr=MASK_LR,
-            removed_gradient=(1.0, 0.25 if interpreted else 0.3, 0.0)[number(3)],
-            anchor=anchor,
-            anchor_cap=float(number(2)),
+            pruned_grad_scale=(1.0, 0.25 if interpreted else 0.3, 0.0)[number(3)],
+            mask_decay=mask_decay,
+            mask_decay_cap=float(number(2)),
         ),
         decay=(0.0, 0.03)[number(2)],
         parameters=parameters,
@@ -204,10 +204,10 @@ def check_step(seed: int, device: torch.device) -> None:
         work.div_(scl.divisor(scl.global_scale(squares.view(1, -1), memory.count)))
     scl.descent_direction_(work, decay=step.decay)
     expected = scl.update_mask_variable_(step.mask_variable.clone()[None], work, learning_rate=MASK_LR)
-    if options.anchor:
+    if options.mask_decay:
         size = step.dense.abs()[None]
-        size = size.clamp_max(step.usual * options.anchor_cap) if options.anchor_cap else size
-        scl.anchor_mask_variable_(expected, size, share=options.anchor)
+        size = size.clamp_max(step.usual * options.mask_decay_cap) if options.mask_decay_cap else size
+        scl.decay_mask_variable_(expected, size, share=options.mask_decay)
     torch.testing.assert_close(variable, expected, rtol=1e-6, atol=1e-7)
     assert torch.equal(one.method.mask, variable > 0)
     if options.scale == "none":
@@ -266,7 +266,11 @@ def batched(device: torch.device, *, fused: bool, **settings: object) -> list[li
     matrix = torch.randn(3, layout.count + 11, generator=generator).to(device)  # other parameters lie beside them
     weights = matrix[:, : layout.count]
     timeline = Timeline(plan, rows=3, device=device, dtype=torch.float32, epoch=2)
-    own: list[dict[str, object]] = [{}, {"mask_lr": 0.2, "anchor": 0.3}, {"anchor_cap": 0.0, "removed_gradient": 0.7}]
+    own: list[dict[str, object]] = [
+        {},
+        {"mask_lr": 0.2, "mask_decay": 0.3},
+        {"mask_decay_cap": 0.0, "pruned_grad_scale": 0.7},
+    ]
     requests = [
         Request(sparsity, row, make_options(scl.SCL, own[row] | settings))
         for row, sparsity in enumerate((0.5, 0.9, 0.98))

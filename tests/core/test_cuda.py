@@ -78,13 +78,15 @@ def test_steps_are_judged_as_in_torch_operations() -> None:
     check_judgements(torch.device("cuda"))
 
 
-@pytest.mark.parametrize("settings", [{}, {"anchor": 0.0}, {"removed_gradient": 1.0, "anchor_cap": 0.0}], ids=str)
+@pytest.mark.parametrize(
+    "settings", [{}, {"mask_decay": 0.0}, {"pruned_grad_scale": 1.0, "mask_decay_cap": 0.0}], ids=str
+)
 def test_fused_masks_of_a_race_equal_those_in_torch_operations(settings: dict[str, Any]) -> None:
     check_batched(torch.device("cuda"), **settings)
 
 
 @pytest.mark.parametrize(
-    "settings", [{}, {"scale": "none", "mask_lr": 1.0}, {"removed_gradient": 0.3}, {"optimizers": 2}], ids=str
+    "settings", [{}, {"scale": "none", "mask_lr": 1.0}, {"pruned_grad_scale": 0.3}, {"optimizers": 2}], ids=str
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_run_with_fused_mask_learning_equals_one_in_torch_operations(
@@ -143,7 +145,7 @@ def test_a_captured_step_equals_an_eager_one_and_the_cpu(settings: dict[str, obj
         assert torch.equal(ours == 0, theirs == 0)
 
 
-@pytest.mark.parametrize("settings", [{}, {"removed_gradient": 0.25}, {"scale": "none", "mask_lr": 1.0}], ids=str)
+@pytest.mark.parametrize("settings", [{}, {"pruned_grad_scale": 0.25}, {"scale": "none", "mask_lr": 1.0}], ids=str)
 def test_captured_fused_kernels_give_the_bits_of_eager_ones_in_every_run(settings: dict[str, object]) -> None:
     eager = train("cuda", captured=False, dtype=torch.float32, **settings)
     for captured in (True, True, False):

@@ -107,7 +107,7 @@ def test_margins_are_medians_while_masks_learn(run: Watched) -> None:
 
 
 def test_dead_layers_are_named() -> None:
-    run = Watched(decay=1000.0, floor=0.0)
+    run = Watched(decay=1000.0, min_density=0.0)
     assert run.sparsifier.health().dead_layers == ("0.weight", "2.weight")
     assert run.sparsifier.health().flips_per_epoch is None
 

@@ -25,7 +25,9 @@ def trained(**settings: object) -> list[Tensor]:
 
 
 @pytest.mark.parametrize(
-    "settings", [{}, {"scale": "batch"}, {"mask_momentum": 0.5}, {"removed_gradient": 0.3, "anchor": 0.01}], ids=str
+    "settings",
+    [{}, {"scale": "batch"}, {"mask_momentum": 0.5}, {"pruned_grad_scale": 0.3, "mask_decay": 0.01}],
+    ids=str,
 )
 def test_the_form_for_accelerators_takes_the_steps_of_the_one_for_cpus(
     settings: dict[str, object], monkeypatch: pytest.MonkeyPatch

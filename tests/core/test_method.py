@@ -68,7 +68,7 @@ def test_pruned_weights_follow_their_share_of_the_gradient_of_the_weights_in_use
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
     phases = {"warmup": "0it", "sparsify": "1it", "stabilise": "5it"}
     sparsifier = gossamer.Sparsifier(
-        layer, optimizer, sparsity=0.5, total_steps=9, floor=0.0, removed_gradient=asked, **phases
+        layer, optimizer, sparsity=0.5, total_steps=9, min_density=0.0, pruned_grad_scale=asked, **phases
     )
     share = 0.5**0.4 if asked is None else asked
     x, y = numbers(8, 6, seed=1), numbers(8, 4, seed=2)
@@ -110,7 +110,7 @@ def test_removed_weights_rest_also_where_an_optimizer_evaluates_again() -> None:
     net = nn.Linear(6, 8, bias=False, dtype=torch.float64)
     optimizer = Twice(net.parameters())
     phases = {"warmup": "0it", "sparsify": "1it", "stabilise": "8it"}
-    sparsifier = gossamer.Sparsifier(net, optimizer, sparsity=0.5, total_steps=9, removed_gradient=0.0, **phases)
+    sparsifier = gossamer.Sparsifier(net, optimizer, sparsity=0.5, total_steps=9, pruned_grad_scale=0.0, **phases)
     x, y = numbers(16, 6, seed=1), numbers(16, 8, seed=2)
 
     def closure() -> Tensor:

@@ -15,6 +15,7 @@ import gossamer
 from gossamer.flops import positions
 from gossamer.methods.scl import SCL
 from gossamer.schedule import Phase
+from gossamer.settings import RENAMED
 
 
 def small_network(widths: list[int], *, convolution: bool) -> nn.Module:
@@ -91,7 +92,7 @@ def test_the_floor_keeps_a_share_of_every_tensor_and_zero_lets_them_die() -> Non
     with torch.no_grad():
         weights_of(model)[1].mul_(1e-6)  # a layer that magnitude and loss both would remove
     frozen = {"mask_lr": 1e-9}
-    kept = train(model, sparsity=0.9, floor=0.05, **frozen)
+    kept = train(model, sparsity=0.9, min_density=0.05, **frozen)
     counts = [int((weight != 0).sum()) for weight in weights_of(model)]
     assert counts[1] == math.ceil(0.05 * 900)
     assert sum(counts) == kept.connections == 2070 - math.floor(2070 * 0.9 + 0.5)
@@ -99,7 +100,7 @@ def test_the_floor_keeps_a_share_of_every_tensor_and_zero_lets_them_die() -> Non
     model = small_network([30, 30], convolution=False)
     with torch.no_grad():
         weights_of(model)[1].mul_(1e-6)
-    train(model, sparsity=0.9, floor=0.0, **frozen)
+    train(model, sparsity=0.9, min_density=0.0, **frozen)
     assert int((weights_of(model)[1] != 0).sum()) < 5
 
 
@@ -200,14 +201,14 @@ def test_bad_requests_say_what_was_expected() -> None:
     refused("expected flops to be the share that is left", flops=0.0)
     refused("flops= needs example_input=", flops=0.1)
     refused("leave_at= goes with decay=", sparsity=0.9, leave_at=0.5)
-    refused("leaves 1 connections, but the floor keeps 2", sparsity=0.999)
+    refused("leaves 1 connections, but min_density keeps 2", sparsity=0.999)
     refused("expected a preset out of default, paper, got 'papre'", sparsity=0.5, preset="papre")
     refused("unknown setting 'mask_rate' of method='scl': did you mean 'mask_lr'", sparsity=0.5, mask_rate=1.0)
     refused("estimator: expected one of identity, .* got 'ste'", sparsity=0.5, estimator="ste")
-    refused("anchor: expected a share from 0 to below 1, got 1.0", sparsity=0.5, anchor=1.0)
-    refused("anchor: expected a share from 0 to below 1, got -0.1", sparsity=0.5, anchor=-0.1)
-    refused("anchor_cap: expected a number of at least 1, or 0, got 0.5", sparsity=0.5, anchor_cap=0.5)
-    refused("anchor_cap: expected a number of at least 1, or 0, got nan", sparsity=0.5, anchor_cap=math.nan)
+    refused("mask_decay: expected a share from 0 to below 1, got 1.0", sparsity=0.5, mask_decay=1.0)
+    refused("mask_decay: expected a share from 0 to below 1, got -0.1", sparsity=0.5, mask_decay=-0.1)
+    refused("mask_decay_cap: expected a number of at least 1, or 0, got 0.5", sparsity=0.5, mask_decay_cap=0.5)
+    refused("mask_decay_cap: expected a number of at least 1, or 0, got nan", sparsity=0.5, mask_decay_cap=math.nan)
     refused("take 125 steps, but the run has only 100", sparsity=0.5, warmup="110it", sparsify="0it")
 
 
@@ -245,7 +246,7 @@ def test_the_size_of_a_weight_counts_up_to_a_cap(cap: float) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     phases = {"warmup": "0it", "sparsify": "20it", "stabilise": "79it"}
     sparsifier = gossamer.Sparsifier(
-        model, optimizer, sparsity=0.5, total_steps=100, anchor=0.2, anchor_cap=cap, mask_lr=1e-6, **phases
+        model, optimizer, sparsity=0.5, total_steps=100, mask_decay=0.2, mask_decay_cap=cap, mask_lr=1e-6, **phases
     )
     assert sparsifier._driver is not None
     state, method = sparsifier._driver.state, sparsifier._driver.method
@@ -271,8 +272,8 @@ def test_with_a_flops_budget_the_cap_goes_with_what_a_connection_costs() -> None
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     images = torch.randn(4, 1, 8, 8)
     sparsifier = gossamer.Sparsifier(
-        model, optimizer, flops=0.4, example_input=images, total_steps=100, anchor=0.2, anchor_cap=3.0, mask_lr=1e-8,
-        floor=0.0, warmup="0it", sparsify="20it", stabilise="79it",
+        model, optimizer, flops=0.4, example_input=images, total_steps=100, mask_decay=0.2, mask_decay_cap=3.0,
+        mask_lr=1e-8, min_density=0.0, warmup="0it", sparsify="20it", stabilise="79it",
     )  # fmt: skip
     assert sparsifier._driver is not None
     state, method = sparsifier._driver.state, sparsifier._driver.method
@@ -299,3 +300,15 @@ def test_with_a_flops_budget_the_cap_goes_with_what_a_connection_costs() -> None
     for giant in giants:
         highest = float(method.mask_variable[0, giant]) + level * int(cost[giant])
         assert highest == pytest.approx(3 * max(level * int(cost[giant]), usual), rel=1e-3)
+
+
+@pytest.mark.parametrize(("old", "new"), RENAMED.items())
+def test_a_renamed_setting_still_works_under_its_old_name_and_says_so(old: str, new: str) -> None:
+    value = 0.25 if old != "anchor_cap" else 2.0
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.warns(DeprecationWarning, match=f"{old} is {new}"):
+        sparsifier = gossamer.Sparsifier(model, optimizer, sparsity=0.5, total_steps=9, **{old: value})
+    assert value in (getattr(sparsifier.settings, new), getattr(sparsifier.phases, new, None))
+    with pytest.raises(TypeError, match=f"{old} and {new}: drop the old"):
+        gossamer.Sparsifier(model, optimizer, sparsity=0.5, total_steps=9, **{old: value, new: value})

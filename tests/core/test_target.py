@@ -45,7 +45,7 @@ def train(model: nn.Module, steps: int = 20, **options: Any) -> dict[str, Tensor
 @given(st.floats(0.03, 1.0), st.integers(0, 99), st.sampled_from([0.0, 0.001, 0.02]))
 @settings(max_examples=15, deadline=None)
 def test_a_share_of_the_flops_is_met_to_one_connection(flops: float, seed: int, floor: float) -> None:
-    zeros = train(network(seed), flops=flops, floor=floor, example_input=INPUTS)
+    zeros = train(network(seed), flops=flops, min_density=floor, example_input=INPUTS)
     total = sum(zeros[name].numel() * cost for name, cost in COSTS.items())
     left = sum(int((~zeros[name]).sum()) * cost for name, cost in COSTS.items())
     assert 0 <= flops * total - left < max(COSTS.values()) + 1

@@ -55,14 +55,14 @@ REQUESTS: dict[str, dict[str, Any]] = {
     "decay-raw": {"decay": 5e-3, "scale": "none", "mask_lr": 0.3, "start": "constant", "start_value": 0.1},
     "decay-batch": {"decay": 0.02, "scale": "batch", "mask_lr": 0.01, "start": "magnitude"},
     "decay-momentum": {"decay": 0.01, "scale": "none", "mask_lr": 0.01, "mask_momentum": 0.9},
-    "decay-anchored": {"decay": 0.5, "scale": "global", "mask_lr": 0.01, "anchor": 0.05},
+    "decay-anchored": {"decay": 0.5, "scale": "global", "mask_lr": 0.01, "mask_decay": 0.05},
     "default": {"sparsity": 0.8, "scale": "global"},
-    "budget-anchored": {"sparsity": 0.8, "mask_lr": 0.01, "scale": "global", "anchor": 0.25, "anchor_cap": 0.0},
-    "budget-capped": {"sparsity": 0.8, "mask_lr": 0.01, "scale": "global", "anchor": 0.25, "anchor_cap": 1.5},
-    "budget-global": {"sparsity": 0.8, "scale": "global", "mask_lr": 0.01, "anchor": 0.0},
+    "budget-anchored": {"sparsity": 0.8, "mask_lr": 0.01, "scale": "global", "mask_decay": 0.25, "mask_decay_cap": 0.0},
+    "budget-capped": {"sparsity": 0.8, "mask_lr": 0.01, "scale": "global", "mask_decay": 0.25, "mask_decay_cap": 1.5},
+    "budget-global": {"sparsity": 0.8, "scale": "global", "mask_lr": 0.01, "mask_decay": 0.0},
     "budget-raw": {"sparsity": 0.6, "scale": "none", "mask_lr": 1.0},
-    "budget-damped": {"sparsity": 0.8, "mask_lr": 0.01, "scale": "global", "removed_gradient": 0.3},
-    "budget-paper-gradient": {"sparsity": 0.8, "mask_lr": 0.01, "scale": "global", "removed_gradient": 1.0},
+    "budget-damped": {"sparsity": 0.8, "mask_lr": 0.01, "scale": "global", "pruned_grad_scale": 0.3},
+    "budget-paper-gradient": {"sparsity": 0.8, "mask_lr": 0.01, "scale": "global", "pruned_grad_scale": 1.0},
 }
 
 
@@ -76,7 +76,7 @@ def share_left(count: int, sparsity: float) -> float:
 @pytest.mark.parametrize("closure", [False, True], ids=["plain", "closure"])
 def test_equals_the_explicit_formulation_bit_for_bit(request_: str, optimizer: str, closure: bool) -> None:
     x, y, batches = problem()
-    asked = {"floor": 0.0, "warmup": "40it", "sparsify": "150it", "stabilise": "50it", **REQUESTS[request_]}
+    asked = {"min_density": 0.0, "warmup": "40it", "sparsify": "150it", "stabilise": "50it", **REQUESTS[request_]}
 
     ours = network()
     our_optimizer = OPTIMIZERS[optimizer](ours.parameters())
@@ -85,12 +85,12 @@ def test_equals_the_explicit_formulation_bit_for_bit(request_: str, optimizer: s
     plain = network()
     count = sum(plain.get_parameter(name).numel() for name in WEIGHTS)
     left = share_left(count, asked.get("sparsity", 0.0))
-    theirs = Explicit(plain, WEIGHTS, asked.get("removed_gradient", left**0.4 if "sparsity" in asked else 0.5))
+    theirs = Explicit(plain, WEIGHTS, asked.get("pruned_grad_scale", left**0.4 if "sparsity" in asked else 0.5))
     their_optimizer = OPTIMIZERS[optimizer](plain.parameters())
     masks = ExplicitMasks(theirs, asked["scale"], asked.get("decay", 0.0), asked.get("mask_momentum", 0.0))
     mask_lr = asked.get("mask_lr", 0.015)
-    masks.anchor, masks.mask_lr = sparsifier.settings.anchor, mask_lr
-    masks.cap = sparsifier.settings.anchor_cap
+    masks.mask_decay, masks.mask_lr = sparsifier.settings.mask_decay, mask_lr
+    masks.cap = sparsifier.settings.mask_decay_cap
 
     flips = 0
     for step, batch in enumerate(batches):
@@ -191,10 +191,10 @@ def test_agrees_with_the_numpy_reference(scale: str, estimator: str, exact: bool
 
     optimizer = torch.optim.SGD(torch_net.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-3)
     count = sum(weight.size for weight in weights)
-    request = {"sparsity": 0.7} if exact else {"decay": 0.02 if scale != "none" else 5e-4, "removed_gradient": 1.0}
+    request = {"sparsity": 0.7} if exact else {"decay": 0.02 if scale != "none" else 5e-4, "pruned_grad_scale": 1.0}
     sparsifier = gossamer.Sparsifier(
         torch_net, optimizer, total_steps=steps, warmup="0it", sparsify=f"{steps - 20}it", stabilise="20it",
-        scale=scale, estimator=estimator, mask_lr=0.05, anchor=0.1, anchor_cap=1.5, floor=0.0,
+        scale=scale, estimator=estimator, mask_lr=0.05, mask_decay=0.1, mask_decay_cap=1.5, min_density=0.0,
         mask_momentum=0.0 if exact else 0.5, **request,
     )  # fmt: skip
     trajectory = mlp.train(

@@ -28,7 +28,7 @@ class AutoPruneOptions(Options):
     estimator: str = "softplus"
     alpha: float = 0.1  # slope of leaky_relu
     two_pass: bool = False
-    removed_gradient: float = 0.0  # share of their gradient that pruned weights follow
+    pruned_grad_scale: float = 0.0  # share of their gradient that pruned weights follow
 
     def __post_init__(self) -> None:
         expect(
@@ -36,7 +36,7 @@ class AutoPruneOptions(Options):
             mask_lr=(is_rate(self.mask_lr), "a number of at least 0"),
             estimator=(self.estimator in ESTIMATORS, f"one of {', '.join(ESTIMATORS)}"),
             alpha=(0 < self.alpha < math.inf, "a number above 0"),
-            removed_gradient=(0 <= self.removed_gradient <= 1, "a share from 0 to 1"),
+            pruned_grad_scale=(0 <= self.pruned_grad_scale <= 1, "a share from 0 to 1"),
         )
 
 
@@ -48,7 +48,7 @@ class AutoPrune(GlobalThreshold[AutoPruneOptions]):
     def __init__(self, context: Context[AutoPruneOptions]) -> None:
         self._context, self._timeline, self._options = context, context.timeline, context.options[0]
         self._rate = context.timeline.annealed(context.values("mask_lr"))
-        self._removed = context.column("removed_gradient")
+        self._removed = context.column("pruned_grad_scale")
         self._begin(GlobalBudget(context, magnitude(context.weights)))
 
     def update_masks(self, step: Step) -> None:

@@ -145,8 +145,8 @@ def check_min_nonzeros(target: Target, least: Sequence[int]) -> None:
     """Refuse a target that leaves fewer weights than min_density keeps."""
     if target.decay is None and target.costs is None and sum(least) > target.final:
         raise ValueError(
-            f"the target leaves {target.final} of {target.total} weights, but the floor keeps {sum(least)} of them: "
-            "ask for less, or lower floor= (0 lets whole tensors die)"
+            f"the target leaves {target.final} of {target.total} weights, but min_density keeps {sum(least)} of them: "
+            "ask for less, or lower min_density= (0 lets whole tensors die)"
         )
 
 

@@ -34,7 +34,7 @@ class HyperfluxOptions(Options):
     mask_lr: float = 1e-3  # in a phase of 12,500 steps, in others in proportion
     start: float = 0.2  # the smallest t
     step: float = 0.3  # of the controller
-    removed_gradient: float = 0.0  # share of their gradient that pruned weights follow
+    pruned_grad_scale: float = 0.0  # share of their gradient that pruned weights follow
 
     def __post_init__(self) -> None:
         expect(
@@ -42,7 +42,7 @@ class HyperfluxOptions(Options):
             mask_lr=(is_rate(self.mask_lr), "a number of at least 0"),
             start=(0 < self.start < math.inf, "a number above 0"),
             step=(0 < self.step < math.inf, "a number above 0"),
-            removed_gradient=(0 <= self.removed_gradient <= 1, "a share from 0 to 1"),
+            pruned_grad_scale=(0 <= self.pruned_grad_scale <= 1, "a share from 0 to 1"),
         )
 
 
@@ -58,7 +58,7 @@ class Hyperflux(BudgetedMethod[HyperfluxOptions]):
             [rate * _LENGTH / max(1, self._pressing) for rate in context.values("mask_lr")]
         )
         self._planned = context.timeline.budgets(context.targets)
-        self._step, self._removed = context.column("step"), context.column("removed_gradient")
+        self._step, self._removed = context.column("step"), context.column("pruned_grad_scale")
         start = context.column("start")
         drawn = uniform(context.seeds, torch.zeros_like(context.timeline.clock), layout.count, weights.dtype)
         self._t = start * (1.0 + (_SPREAD - 1.0) * drawn)

@@ -20,8 +20,9 @@ paper's label and is claimed by a test.
 Departures from the paper, all measured and all optional:
 - λ1 is solved for instead of chosen, so that the budget is met exactly (budget.py).
 - The scale is one number for the whole network (`global`) instead of one per feature (`batch`, `per_sample`).
-- Mask variables start at |w̃| and return to it by the share `anchor` per step, so that they remember 1/`anchor` steps.
-- Pruned weights follow the share `removed_gradient` of their gradient.
+- Mask variables start at |w̃| and decay towards it by the share `mask_decay` per step, so that they remember about
+  1/`mask_decay` steps.
+- Pruned weights follow the share `pruned_grad_scale` of their gradient.
 - The learning rate of the mask variables decays to zero.
 """
 
@@ -201,7 +202,7 @@ def update_mask_variable_(mask_variable: Tensor, direction: Tensor, *, learning_
     return mask_variable.sub_(direction.mul_(learning_rate))
 
 
-def anchor_mask_variable_(mask_variable: Tensor, magnitude: Tensor, *, share: Tensor | float) -> Tensor:
+def decay_mask_variable_(mask_variable: Tensor, magnitude: Tensor, *, share: Tensor | float) -> Tensor:
     """m̃ goes back to |w̃| by a share each step, so that it remembers the last 1/share steps and not all of them (ours).
 
     Only the order of the mask variables matters, so the amount by which λ1 has lowered all of them does not.
@@ -213,13 +214,13 @@ def anchor_mask_variable_(mask_variable: Tensor, magnitude: Tensor, *, share: Te
 # --- defaults that depend on the run --------------------------------------------------------------------------------
 
 
-def mask_rate(steps: int) -> float:
+def default_mask_lr(steps: int) -> float:
     """The default learning rate of mask variables, by the number of steps in which they learn: short runs need a larger
     one to get anywhere (section 28 of docs/lab-book.md)."""
     return min(max(0.003, 60.0 / max(1, steps)), 0.015)
 
 
-def removed_share(left: float | None) -> float:
+def default_pruned_grad_scale(left: float | None) -> float:
     """The default share of their gradient that pruned weights follow: the sparser the target, the smaller (a power law
     through the measurements of section 27 of docs/lab-book.md); one half where the target is not known."""
     return 0.5 if left is None else math.pow(left, 0.4)
@@ -241,10 +242,12 @@ class SCLOptions(Options):
     start: str = "magnitude"  # of the mask variables: |w̃| of the warmed-up weights, or one constant
     start_value: float | None = None  # that constant; None: 1, where start="constant"
     l2: float = 0.0  # λ2 in the mask gradient, for the reading where the L2 term acts on the masks
-    anchor: float = 0.001  # share by which mask variables go back to |w̃| in each step; 0: they remember all steps
-    anchor_cap: float = 3.0  # |w̃| counts up to this many times the threshold or the usual size; 0: always
-    removed_gradient: float | None = None  # share for pruned weights: 0 rests, 1 as in the paper, None: removed_share
-    floor: float | None = None  # share of each tensor that is never pruned, at least one weight; 0 switches it off
+    mask_decay: float = 0.001  # share by which each step pulls mask variables towards |w̃|; 0: they remember all steps
+    mask_decay_cap: float = 3.0  # |w̃| counts up to this many times the threshold or the usual size; 0: always
+    pruned_grad_scale: float | None = None  # of pruned weights: 0 rests, 1 as in the paper, None: by the sparsity
+    min_density: float | None = (
+        None  # share of each tensor that is never pruned, at least one weight; 0 switches it off
+    )
 
     def __post_init__(self) -> None:
         expect(
@@ -256,15 +259,18 @@ class SCLOptions(Options):
             alpha=(0 < self.alpha < math.inf, "a number above 0"),
             mask_lr=(self.mask_lr is None or 0 < self.mask_lr < math.inf, "a number above 0, or none"),
             mask_momentum=(0 <= self.mask_momentum < 1, "a number from 0 to below 1"),
-            anchor=(0 <= self.anchor < 1, "a share from 0 to below 1"),
-            anchor_cap=(1 <= self.anchor_cap < math.inf or self.anchor_cap == 0, "a number of at least 1, or 0"),
-            removed_gradient=(0 <= (self.removed_gradient or 0) <= 1, "a share from 0 to 1, or none"),
+            mask_decay=(0 <= self.mask_decay < 1, "a share from 0 to below 1"),
+            mask_decay_cap=(
+                1 <= self.mask_decay_cap < math.inf or self.mask_decay_cap == 0,
+                "a number of at least 1, or 0",
+            ),
+            pruned_grad_scale=(0 <= (self.pruned_grad_scale or 0) <= 1, "a share from 0 to 1, or none"),
             start_value=(self.start_value is None or 0 < self.start_value < math.inf, "a number above 0, or none"),
             l2=(
                 is_rate(self.l2) and not (self.l2 and self.scale == "per_sample"),
                 "a number of at least 0, and 0 with scale='per_sample'",
             ),
-            floor=(self.floor is None or 0 <= self.floor < 1, "a share from 0 to below 1, or none"),
+            min_density=(self.min_density is None or 0 <= self.min_density < 1, "a share from 0 to below 1, or none"),
         )
 
     @property
@@ -277,7 +283,7 @@ class SCLOptions(Options):
 class SCL(GlobalThreshold[SCLOptions]):
     name, title, options = "scl", "gossamer (learned masks)", SCLOptions
     reference = "Tang et al., Automatic Sparse Connectivity Learning for Neural Networks"
-    shared = ("scale", "estimator", "alpha", "l2", "floor", "mask_momentum")
+    shared = ("scale", "estimator", "alpha", "l2", "min_density", "mask_momentum")
     shardable = solves_targets = any_order = True
 
     def __init__(self, context: Context[SCLOptions]) -> None:
@@ -289,19 +295,19 @@ class SCL(GlobalThreshold[SCLOptions]):
         self._options, self._decay = chosen[0], context.targets[0].decay
         self._rate = timeline.annealed([each.mask_lr or 0.0 for each in chosen], [each.anneal for each in chosen])
         self._mask_lr = column([each.mask_lr or 0.0 for each in chosen], weights)[:, 0]
-        self._anchor = None
-        if any(each.anchor for each in chosen):
-            # With a fixed λ1 the anchor comes down with the learning rate, as λ1's push does; else all masks return.
+        self._mask_decay = None
+        if any(each.mask_decay for each in chosen):
+            # With a fixed λ1 the pull comes down with the learning rate, as λ1's push does; else all masks return.
             kinds = ["constant" if self._decay is None else each.anneal for each in chosen]
-            self._anchor = timeline.annealed([each.anchor for each in chosen], kinds)
-        self._cap = column([each.anchor_cap for each in chosen], weights) if self._anchor is not None else None
-        removed = [1.0 if each.removed_gradient is None else each.removed_gradient for each in chosen]
+            self._mask_decay = timeline.annealed([each.mask_decay for each in chosen], kinds)
+        self._cap = column([each.mask_decay_cap for each in chosen], weights) if self._mask_decay is not None else None
+        removed = [1.0 if each.pruned_grad_scale is None else each.pruned_grad_scale for each in chosen]
         self._removed = removed[0] if len(set(removed)) == 1 else column(removed, weights)
         start = magnitude(weights)
         for row, options in enumerate(chosen):
             if options.constant_start is not None:
                 start[row] = options.constant_start
-        own = self._options.floor
+        own = self._options.min_density
         self._begin(GlobalBudget(context, start, min_density=context.min_density if own is None else own))
         self.mask_variable = self._budget.score
         self._velocity = torch.zeros_like(start) if self._options.mask_momentum else None
@@ -327,8 +333,10 @@ class SCL(GlobalThreshold[SCLOptions]):
     def resolve(cls, options: SCLOptions, *, mask_steps: int, left: float | None) -> SCLOptions:
         return replace(
             options,
-            mask_lr=mask_rate(mask_steps) if options.mask_lr is None else options.mask_lr,
-            removed_gradient=removed_share(left) if options.removed_gradient is None else options.removed_gradient,
+            mask_lr=default_mask_lr(mask_steps) if options.mask_lr is None else options.mask_lr,
+            pruned_grad_scale=(
+                default_pruned_grad_scale(left) if options.pruned_grad_scale is None else options.pruned_grad_scale
+            ),
         )
 
     @classmethod
@@ -337,15 +345,15 @@ class SCL(GlobalThreshold[SCLOptions]):
 
     def update_masks(self, step: Step) -> Outcome:
         rate = self._context.timeline.now(self._rate)
-        anchor = None if self._anchor is None else self._context.timeline.now(self._anchor)
+        mask_decay = None if self._mask_decay is None else self._context.timeline.now(self._mask_decay)
         caps = self._caps()
         segments = step.segments() if self._blocks is not None else None
         if segments is not None:
-            squares, finite = self._descend_fused(step, segments, rate, anchor, caps)
+            squares, finite = self._descend_fused(step, segments, rate, mask_decay, caps)
         else:
-            squares, finite = self._descend(step, rate, anchor, caps)
-        if anchor is not None:  # masks are sums of gradients and sizes, less this level
-            self._level.copy_(torch.where(finite[:, None], self._level * (1.0 - anchor), self._level))
+            squares, finite = self._descend(step, rate, mask_decay, caps)
+        if mask_decay is not None:  # masks are sums of gradients and sizes, less this level
+            self._level.copy_(torch.where(finite[:, None], self._level * (1.0 - mask_decay), self._level))
         decay, flips = self._set_masks(rate, finite)
         by_count = self._decay is None and self._budget.costs is None
         nonzeros = self._budget.met if by_count else self._context.total(torch.count_nonzero(self.mask, dim=1))
@@ -353,7 +361,9 @@ class SCL(GlobalThreshold[SCLOptions]):
 
     # In two passes over the blocks: the mask gradient and its scale, then everything else.
 
-    def _descend(self, step: Step, rate: Tensor, anchor: Tensor | None, caps: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _descend(
+        self, step: Step, rate: Tensor, mask_decay: Tensor | None, caps: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         """Returns the sums of squares of the mask gradient, (runs, tensors), and which runs had finite gradients."""
         options, group = self._options, self._context.group
         squares = torch.cat([self._mask_gradients(part, step) for part in step.parts], dim=1)
@@ -373,7 +383,7 @@ class SCL(GlobalThreshold[SCLOptions]):
         for part in step.parts:
             for block in part.blocks:
                 if not nothing:
-                    self._move(block, part, step, divide, rate, anchor, caps, gate)
+                    self._move(block, part, step, divide, rate, mask_decay, caps, gate)
                 step.release(block)
         return squares, finite
 
@@ -437,7 +447,7 @@ class SCL(GlobalThreshold[SCLOptions]):
         step: Step,
         divide: Tensor | None,
         rate: Tensor,
-        anchor: Tensor | None,
+        mask_decay: Tensor | None,
         caps: Tensor | None,
         gate: Tensor | None,
     ) -> None:
@@ -454,7 +464,7 @@ class SCL(GlobalThreshold[SCLOptions]):
             direction = velocity * self._options.mask_momentum + direction
             velocity.copy_(direction if gate is None else torch.where(gate, direction, velocity))
         update_mask_variable_(variable, direction, learning_rate=rate)
-        if anchor is None:
+        if mask_decay is None:
             return
         size = torch.abs(block.weight, out=block.work)
         if caps is not None and caps.shape[1] == 1:
@@ -464,14 +474,14 @@ class SCL(GlobalThreshold[SCLOptions]):
         elif caps is not None:
             for index in part.tensors:
                 step.work_views[index].clamp_max_(caps[0, index])
-        anchor_mask_variable_(variable, size, share=anchor if gate is None else torch.where(gate, anchor, 0.0))
+        decay_mask_variable_(variable, size, share=mask_decay if gate is None else torch.where(gate, mask_decay, 0.0))
 
     def _descend_fused(
         self,
         step: Step,
         segments: tuple[Sequence[Tensor | None], Sequence[Tensor] | None],
         rate: Tensor,
-        anchor: Tensor | None,
+        mask_decay: Tensor | None,
         caps: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         """The same in fused GPU kernels, for the usual settings."""
@@ -494,14 +504,14 @@ class SCL(GlobalThreshold[SCLOptions]):
             finite=finite,
             rate=rate,
             decay=self._decay or 0.0,
-            anchor=anchor,
+            mask_decay=mask_decay,
             caps=caps,
             removed=self._removed,
         )
         return squares, finite
 
     def _caps(self) -> Tensor | None:
-        """The largest |w̃| that counts for the anchor, one per run or, with costs, one per tensor.
+        """The largest |w̃| that mask variables are pulled towards, one per run or, with costs, one per tensor.
 
         Where a feature has no weight left that varies, batch norm multiplies the gradient of pruned weights by
         hundreds: without a cap such giants would push out all others.
@@ -520,7 +530,7 @@ class SCL(GlobalThreshold[SCLOptions]):
         if self._decay is None:
             threshold, flips = self._budget.meet_(finite)
             self._level.add_(threshold[:, None])
-            if self._anchor is not None:  # such masks are pushed down however small their learning rate is by now
+            if self._mask_decay is not None:  # such masks are pushed down however small their learning rate is by now
                 return threshold / self._mask_lr, flips
             return torch.where(rate[:, 0] > 0, threshold / rate[:, 0], 0.0), flips
         self._level.add_(rate * self._decay)

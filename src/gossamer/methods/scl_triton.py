@@ -91,7 +91,7 @@ def _descend(
     finite,
     rate,
     decay,
-    anchor,
+    mask_decay,
     cap,
     removed,
     same_removed,
@@ -110,11 +110,11 @@ def _descend(
     if decay is not None:
         direction = direction + decay
     new = old - direction * tl.load(rate + run)
-    if anchor is not None:
+    if mask_decay is not None:
         size = tl.abs(weight)
         if cap is not None:
             size = tl.minimum(size, tl.load(cap + run))
-        new = new + (size - new) * tl.load(anchor + run)
+        new = new + (size - new) * tl.load(mask_decay + run)
     # Where gradients were not finite, everything stays as it is.
     tl.store(mask_variable + in_state, tl.where(tl.load(finite + run) != 0, new, old), mask=inside)
     if removed is not None or same_removed is not None:
@@ -170,12 +170,12 @@ def descend_on_gpu_(
     finite: Tensor,
     rate: Tensor,
     decay: float,
-    anchor: Tensor | None,
+    mask_decay: Tensor | None,
     caps: Tensor | None,
     removed: Tensor | float,
 ) -> None:
     """Update the mask variables, scale the gradients of pruned weights, leave w̃ in the parameters. `divide`, `rate`,
-    `anchor`, `caps` and `removed` are columns with one number per run; `removed` may be one number."""
+    `mask_decay`, `caps` and `removed` are columns with one number per run; `removed` may be one number."""
     same = None if isinstance(removed, Tensor) or removed == 1.0 else removed
     with torch.cuda.device_of(mask):
         for grid, first, these in launches(blocks):
@@ -194,7 +194,7 @@ def descend_on_gpu_(
                 finite.view(torch.uint8),
                 rate,
                 decay if decay else None,
-                anchor,
+                mask_decay,
                 caps,
                 removed if isinstance(removed, Tensor) else None,
                 same,

@@ -22,7 +22,7 @@ DATA_PARALLEL |= {
 NETWORK = {f"method {name}": "filters" for name, method in METHODS.items() if method.structured}
 SHARDED: dict[str, tuple[Any, ...]] = {
     "sparsity": ("mlp", {"sparsity": 0.7}),
-    "floor": ("mlp", {"sparsity": 0.7, "floor": 0.2}),
+    "floor": ("mlp", {"sparsity": 0.7, "min_density": 0.2}),
     "flops": ("conv", {"flops": 0.3}),
     "decay": ("mlp", {"decay": 0.3}),
     "features": ("conv", {"preset": "paper", "sparsity": 0.7, "warmup": "4it", "sparsify": "10it", "stabilise": "4it"}),

@@ -22,7 +22,7 @@ def cosine(number: int) -> float:
 
 def test_scl_with_a_fixed_decay_is_the_papers_rule() -> None:
     target = make_target([24, 16], decay=0.5, floors=[0, 0])
-    method, weights, timeline = begin("scl", 0.0, target=target, mask_lr=0.03, start_value=0.1, anchor=0.0)
+    method, weights, timeline = begin("scl", 0.0, target=target, mask_lr=0.03, start_value=0.1, mask_decay=0.0)
     m = np.full(40, 0.1)
     for number in range(12):
         w, g = weights.numpy()[0].copy(), gradient_like(weights, number).numpy()[0]
@@ -59,7 +59,7 @@ def test_scl_estimators_and_feature_scale(estimator: str, slope: object) -> None
 def test_autoprune_forgets_the_size_of_the_weight(estimator: str, two_pass: bool, removed: float | None) -> None:
     options = {"estimator": estimator, "alpha": 0.2, "mask_lr": 0.1, "two_pass": two_pass}
     method, weights, timeline = begin(
-        "autoprune", 0.6, **options, **({} if removed is None else {"removed_gradient": removed})
+        "autoprune", 0.6, **options, **({} if removed is None else {"pruned_grad_scale": removed})
     )
     m = np.abs(weights.numpy()[0])
     for number in range(10):

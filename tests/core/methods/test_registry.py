@@ -75,7 +75,7 @@ def test_older_names_and_wrong_ones() -> None:
         ("slimming", "penalty", -1.0, "a number of at least 0"),
         ("scl", "mask_lr", math.nan, "a number above 0, or none"),
         ("scl", "scale", "layer", "one of none, global, batch, per_sample"),
-        ("scl", "floor", 1.0, "a share from 0 to below 1, or none"),
+        ("scl", "min_density", 1.0, "a share from 0 to below 1, or none"),
         ("scl", "start_value", 0.0, "a number above 0, or none"),
         ("scl", "mask_lr", "slow", "a number or none"),
     ],

@@ -225,7 +225,7 @@ def test_what_a_method_refuses_is_refused_at_once() -> None:
         ("slimming", 0.01, "slimming needs a batch norm behind every convolution, got none behind 0.weight"),
         ("soft_filter", 0.9, "sparsity=0.9 cannot be met by whole filters"),
         ("l1_filter", 0.9, "sparsity=0.9 cannot be met by whole filters"),
-        ("dpf", 0.999, "sparsity=0.999 leaves 1 connections, but the floor keeps 2"),
+        ("dpf", 0.999, "sparsity=0.999 leaves 1 connections, but min_density keeps 2"),
     ):
         with pytest.raises(ValueError, match=message):
             gossamer.Sparsifier(model, optimizer, method=method, sparsity=sparsity, total_steps=STEPS)

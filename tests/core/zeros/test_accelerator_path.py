@@ -12,9 +12,14 @@ from zeros.running import TOTAL, Run, assert_zeros, start
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "budget": {},
-    "anchored": {"anchor": 0.2, "anchor_cap": 1.5},
-    "anchored, decay": {"decay": 0.3, "anchor": 0.2, "anchor_cap": 1.5},
-    "anchored, flops": {"flops": 0.3, "example_input": BY_NAME["cnn"].batch(0)[0], "anchor": 0.2, "anchor_cap": 1.5},
+    "anchored": {"mask_decay": 0.2, "mask_decay_cap": 1.5},
+    "anchored, decay": {"decay": 0.3, "mask_decay": 0.2, "mask_decay_cap": 1.5},
+    "anchored, flops": {
+        "flops": 0.3,
+        "example_input": BY_NAME["cnn"].batch(0)[0],
+        "mask_decay": 0.2,
+        "mask_decay_cap": 1.5,
+    },
     "momentum": {"mask_momentum": 0.9},
     "decay": {"decay": 0.3},
     "decay, momentum": {"decay": 0.3, "mask_momentum": 0.9},
@@ -74,7 +79,7 @@ def test_both_paths_learn_the_same(name: str, bad: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("l2", [0.0, 0.1])
 def test_a_weight_without_gradient_is_left_alone_by_both(l2: float) -> None:
     runs = [
-        begin({"l2": l2, "scale": "none", "mask_lr": 1.0, "anchor": 0.0}, pretend=flag, optimizer={})
+        begin({"l2": l2, "scale": "none", "mask_lr": 1.0, "mask_decay": 0.0}, pretend=flag, optimizer={})
         for flag in (False, True)
     ]
     for run in runs:

@@ -61,8 +61,8 @@ VARIANTS = {
     },
     "flops": {"flops": 0.3, "example_input": MLP.batch(0)[0]},
     "per_sample": {"sparsity": SPARSITY, "scale": "per_sample", "mask_lr": 0.05},
-    "no_floor": {"floor": 0.0},
-    "big_floor": {"floor": 0.1},
+    "no_floor": {"min_density": 0.0},
+    "big_floor": {"min_density": 0.1},
     "no_warmup": {"warmup": "0it"},
     "adamw": {},
     "float64": {"dtype": torch.float64},
@@ -189,10 +189,10 @@ def test_a_state_without_its_masks_is_refused() -> None:
 @pytest.mark.parametrize(
     ("saved", "asked", "message"),
     [
-        ({}, {"mask_momentum": 0.9}, r"velocity is in one of the two alone; .*mask_momentum= and floor= decide"),
+        ({}, {"mask_momentum": 0.9}, r"velocity is in one of the two alone; .*mask_momentum= and min_density= decide"),
         ({"mask_momentum": 0.9}, {}, "velocity is in one of the two alone"),
-        ({"floor": 0.0}, {}, "protected is in one of the two alone"),
-        ({"floor": 0.01}, {"floor": 0.0}, "protected is in one of the two alone"),
+        ({"min_density": 0.0}, {}, "protected is in one of the two alone"),
+        ({"min_density": 0.01}, {"min_density": 0.0}, "protected is in one of the two alone"),
     ],
 )
 def test_a_state_of_other_settings_is_refused(saved: dict[str, Any], asked: dict[str, Any], message: str) -> None:

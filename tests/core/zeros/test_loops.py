@@ -77,7 +77,7 @@ def test_gradients_set_to_zero_instead_of_none() -> None:
 
 def test_gradients_are_what_the_optimizer_applied() -> None:
     """Those of removed weights are a quarter in the step, all others are as they were."""
-    run = start(MLP, removed_gradient=0.25).train(BAD)
+    run = start(MLP, pruned_grad_scale=0.25).train(BAD)
     run.optimizer.zero_grad()
     run.loss(BAD).backward()
     masks = run.sparsifier.state_dict()["mask"]

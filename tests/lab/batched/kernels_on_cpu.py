@@ -199,16 +199,16 @@ def learned_masks(runs: Sequence[SCLOptions], *, decay: float | None = None, sam
 
 def all_learned_masks() -> None:
     different = [
-        SCLOptions(mask_lr=0.01, anchor=0.0, removed_gradient=0.5),
-        SCLOptions(mask_lr=0.1, anchor=0.05, anchor_cap=1.0, removed_gradient=0.0),
-        SCLOptions(mask_lr=0.03, anchor=0.01, anchor_cap=0.0, removed_gradient=1.0, anneal="step"),
+        SCLOptions(mask_lr=0.01, mask_decay=0.0, pruned_grad_scale=0.5),
+        SCLOptions(mask_lr=0.1, mask_decay=0.05, mask_decay_cap=1.0, pruned_grad_scale=0.0),
+        SCLOptions(mask_lr=0.03, mask_decay=0.01, mask_decay_cap=0.0, pruned_grad_scale=1.0, anneal="step"),
         SCLOptions(anneal="constant"),
     ]
     learned_masks(different)
     learned_masks(different, decay=0.2)
-    learned_masks([SCLOptions(scale="none", mask_lr=rate, anchor=0.0) for rate in (0.5, 1.0)], same_bits=True)
-    learned_masks([SCLOptions(scale="none", mask_lr=0.5, removed_gradient=0.25)] * 2, same_bits=True)
-    learned_masks([SCLOptions(removed_gradient=1.0)] * 34)  # more than one launch treats
+    learned_masks([SCLOptions(scale="none", mask_lr=rate, mask_decay=0.0) for rate in (0.5, 1.0)], same_bits=True)
+    learned_masks([SCLOptions(scale="none", mask_lr=0.5, pruned_grad_scale=0.25)] * 2, same_bits=True)
+    learned_masks([SCLOptions(pruned_grad_scale=1.0)] * 34)  # more than one launch treats
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ from gossamer.lab.batched.entries import lanes_of, teachers_of
 from gossamer.lab.batched.race import Running
 from gossamer.lab.results.records import BEFORE
 from gossamer.methods import METHODS
+from gossamer.settings import with_current_names
 
 CPU = torch.device("cpu")
 SMALL = Comparison(
@@ -83,8 +84,8 @@ def test_a_record_says_what_was_used_as_settings_may_be_left_open(tmp_path: Path
     asked = replace(SMALL, methods=("scl", "scl:mask_lr=0.5", "dpf"))
     default, told, peer = compare(asked, tmp_path, device=CPU)
     left = 1.0 - default["sparsity"]
-    assert default["settled"] == {"mask_lr": 0.015, "removed_gradient": pytest.approx(left**0.4)}
-    assert told["settled"] == {"mask_lr": 0.5, "removed_gradient": pytest.approx(left**0.4)}
+    assert default["settled"] == {"mask_lr": 0.015, "pruned_grad_scale": pytest.approx(left**0.4)}
+    assert told["settled"] == {"mask_lr": 0.5, "pruned_grad_scale": pytest.approx(left**0.4)}
     assert "settled" not in peer
 
 
@@ -93,7 +94,7 @@ def test_a_record_from_before_a_default_changed_is_of_another_run(tmp_path: Path
     asked = replace(SMALL, methods=("l0", "scl"))
     records = compare(asked, tmp_path, device=CPU)
     paths = sorted(tmp_path.glob("*.json"))
-    for path, (name, before) in zip(paths, (("gate_lr", 0.3), ("removed_gradient", None)), strict=True):
+    for path, (name, before) in zip(paths, (("gate_lr", 0.3), ("pruned_grad_scale", None)), strict=True):
         content = json.loads(path.read_text())
         if before is None:
             del content["settings"][name]  # from before there was such a setting: it was 1 then
@@ -386,7 +387,7 @@ def test_a_budget_below_the_floor_is_refused_before_anything_is_trained(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Running, "epoch", lambda self, number: pytest.fail("trained"))
-    with pytest.raises(ValueError, match=r"sparsity=0\.9999 leaves 27 connections, but the floor keeps 267"):
+    with pytest.raises(ValueError, match=r"sparsity=0\.9999 leaves 27 connections, but min_density keeps 267"):
         compare(replace(SMALL, methods=("dense", "scl"), sparsity=(0.9999,)), tmp_path, device=CPU)
 
 
@@ -395,7 +396,7 @@ def test_the_records_that_are_there_are_recognised() -> None:
     recognised = 0
     for path in (Path(__file__).parents[3] / "results" / "race-resnet20").glob("resnet20-*.json"):
         record = json.loads(path.read_text())
-        settings = {name: value for name, value in record["settings"].items() if name != "method"}
+        settings = with_current_names({k: value for k, value in record["settings"].items() if k != "method"})
         then = {name: value for name, value in BEFORE.items() if hasattr(METHODS[record["method"]].options(), name)}
         if settings.keys() & {"curvature", "global_power", "hysteresis", "ramp_share", "score_memory"}:
             continue  # of settings that were tried and given up
@@ -450,7 +451,7 @@ def test_presets_race_by_name_and_records_and_tables_say_which(tmp_path: Path) -
     records = compare(replace(SMALL, methods=asked, epochs=20), tmp_path, device=CPU)
     assert [record["preset"] for record in records] == ["default", "paper", "custom", "default", "custom"]
     settings = records[1]["settings"]
-    paper = {"scale": "batch", "start_value": 1.0, "mask_lr": 0.1, "anchor": 0.0, "floor": 0.0}
+    paper = {"scale": "batch", "start_value": 1.0, "mask_lr": 0.1, "mask_decay": 0.0, "min_density": 0.0}
     assert {name: settings[name] for name in paper} == paper
     assert settings["phases"] == [0.43, 0.06, 0.06, 0.45]
     assert all(record["sparsity"] == pytest.approx(0.9, abs=1e-5) for record in records)

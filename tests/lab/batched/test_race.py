@@ -28,7 +28,7 @@ from gossamer.settings import Phases
 
 CPU = torch.device("cpu")
 RACE = Race(warmup=1, sparsify=2, stabilise=1, finetune=1, batch_size=8, learning_rate=0.05, floor=0.02)
-PHASES = Phases(warmup="1ep", sparsify="2ep", stabilise="1ep", floor=RACE.floor)
+PHASES = Phases(warmup="1ep", sparsify="2ep", stabilise="1ep", min_density=RACE.floor)
 
 
 def data() -> ImageSet:
@@ -116,13 +116,13 @@ def test_the_papers_settings_equal_the_sparsifier_too() -> None:
         Member.of(seed=1, decay=0.4, mask_lr=0.02, anneal="step"),
         Member.of(seed=2, decay=0.2, mask_lr=0.1, scale="batch", estimator="softplus"),
         Member.of(seed=2, sparsity=0.6, mask_lr=3.0, scale="none", anneal="constant"),
-        Member.of(seed=1, sparsity=0.7, removed_gradient=0.25),
-        Member.of(seed=2, sparsity=0.7, removed_gradient=0.0),
-        Member.of(seed=2, sparsity=0.7, anchor=0.0),
-        Member.of(seed=2, sparsity=0.7, anchor=0.05, anchor_cap=1.0),
-        Member.of(seed=2, sparsity=0.7, anchor=0.05, anchor_cap=0.0),
-        Member.of(seed=1, decay=0.3, anchor=0.02, anchor_cap=1.0),
-        Member.of(seed=1, decay=0.3, anchor=0.02, anneal="constant"),
+        Member.of(seed=1, sparsity=0.7, pruned_grad_scale=0.25),
+        Member.of(seed=2, sparsity=0.7, pruned_grad_scale=0.0),
+        Member.of(seed=2, sparsity=0.7, mask_decay=0.0),
+        Member.of(seed=2, sparsity=0.7, mask_decay=0.05, mask_decay_cap=1.0),
+        Member.of(seed=2, sparsity=0.7, mask_decay=0.05, mask_decay_cap=0.0),
+        Member.of(seed=1, decay=0.3, mask_decay=0.02, mask_decay_cap=1.0),
+        Member.of(seed=1, decay=0.3, mask_decay=0.02, anneal="constant"),
     ]
     fixed = _all_equal_their_runs_alone(members)[:2]
     assert all(0.05 < outcome.sparsity < 0.95 for outcome in fixed)

@@ -31,7 +31,7 @@ CPU = torch.device("cpu")
 BASE = Run(
     model="digits_cnn", model_options={"width": 3}, data="digits", epochs=4, batch_size=16, method="scl", sparsity=0.8
 )
-PHASES = {"warmup": "1ep", "sparsify": "1ep", "stabilise": "1ep", "floor": 0.02}
+PHASES = {"warmup": "1ep", "sparsify": "1ep", "stabilise": "1ep", "min_density": 0.02}
 # With a constant start the floor chooses among equals, and a stack has the connections of filters in another order.
 FROM_MAGNITUDE = {**PHASES, "start": "magnitude"}
 
@@ -103,8 +103,10 @@ def test_runs_that_share_trunks_for_a_while_are_the_runs_alone() -> None:
         replace(BASE, settings=PHASES),
         replace(BASE, settings={**PHASES, "warmup": "2ep"}, sparsity=0.5),
         replace(BASE, settings=PHASES, schedule="restart", lr_restart=0.05),
-        replace(BASE, settings={"warmup": "9it", "sparsify": "5it", "stabilise": "0it", "floor": 0.02}),
-        replace(BASE, settings={"warmup": "0it", "sparsify": "3ep", "stabilise": "1ep", "floor": 0.02}, sparsity=0.6),
+        replace(BASE, settings={"warmup": "9it", "sparsify": "5it", "stabilise": "0it", "min_density": 0.02}),
+        replace(
+            BASE, settings={"warmup": "0it", "sparsify": "3ep", "stabilise": "1ep", "min_density": 0.02}, sparsity=0.6
+        ),
         replace(BASE, method="dense", sparsity=None),
         replace(BASE, method="dense", sparsity=None, schedule="phases"),
         replace(BASE, method="dpf", settings=PHASES, weight_decay=1e-3),
@@ -256,7 +258,7 @@ def test_one_record_a_run_and_none_twice(tmp_path: Path, monkeypatch: pytest.Mon
         assert Run.from_dict(record["config"]) == run
         assert record["run_id"] == run.run_id
         assert record["sparsity"] == pytest.approx(run.sparsity, abs=1e-3)
-        assert record["settled"] == {"mask_lr": 0.015, "removed_gradient": (1 - record["sparsity"]) ** 0.4}
+        assert record["settled"] == {"mask_lr": 0.015, "pruned_grad_scale": (1 - record["sparsity"]) ** 0.4}
         network = networks.create(run, 10)
         gossamer.load(tmp_path / f"{run.run_id}.safetensors", model=network)
         assert gossamer.report(network).total.connections == record["connections"]
@@ -333,7 +335,7 @@ def test_what_a_stack_cannot_do_is_named(tmp_path: Path) -> None:
 def test_what_cannot_be_reached_is_refused_before_training(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="cannot be met by whole filters") as error:
         sweep(runs_of(BASE, ["method=l1_filter,scl", "sparsity=0.999"]), tmp_path)
-    assert "method=scl: sparsity=0.999 leaves 1 connections, but the floor keeps 4" in str(error.value)
+    assert "method=scl: sparsity=0.999 leaves 1 connections, but min_density keeps 4" in str(error.value)
     assert not list(tmp_path.iterdir())
     with pytest.raises(ValueError, match="at least one batch of 128 images, got 100"):
         sweep([replace(BASE, batch_size=128)], tmp_path)

@@ -25,7 +25,7 @@ from gossamer.lab.training import Interrupted
 from gossamer.lab.training.optimise import learning_rate
 from gossamer.lab.training.run import Run
 
-REMOVED = "removed_gradient"
+REMOVED = "pruned_grad_scale"
 CPU = torch.device("cpu")
 BASE = Run(model="fc_densenet_mnist", data="mnist", epochs=4, batch_size=16)
 PHASES = {"warmup": "1ep", "sparsify": "1ep", "stabilise": "1ep"}
@@ -36,7 +36,7 @@ RUNS = {
     "paper": replace(BASE, method="scl", preset="paper", decay=0.03, schedule="phases", settings=PHASES),
     "no decay": replace(BASE, method="scl", preset="paper", decay=0.0, schedule="phases", settings=PHASES, seed=1),
     "decay with a floor": replace(
-        BASE, method="scl", preset="paper", decay=0.5, schedule="phases", settings={**PHASES, "floor": 0.05}
+        BASE, method="scl", preset="paper", decay=0.5, schedule="phases", settings={**PHASES, "min_density": 0.05}
     ),
     "leaky": replace(
         BASE,
@@ -221,8 +221,8 @@ def test_records_tables_and_picture(
     assert "our defaults: zeros" in mnist_section(root)
     for path in tmp_path.glob("*.json"):
         path.write_text(json.dumps({name: value for name, value in stored[path.name].items() if name != REMOVED}))
-    assert "our defaults, removed_gradient=1: zeros" in mnist_section(root)
-    older = {REMOVED, "mask_lr", "anchor", "anchor_cap"}  # none of which the oldest records have
+    assert "our defaults, pruned_grad_scale=1: zeros" in mnist_section(root)
+    older = {REMOVED, "mask_lr", "mask_decay", "mask_decay_cap"}  # none of which the oldest records have
     for path in tmp_path.glob("*.json"):
         path.write_text(json.dumps({name: value for name, value in stored[path.name].items() if name not in older}))
     wanted: list[Run] = []

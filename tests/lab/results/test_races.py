@@ -29,7 +29,7 @@ def labels(records: Sequence[Record]) -> list[str]:
 def record(method: str, sparsity: float, accuracy: float, seed: int = 0, **more: Any) -> dict[str, Any]:
     settings = {"seed": seed, "method": method, "sparsity": sparsity, "weight_decay": 5e-4, **more.pop("settings", {})}
     if method == "scl":
-        settings |= {"removed_gradient": None, "anchor": 0.001, "anchor_cap": 3.0}
+        settings |= {"pruned_grad_scale": None, "mask_decay": 0.001, "mask_decay_cap": 3.0}
     about: dict[str, Any] = {
         "hardware": "NVIDIA H200",
         "net": "resnet20",
@@ -85,8 +85,8 @@ def test_a_method_that_was_called_otherwise_has_one_row() -> None:
 
 def test_a_record_from_before_a_setting_tells_what_it_was_then() -> None:
     old = record("scl", 0.9, 90.0)
-    del old["settings"]["removed_gradient"], old["settings"]["anchor"]
-    assert labels([old]) == [f"{METHODS['scl'].title}, removed_gradient=1, anchor=0"]
+    del old["settings"]["pruned_grad_scale"], old["settings"]["mask_decay"]
+    assert labels([old]) == [f"{METHODS['scl'].title}, pruned_grad_scale=1, mask_decay=0"]
 
 
 def test_a_row_says_what_differs_from_the_defaults() -> None:

@@ -127,7 +127,7 @@ def test_the_result_says_what_was_done(images: ImageSet, tmp_path: Path) -> None
     assert written["flops"] == 2 * sum(use * int((found[name] != 0).sum()) for name, use in uses.items())
     assert written["complete"] is True
     assert written["config"]["sparsity"] == 0.8
-    assert written["settled"] == {"mask_lr": 0.015, "removed_gradient": pytest.approx(0.2**0.4, rel=0.01)}
+    assert written["settled"] == {"mask_lr": 0.015, "pruned_grad_scale": pytest.approx(0.2**0.4, rel=0.01)}
     assert written["versions"]["torch"] == torch.__version__
     assert 0 <= written["validation_accuracy"] <= 1
     assert sorted(path.name for path in tmp_path.iterdir()) == [

@@ -55,7 +55,7 @@ def test_where_it_runs_and_what_is_written_is_not_part_of_the_identity(change: s
         ("clip=0.25", "clip", 0.25),
         ("clip=none", "clip", None),
         ("exclude=*.bias, decoder", "exclude", ("*.bias", "decoder")),
-        ("settings.floor=0", "settings", {"mask_lr": 0.5, "floor": 0}),
+        ("settings.min_density=0", "settings", {"mask_lr": 0.5, "min_density": 0}),
         ("model_options.deep=true", "model_options", {"deep": True}),
     ],
 )
@@ -70,8 +70,10 @@ def test_the_scale_called_none_is_a_name() -> None:
 
 
 def test_several_settings_add_up() -> None:
-    run = SPARSE.with_settings(["settings.floor=0.01", "settings.mask_lr=2", "schedule=steps", "lr_drops=2ep,0.9run"])
-    assert (run.phases, run.options) == (Phases(floor=0.01), SCLOptions(mask_lr=2.0))
+    run = SPARSE.with_settings(
+        ["settings.min_density=0.01", "settings.mask_lr=2", "schedule=steps", "lr_drops=2ep,0.9run"]
+    )
+    assert (run.phases, run.options) == (Phases(min_density=0.01), SCLOptions(mask_lr=2.0))
     assert run.lr_drops == ("2ep", "0.9run")
 
 
@@ -225,9 +227,9 @@ def test_settings_that_another_method_does_not_know_go_with_the_one_before() -> 
 
 
 def test_what_makes_two_runs_different_is_told_setting_by_setting() -> None:
-    other = SPARSE.with_settings(["settings.mask_lr=0.1", "settings.floor=0.5", "seed=1", "device=cpu"])
-    assert other.differences_from(SPARSE) == ["settings.mask_lr", "settings.floor", "seed"]
-    assert SPARSE.differences_from(other) == ["settings.mask_lr", "settings.floor", "seed"]
+    other = SPARSE.with_settings(["settings.mask_lr=0.1", "settings.min_density=0.5", "seed=1", "device=cpu"])
+    assert other.differences_from(SPARSE) == ["settings.mask_lr", "settings.min_density", "seed"]
+    assert SPARSE.differences_from(other) == ["settings.mask_lr", "settings.min_density", "seed"]
     whole, broken = Run(model_options={"width": 4}), Run(model_options={"width": 4.0})
     assert whole.run_id != broken.run_id
     assert whole.differences_from(broken) == ["model_options.width"]
@@ -302,5 +304,7 @@ def test_whole_numbers_are_numbers_wherever_they_come_from() -> None:
     for run in (Run.from_dict({"lr": 1}), Run(lr=1), Run(lr=np.float64(1))):
         assert type(run.lr) is float
         assert run.run_id == Run(lr=1.0).run_id
-    sparse = [Run(method="scl", sparsity=0.5, settings={"removed_gradient": one, "anchor_cap": 3}) for one in (1, 1.0)]
+    sparse = [
+        Run(method="scl", sparsity=0.5, settings={"pruned_grad_scale": one, "mask_decay_cap": 3}) for one in (1, 1.0)
+    ]
     assert sparse[0].run_id == sparse[1].run_id

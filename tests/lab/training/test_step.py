@@ -78,7 +78,7 @@ def assert_same_model(left: Path, right: Path) -> None:
     [
         (["method=dense"], 1),
         (["method=scl", "sparsity=0.8"], 3),  # warm-up, mask learning, fine-tuning
-        (["method=scl", "sparsity=0.8", "settings.warmup=0it", "settings.floor=0.0"], 2),
+        (["method=scl", "sparsity=0.8", "settings.warmup=0it", "settings.min_density=0.0"], 2),
         (["method=scl", "decay=0.01", "clip=1.0", "precision=bf16"], 3),
         (["method=scl", "sparsity=0.8", "distil=0.5", "precision=bf16"], 3),  # the trunk comes with the masks
     ],

@@ -311,7 +311,7 @@ def _possible(comparison: Comparison, progress: Callable[[str], None]) -> list[M
     told: dict[str, None] = {}
     for member in comparison.members():
         if not member.method_type.structured:
-            floor = member.to_dict().get("floor")
+            floor = member.to_dict().get("min_density")
             check_floor(layout, member.sparsity, usual if floor is None else floor)
         try:
             if member.method_type.structured:

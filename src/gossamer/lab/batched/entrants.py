@@ -9,7 +9,7 @@ from gossamer.lab.batched.training import Training
 from gossamer.lab.training.values import parse
 from gossamer.methods import known, load
 from gossamer.methods.scl import SCL, SCLOptions
-from gossamer.settings import PRESETS, choose
+from gossamer.settings import PRESETS, choose, with_current_names
 
 
 def entrant(text: str) -> tuple[str, dict[str, Any]]:
@@ -31,6 +31,7 @@ def entrant(text: str) -> tuple[str, dict[str, Any]]:
     settings: dict[str, Any] = {}
     for assignment in filter(None, told.split(",")):
         key, equals, value = assignment.partition("=")
+        (key,) = with_current_names({key: value}, warn=True)
         if not equals or key not in kinds:
             near = difflib.get_close_matches(key, [*kinds], n=1) if equals else []
             hint = f"; did you mean {near[0]}?" if near else ""
@@ -59,7 +60,7 @@ def preset(name: str) -> dict[str, Any]:
     if changed.pop("start", None) is not None:  # records tell such a start by its value
         changed["start_value"] = options.constant_start
     shares = [float(duration.removesuffix("run")) for duration in (phases.warmup, phases.sparsify, phases.stabilise)]
-    return {**changed, "floor": phases.floor, "phases": (*shares, round(1.0 - sum(shares), 9))}
+    return {**changed, "min_density": phases.min_density, "phases": (*shares, round(1.0 - sum(shares), 9))}
 
 
 def preset_of(member: Member) -> str:

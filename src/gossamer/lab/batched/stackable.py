@@ -70,7 +70,7 @@ def check_reachable(runs: list[Run], layout: Layout) -> None:
             if find(run.method).structured:
                 check_reach(layout, run.sparsity)
             else:
-                check_floor(layout, run.sparsity, run.phases.floor)
+                check_floor(layout, run.sparsity, run.phases.min_density)
         except ValueError as error:
             problems.append(f"run {run.run_id}, method={run.method}: {error}")
     if problems:
@@ -83,8 +83,8 @@ def check_floor(layout: Layout, sparsity: float, floor: float) -> None:
     least, left = sum(min_nonzeros(layout.sizes, floor)), layout.keep(sparsity)
     if least > left:
         raise ValueError(
-            f"sparsity={sparsity} leaves {left} connections, but the floor keeps {least} of them: ask for less, or "
-            "lower the floor (settings.floor=0 in a run, scl:floor=0 in a comparison)"
+            f"sparsity={sparsity} leaves {left} connections, but min_density keeps {least} of them: ask for less, or "
+            "lower it (settings.min_density=0 in a run, scl:min_density=0 in a comparison)"
         )
 
 
@@ -123,7 +123,7 @@ def lane_of(run: Run, steps_per_epoch: int) -> Lane:
         rates=_rates(followed, plan, total, steps_per_epoch, method.rewinds),
         weight_decay=run.weight_decay,
         momentum=run.momentum,
-        min_density=phases.floor,
+        min_density=phases.min_density,
         training=Training() if method is Dense else Training(weight_decay_power=run.weight_decay_power),
         decay=run.decay,
     )

@@ -18,7 +18,7 @@ _BETTER = {
     "str": _FALLING,
     "l0": f"{_FALLING},gate_lr=0.02",
     "autoprune": f"{_FALLING},mask_lr=0.003",
-    "hyperflux": f"{_FALLING},removed_gradient=1",
+    "hyperflux": f"{_FALLING},pruned_grad_scale=1",
 }
 TUNED: Mapping[str, str] = MappingProxyType({name: f"{name}:{told}" for name, told in _BETTER.items()})
 

@@ -115,8 +115,8 @@ def _defaults(records: Sequence[Record]) -> str:
     """What to call them: those of now, or of when the runs were made."""
     then = {item for record in records if record["part"] == "default" for item in defaults_of(record).items()}
     now = {
-        name: value for name, value in vars(SCLOptions()).items() if name != "anchor_cap"
-    }  # nothing without an anchor
+        name: value for name, value in vars(SCLOptions()).items() if name != "mask_decay_cap"
+    }  # has no effect without mask_decay
     changed = {name: value for name, value in then if value is not None and value != now.get(name, value)}
     return ", ".join(["our defaults", *(f"{name}={changed[name]:g}" for name in sorted(changed))])
 

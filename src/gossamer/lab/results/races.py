@@ -200,8 +200,8 @@ def _changes(record: Record, usual_race: dict[str, Any]) -> list[str]:
     then = {name: value for name, value in BEFORE.items() if name in usual}
     told = {name: value for name, value in (then | record["settings"]).items() if name not in foreign | _ASKED}
     changed = {name: value for name, value in told.items() if value != usual.get(name)}
-    if not told.get("anchor", 1.0):
-        changed.pop("anchor_cap", None)  # of nothing
+    if not told.get("mask_decay", 1.0):
+        changed.pop("mask_decay_cap", None)  # of nothing
     if record.get("preset") == "paper":
         changed = {"preset": "paper", **{name: value for name, value in changed.items() if name == "weight_decay"}}
     changed |= {name: value for name, value in record.get("race", {}).items() if value != usual_race.get(name, value)}

@@ -7,6 +7,7 @@ from types import MappingProxyType
 from typing import Any
 
 from gossamer._json import read_object
+from gossamer.settings import with_current_names
 
 Record = dict[str, Any]
 # What every record of a comparison has, whenever it was made.
@@ -23,7 +24,9 @@ _KINDS: Mapping[str, tuple[type, ...]] = MappingProxyType(
     }
 )
 # What settings that came later were in the records from before them, where their default changed since.
-BEFORE: Mapping[str, Any] = MappingProxyType({"removed_gradient": 1.0, "rate": None, "anchor": 0.0, "anchor_cap": 0.0})
+BEFORE: Mapping[str, Any] = MappingProxyType(
+    {"pruned_grad_scale": 1.0, "rate": None, "mask_decay": 0.0, "mask_decay_cap": 0.0}
+)
 
 
 def read(folder: Path) -> list[Record]:
@@ -35,7 +38,15 @@ def read_record(path: Path, needed: Sequence[str] = ()) -> Record:
     record = read_object(path, expected="the record of a run", remedy=": delete it")
     if lacking := [name for name in needed if name not in record]:
         raise ValueError(f"expected the record of a run in {path}, got one without {', '.join(lacking)}: delete it")
-    return record
+    return _with_current_names(record)
+
+
+def _with_current_names(record: Record) -> Record:
+    """Older records have settings under their former names."""
+    parts = {
+        key: with_current_names(record[key]) for key in ("settings", "settled") if isinstance(record.get(key), dict)
+    }
+    return {**with_current_names(record), **parts}
 
 
 def read_races(folder: Path) -> list[Record]:
@@ -76,4 +87,6 @@ def mean_and_spread(values: Sequence[float]) -> str:
 def defaults_of(record: Record) -> dict[str, float | None]:
     """What a run had of the settings whose default has changed since."""
     then = {"mask_lr": 0.01, **BEFORE}  # in BEFORE it would be that of other methods, too
-    return {name: record.get(name, then[name]) for name in ("mask_lr", "anchor", "anchor_cap", "removed_gradient")}
+    return {
+        name: record.get(name, then[name]) for name in ("mask_lr", "mask_decay", "mask_decay_cap", "pruned_grad_scale")
+    }

@@ -20,7 +20,7 @@ from gossamer.lab.training.keys import did_you_mean, options_if_known, setting_t
 from gossamer.lab.training.values import Scalar, guess, parse, typed
 from gossamer.methods import Options, find, load
 from gossamer.methods.scl import SCL
-from gossamer.settings import Phases, choose
+from gossamer.settings import Phases, choose, with_current_names
 
 FORMAT = 1  # of the dictionary and of the files that hold it
 
@@ -154,7 +154,8 @@ class Run:
         problems = self._take_types()
         if not problems:
             object.__setattr__(self, "model_options", MappingProxyType(self.model_options))
-            object.__setattr__(self, "settings", MappingProxyType(_as_numbers(self.settings, self.method)))
+            settings = with_current_names(self.settings)  # those of older files, too
+            object.__setattr__(self, "settings", MappingProxyType(_as_numbers(settings, self.method)))
             problems = problems_of(self)
         if problems:
             raise ValueError("a run that cannot be trained:\n  " + "\n  ".join(problems))
@@ -246,7 +247,7 @@ class Run:
         """
         if isinstance(assignments, str):
             raise TypeError(f"expected a list of key=value, got the text {assignments!r}: [{assignments!r}]")
-        given = [_split(assignment) for assignment in assignments]
+        given = [_current(*_split(assignment)) for assignment in assignments]
         named = {"method": self.method, "model": self.model} | dict(given)
         method, model = named["method"], named["model"]
         if method != self.method:
@@ -291,6 +292,15 @@ def _split(assignment: str) -> tuple[str, str]:
     if not equals or not key.strip():
         raise ValueError(f"expected key=value, such as lr=0.05, got {assignment!r}")
     return key.strip(), text.strip()
+
+
+def _current(key: str, text: str) -> tuple[str, str]:
+    """An assignment to a renamed setting under its current name, with a warning."""
+    prefix, dot, option = key.rpartition(".")
+    if prefix != "settings":
+        return key, text
+    (name,) = with_current_names({option: text}, warn=True)
+    return f"{prefix}{dot}{name}", text
 
 
 def _option(name: str, option: str, text: str, method: str) -> Scalar:
