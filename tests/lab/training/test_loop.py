@@ -144,7 +144,7 @@ def test_the_program_of_the_docs_trains_logs_and_gives_its_network(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     page = (Path(__file__).parents[3] / "docs" / "training.md").read_text()
-    program = re.findall(r"```python\n(.*?)```", page, re.DOTALL)[0].replace("epochs=30", "epochs=1")
+    program = re.findall(r"```python\n(.*?)```", page, re.DOTALL)[0].replace("epochs=3", "epochs=1")
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {}
     exec(program, names)
