@@ -61,7 +61,7 @@ class Alone:
                 warmup=PHASES.warmup,
                 sparsify=PHASES.sparsify,
                 stabilise=PHASES.stabilise,
-                floor=RACE.floor,
+                min_density=RACE.floor,
             )
 
     def logits(self, step: int) -> Tensor:
