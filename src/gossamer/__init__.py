@@ -5,12 +5,12 @@ from typing import TYPE_CHECKING, Any
 
 from gossamer.distillation import distil
 from gossamer.io import load, save
-from gossamer.keep_zeros import keep_zeros
 from gossamer.prunable import select
 from gossamer.report import report
 from gossamer.sparsifier import Sparsifier
 from gossamer.tune import tune_decay
 from gossamer.verify import verify
+from gossamer.zeros import impose, keep_zeros, masks
 
 if TYPE_CHECKING:
     from gossamer.deployment import compact, deploy
@@ -22,8 +22,10 @@ __all__ = [
     "compact",
     "deploy",
     "distil",
+    "impose",
     "keep_zeros",
     "load",
+    "masks",
     "report",
     "save",
     "select",

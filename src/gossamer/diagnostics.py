@@ -54,6 +54,16 @@ class Health:
         return tuple(layer.name for layer in self.layers if layer.dead)
 
 
+@dataclass(frozen=True)
+class Counters:
+    """The latest entries of the log."""
+
+    decay: float  # λ1
+    nonzeros: int  # 0 before the first entry
+    flips: int  # masks that changed, since masks began to train
+    skipped: int  # steps in which masks did not learn because gradients were not finite
+
+
 class HealthLog:
     """Device tensors that the steps write to."""
 
@@ -67,8 +77,7 @@ class HealthLog:
         self.gradient_squares = torch.zeros(tensors, dtype=torch.float32, device=device)
         self.gradient_weight = torch.zeros((), dtype=torch.float32, device=device)
         self.skipped = torch.zeros((), dtype=torch.int64, device=device)
-        pinned = device.type == "cuda"
-        self._skipped_on_host = torch.zeros((), dtype=torch.int64, device="cpu", pin_memory=pinned)
+        self._on_host: Tensor | None = None  # the counters as they were when the device was last asked
 
     def set_step(self, step: int) -> None:
         self.slot.fill_(min(self.slots - 1, max(0, (step - self.first_step) * self.slots // self.mask_steps)))
@@ -100,10 +109,21 @@ class HealthLog:
         return squares.is_cuda and squares.dtype == torch.float32 and triton_is_there()
 
     def skipped_so_far(self) -> int:
-        """Steps without mask learning, read without waiting for the device: on an accelerator some steps old."""
-        seen = int(self._skipped_on_host)
-        self._skipped_on_host.copy_(self.skipped, non_blocking=True)
-        return int(self._skipped_on_host) if self.skipped.device.type == "cpu" else seen
+        """Steps without mask learning; an accelerator is not waited for."""
+        return int(self.skipped) if self.skipped.device.type == "cpu" else self.counters().skipped
+
+    def counters(self, *, wait: bool = False) -> Counters:
+        """The latest entries of the log. An accelerator is not waited for, unless asked: what is returned then is what
+        it had computed when it was last asked."""
+        row = self.trace.index_select(0, self.slot)[0]
+        now = torch.cat([row, self.skipped.to(row.dtype)[None]])
+        if self._on_host is None or wait or now.device.type == "cpu":
+            self._on_host = torch.empty(4, dtype=now.dtype, device="cpu", pin_memory=now.is_cuda).copy_(now)
+            values = self._on_host.tolist()
+        else:
+            values = self._on_host.tolist()
+            self._on_host.copy_(now, non_blocking=True)
+        return Counters(values[0], int(values[1]), int(values[2]), int(values[3]))
 
     def state(self) -> dict[str, Any]:
         return {"mask_steps": self.mask_steps, **{name: getattr(self, name).clone() for name in _LOGGED}}

@@ -10,13 +10,14 @@ The parameters hold the weights of the forward pass, w = w̃ ⊙ m unless the me
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gossamer.diagnostics import Health, HealthLog
+from gossamer.diagnostics import Counters, Health, HealthLog
 from gossamer.methods import Context, Method, Request, Timeline
 from gossamer.per_sample.scales import SampleScales
 from gossamer.prunable import Weight
@@ -53,14 +54,14 @@ class Driver:
         self.names, self._others = [weight.name for weight in weights], others
         self.state = State(weights, any_order=kind.any_order, gains=gains)
         self.state.take()
-        self.timeline = Timeline(
-            plan, rows=1, device=self.state.device, dtype=self.state.dtype, epoch=epoch, tabulated=False
-        )
-        self._context = Context(
+        self._epoch = epoch
+        self.timeline = self._make_timeline(plan)
+        self._context: Context[Any] | None = Context(
             self.state.layout, [request], self.timeline, self.state.dense, min_density=min_density, group=group
         )
         self.method: Method[Any] | None = kind(self._context)
         self.final_mask: Tensor | None = None
+        self._final_count = 0  # nonzeros of the final mask, over all processes
         self._forward = None if kind.masked_forward else self.state.matrix()
         # A method that changes w̃ after the step needs a pass of its own before the masks are applied.
         self._projects = kind.project is not Method.project
@@ -96,6 +97,7 @@ class Driver:
             for tensor, view in zip(self.state.tensors(), self.state.views(shown), strict=True)
         )
         if not self._agreed(same):
+            assert self._context is not None
             self.state.take()
             self.method = self.kind(self._context)
             self._apply_first()
@@ -117,7 +119,16 @@ class Driver:
 
     def count(self) -> int:
         """Kept weights, over all processes."""
+        if self.method is None:
+            return self._final_count
         return int(self._over_shards(torch.count_nonzero(self.mask)))
+
+    def counters(self) -> Counters:
+        """The latest figures of the log and the number of nonzeros. An accelerator is waited for only where the method
+        does not write its nonzeros to the log."""
+        latest = self.log.counters()
+        nonzeros = self.count() if self.method is None or not latest.nonzeros else latest.nonzeros
+        return replace(latest, nonzeros=nonzeros)
 
     def masks(self) -> dict[str, Tensor]:
         """The masks by name of the weight, sharded like it."""
@@ -219,17 +230,24 @@ class Driver:
         self.check_finite()
         self.final_mask = self.method.finalize(self.state.dense).clone()
         self.state.put_masked(self.final_mask)
+        self._final_count = self._count_final(self.final_mask)
+        self.log.counters(wait=True)
         self.freeze()
 
     def freeze(self) -> None:
         """Release all but the masks."""
         if self.method is not None:
             self.final_mask = self.method.mask if self.final_mask is None else self.final_mask
-            self.method, self._forward = None, None
+            self.method, self._forward, self._context = None, None, None
+            self.timeline = self._make_timeline(self.timeline.plan)  # without the functions of the method
             self.state.release()
         if self.samples is not None:
             self.samples.close()
             self.samples = None
+
+    def _make_timeline(self, plan: Plan) -> Timeline:
+        state = self.state
+        return Timeline(plan, rows=1, device=state.device, dtype=state.dtype, epoch=self._epoch, tabulated=False)
 
     def _apply_first(self) -> None:
         self.training.project(self.state.dense)  # for masks that prune from their first step on
@@ -291,10 +309,12 @@ class Driver:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a checked `state_dict()`."""
         self.log.load(state["log"])
+        self.log.set_step(state["step"] - 1)  # the latest entry is of the step before
         self.timeline.set(max(0, state["step"] - self.timeline.plan.warmup))
         if "dense" not in state:
             self.final_mask = torch.zeros_like(self.mask)
             self._fill(self.final_mask, state["mask"])
+            self._final_count = self._count_final(self.final_mask)
             self.freeze()
             return
         self._fill(self.state.dense, state["dense"])
@@ -326,6 +346,9 @@ class Driver:
     def _fill(self, matrix: Tensor, named: Mapping[str, Tensor]) -> None:
         for name, view in zip(self.names, self.state.views(matrix), strict=True):
             view.copy_(local(named[name]))
+
+    def _count_final(self, mask: Tensor) -> int:
+        return int(self._over_shards(torch.count_nonzero(mask)))
 
     def _over_shards(self, counts: Tensor) -> Tensor:
         if self._group is not None:

@@ -14,7 +14,7 @@ This file decides when; driver.py does it, with any method of gossamer.methods.
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, fields, replace
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,8 +25,8 @@ from gossamer._claims import claim, owned_by, release
 from gossamer._hooks import capturing, is_nested, uncompiled, unscaling
 from gossamer._preconditions import check_weights
 from gossamer._resume import FORMAT, check_state, check_tensors
-from gossamer._selectors import Selectors, clean_name
-from gossamer.diagnostics import Health
+from gossamer._selectors import Selectors, clean_name, some
+from gossamer.diagnostics import Counters, Health
 from gossamer.driver import Driver, not_finite
 from gossamer.flops import positions
 from gossamer.methods import Method, Request, load
@@ -39,6 +39,7 @@ from gossamer.settings import choose
 from gossamer.sharding import is_sharded, local, shard_group
 from gossamer.state import make_layout
 from gossamer.target import make_target
+from gossamer.zeros import impose
 
 _LEAVE_EVERY = 20  # at most this many mask steps between two checks whether the sparsify phase can be left
 _WARN_EVERY = 64  # steps between two readings of the count of steps with non-finite gradients, on an accelerator
@@ -192,7 +193,63 @@ class Sparsifier:
             raise RuntimeError(f"masks have not begun to learn: step {self.step} of {self.plan.warmup} of the warm-up")
         return self._driver.health(self.step, self._steps_per_epoch, layers=layers)
 
+    def metrics(self) -> dict[str, float]:
+        """What to log in every step, in every phase: flat, and cheap.
+
+        `step`, `phase` (0 warm-up, 1 sparsify, 2 stabilise, 3 fine-tune, 4 finished), `sparsity`, `density`, the
+        target (`target_sparsity`, or `target_flops`, the share that is left), `decay` (λ1), `flips` (masks that have
+        changed so far) and `skipped_steps` (steps in which masks did not learn because gradients were not finite).
+        `decay`, `flips` and `skipped_steps` are those of method="scl", and 0 with methods that do not report them.
+
+        An accelerator is not waited for: while masks train, its figures are those of the previous call. Only methods
+        that do not report their nonzeros count them, which waits, and with sharded weights all processes have to call.
+        """
+        latest = Counters(0.0, self._total, 0, 0) if self._driver is None else self._driver.counters()
+        density = latest.nonzeros / self._total
+        found = {
+            "step": float(self.step),
+            "phase": float(list(Phase).index(self.phase)),
+            "sparsity": 1.0 - density,
+            "density": density,
+            "decay": latest.decay,
+            "flips": float(latest.flips),
+            "skipped_steps": float(latest.skipped),
+        }
+        left = self._target.left
+        if left is not None:
+            found |= {"target_flops": left} if self._target.costs else {"target_sparsity": 1.0 - left}
+        return found
+
+    def __repr__(self) -> str:
+        """Several lines for people: target, phases, progress and tensors."""
+        lengths = {
+            Phase.WARMUP: self.plan.warmup,
+            Phase.SPARSIFY: self.plan.sparsify,
+            Phase.STABILISE: self.plan.stabilise,
+            Phase.FINETUNE: self.plan.finetune,
+        }
+        progress = f"step {self.step:,} of {self.plan.total:,}, {self.phase}"
+        if self._group is None:  # otherwise the count needs all processes
+            progress += f", {self.sparsity:.2%} zeros"
+        tensors = [f"{weight.name} {'×'.join(map(str, weight.parameter.shape))}" for weight in self.weights]
+        lines = (
+            f"Sparsifier(method={self._kind.name!r})",
+            f"target    {self._target}",
+            f"phases    {', '.join(f'{phase} {steps:,}' for phase, steps in lengths.items())} steps",
+            f"progress  {progress}",
+            f"tensors   {some(tensors)}",
+        )
+        return "\n  ".join(lines)
+
     # --- the steps ---
+
+    def __enter__(self) -> "Sparsifier":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        """Finish, unless an error leaves the block: then all stays as it is, to be saved or continued."""
+        if kind is None:
+            self.finish()
 
     def advance(self) -> Phase:
         """Go to the next step of the plan. The optimizer's step does so by itself, unless replayed from a graph."""
@@ -255,6 +312,9 @@ class Sparsifier:
             handle.remove()
         release(self)
         self.phase = Phase.FINISHED
+        # What belongs to the training is let go, so that a finished object can be copied and pickled.
+        self._handles, self._owned, self._others = [], [], []
+        self._loss_scale = self._learning_rate = self._replicas = None
 
     def _check_model(self) -> None:
         """Raise if parameters were replaced: their zeros are not in the model any more."""
@@ -274,18 +334,7 @@ class Sparsifier:
 
     def impose(self, other: nn.Module) -> None:
         """Put the zeros of the masks into another model with the same names, such as an average of the weights."""
-        parameters = {clean_name(name, other): parameter for name, parameter in other.named_parameters()}
-        masks = self.masks
-        missing = [name for name in masks if name not in parameters]
-        if missing:
-            raise KeyError(
-                f"expected a model with the weights {', '.join(missing[:3])}, got one without them: "
-                "of a wrapper such as AveragedModel give the model inside, its .module"
-            )
-        with torch.no_grad():
-            for name, mask in masks.items():
-                tensor = local(parameters[name])
-                tensor.masked_fill_(~local(mask).to(tensor.device), 0.0)
+        impose(other, self.masks)
 
     def _begin(self) -> Driver:
         """The masks begin to train, if they have not begun yet."""
@@ -499,8 +548,11 @@ class Sparsifier:
         if self.phase is Phase.FINISHED:
             self._remove_hooks()
 
-    def __reduce__(self) -> NoReturn:
-        raise TypeError(
-            "a Sparsifier cannot be copied or pickled, as its hooks would stay behind: "
-            "save its state_dict(), make a new one for the copied model and optimizer, and load it there"
-        )
+    def __getstate__(self) -> dict[str, Any]:
+        if self.phase is not Phase.FINISHED or self._group is not None:
+            raise TypeError(
+                "a Sparsifier cannot be copied or pickled before finish(), as its hooks would stay behind, nor with "
+                "sharded weights: save its state_dict(), make a new one for the copied model and optimizer, and load "
+                "it there"
+            )
+        return self.__dict__

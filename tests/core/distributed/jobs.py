@@ -18,8 +18,8 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Optimizer
 
-from gossamer.keep_zeros import keep_zeros
 from gossamer.sparsifier import Sparsifier
+from gossamer.zeros import keep_zeros
 
 STEPS, BATCH = 24, 8
 

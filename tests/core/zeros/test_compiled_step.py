@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch.optim import SGD, AdamW, Optimizer
 
-from gossamer.keep_zeros import keep_zeros
 from gossamer.sparsifier import Sparsifier
+from gossamer.zeros import keep_zeros
 from zeros.networks import BY_NAME
 from zeros.running import SPARSITY, TOTAL, Run, assert_zeros, differences, everything, sgd, start, zeros
 

@@ -10,9 +10,9 @@ from torch import nn
 from torch.optim import SGD, AdamW
 from torch.optim.swa_utils import AveragedModel
 
-from gossamer.keep_zeros import keep_zeros
 from gossamer.schedule import Phase
 from gossamer.sparsifier import Sparsifier
+from gossamer.zeros import keep_zeros
 from zeros.networks import BY_NAME, NETWORKS, Network
 from zeros.running import (
     SPARSITY,
@@ -282,9 +282,10 @@ def test_an_interrupted_step_is_made_good_by_the_next() -> None:
 
 
 @pytest.mark.parametrize("copying", [copy.copy, copy.deepcopy, pickle.dumps])
-def test_a_sparsifier_is_not_copied_without_its_hooks(copying: object) -> None:
-    run = start(MLP)
-    with pytest.raises(TypeError, match=r"state_dict\(\)"):
+@pytest.mark.parametrize("steps", [0, 9, TOTAL])
+def test_a_sparsifier_is_not_copied_without_its_hooks(copying: object, steps: int) -> None:
+    run = start(MLP).train(steps)
+    with pytest.raises(TypeError, match=r"before finish\(\).*state_dict\(\)"):
         copying(run.sparsifier)
 
 

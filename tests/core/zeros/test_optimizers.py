@@ -8,9 +8,9 @@ import torch
 from torch import nn, optim
 from torch.optim import SGD, Optimizer
 
-from gossamer.keep_zeros import keep_zeros
 from gossamer.schedule import Phase
 from gossamer.sparsifier import Sparsifier
+from gossamer.zeros import keep_zeros
 from zeros.networks import BY_NAME
 from zeros.running import SPARSITY, TOTAL, Run, assert_zeros, differences, everything, start
 

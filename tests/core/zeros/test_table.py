@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn, update_bn
 
-from gossamer.keep_zeros import keep_zeros
+from gossamer.zeros import keep_zeros
 from zeros.networks import NETWORKS, Network
 from zeros.running import (
     SPARSITY,

@@ -1,0 +1,97 @@
+"""The zeros of a sparse model: read them as masks, put them into another model, keep them while an optimizer trains."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from gossamer._hooks import uncompiled
+from gossamer._selectors import Selectors, clean_name, some
+from gossamer.prunable import select
+from gossamer.sharding import is_sharded, local
+
+
+def masks(model: nn.Module, *, include: Selectors = None, exclude: Selectors = None) -> dict[str, Tensor]:
+    """Where the prunable weights of a model are nonzero: boolean tensors by parameter name.
+
+    Names are without the parts that wrappers (`torch.compile`, DistributedDataParallel) add. Frozen weights are listed
+    too; `include` and `exclude` choose tensors as in `Sparsifier`. Masks of sharded weights are sharded like these.
+    """
+    weights = select(model, include=include, exclude=exclude, for_training=False)
+    return {clean_name(weight.name, model): weight.parameter.detach() != 0 for weight in weights}
+
+
+def impose(model: nn.Module | Mapping[str, Tensor], masks: Mapping[str, Tensor]) -> None:
+    """Set the weights of a model (or of a state dict) to zero where the masks are False, in place.
+
+    For copies of a sparse model whose zeros were lost: an average of its weights, a merged LoRA adapter, a checkpoint
+    of an earlier step. Nothing is changed unless every mask has a weight of its name and shape.
+    """
+    if isinstance(model, nn.Module):
+        named = model.named_parameters(remove_duplicate=False)
+        tensors: dict[str, Tensor] = {clean_name(name, model): parameter for name, parameter in named}
+    else:
+        tensors = dict(model)
+    missing = [name for name in masks if name not in tensors]
+    if missing:
+        raise KeyError(
+            f"expected a model with the weights {some(missing)}, got one without them: of a wrapper such as "
+            "AveragedModel give the model inside, its .module"
+        )
+    for name, mask in masks.items():
+        if mask.dtype != torch.bool or mask.shape != tensors[name].shape:
+            raise ValueError(
+                f"expected a boolean mask of shape {tuple(tensors[name].shape)} for {name}, got {mask.dtype} of shape "
+                f"{tuple(mask.shape)}: give masks of the same model, as gossamer.masks(model) returns them"
+            )
+        if is_sharded(mask) != is_sharded(tensors[name]):
+            raise ValueError(
+                f"expected mask and weight of {name} both sharded or both whole: gather the sharded one first, with "
+                "full_tensor()"
+            )
+    with torch.no_grad():
+        for name, mask in masks.items():
+            tensor = local(tensors[name])
+            tensor.masked_fill_(~local(mask).to(tensor.device), 0.0)
+
+
+class ZerosKept:
+    """The zeros of a model, put back after every step of an optimizer until `remove()`."""
+
+    def __init__(self, zeros: list[tuple[nn.Parameter, Tensor]], optimizer: Optimizer) -> None:
+        self._zeros = zeros
+        self._handle = optimizer.register_step_post_hook(uncompiled(self._put_back))
+
+    def _put_back(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        with torch.no_grad():
+            for parameter, zero in self._zeros:
+                local(parameter).masked_fill_(zero, 0.0)
+
+    def remove(self) -> None:
+        self._handle.remove()
+
+    def __enter__(self) -> "ZerosKept":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.remove()
+
+
+def keep_zeros(
+    model: nn.Module, optimizer: Optimizer, *, include: Selectors = None, exclude: Selectors = None
+) -> ZerosKept:
+    """Weights that are zero now stay exactly zero while `optimizer` trains, whatever its momentum or weight decay.
+
+    For fine-tuning a model that is already sparse; a `Sparsifier` in its own run does this by itself. Use the result in
+    a `with` block, or call its `remove()`, to let the weights go.
+    """
+    weights = select(model, include=include, exclude=exclude)
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    if not any(id(weight.parameter) in held for weight in weights):
+        raise ValueError(
+            f"expected the optimizer that trains {weights[0].name}, got one without any of the weights of the model: "
+            "give the optimizer whose step() updates them, or their zeros would be lost"
+        )
+    return ZerosKept([(weight.parameter, local(weight.parameter) == 0) for weight in weights], optimizer)
