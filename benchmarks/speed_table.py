@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from gossamer.deployment.speed import ENGINES, SpeedReport, measure
 from gossamer.lab import models
-from gossamer.lab.stored import open_network
+from gossamer.lab.model_files import open_network
 
 Example = Callable[[int], Tensor]
 PARTS = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")  # of a layer of nn.LSTM

@@ -13,9 +13,9 @@ from gossamer.lab import models
 from gossamer.lab.data import ImageSet, Labelled, TextSet
 from gossamer.lab.recipes import RECIPES
 from gossamer.lab.training import Run, networks
+from gossamer.lab.training.distributed import DistributedContext, autocast, forward_of
 from gossamer.lab.training.modes import Mode
 from gossamer.lab.training.optimise import make_optimizer
-from gossamer.lab.training.place import Place, autocast, forward_of
 from gossamer.lab.training.step import Meter, Step
 from gossamer.lab.training.task import ImageTask, TextTask
 
@@ -44,14 +44,14 @@ def modes_of(entry: models.ModelEntry, *, compiled: bool) -> list[Mode]:
 class MapTask:
     """Regression of a random map on random vectors, for the one network that is no classifier."""
 
-    def __init__(self, run: Run, place: Place, width: int) -> None:
-        self._run, self._place = run, place
-        self.source = [tuple(torch.randn(2, run.batch_size, width, device=place.device))]
+    def __init__(self, run: Run, context: DistributedContext, width: int) -> None:
+        self._run, self._context = run, context
+        self.source = [tuple(torch.randn(2, run.batch_size, width, device=context.device))]
 
     def loss(
         self, forward: Callable[..., Any], batch: tuple[Tensor, Tensor], teacher: None = None
     ) -> tuple[Tensor, None]:
-        with autocast(self._run, self._place):
+        with autocast(self._run, self._context):
             fitted = forward(batch[0])
         return functional.mse_loss(fitted.float(), batch[1]), None
 
@@ -72,22 +72,22 @@ class Case:
         """Images, or words, of one step."""
         return self.run.batch_size * (self.run.bptt if self.entry.tokens else 1)
 
-    def task(self, run: Run, place: Place) -> Any:
+    def task(self, run: Run, context: DistributedContext) -> Any:
         """Random data of the network's kind."""
         entry, classes = self.entry, self.classes
         torch.manual_seed(0)
         if entry.tokens:
             stream = torch.randint(classes, (run.batch_size * (50 * run.bptt + 1),))  # no window is short
-            return TextTask(run, place, TextSet("random", stream, stream, stream, tuple(map(str, range(classes)))))
+            return TextTask(run, context, TextSet("random", stream, stream, stream, tuple(map(str, range(classes)))))
         if len(entry.input_shape) == 1:
-            return MapTask(run, place, *entry.input_shape)
+            return MapTask(run, context, *entry.input_shape)
         count = run.batch_size * (2 if entry.data == "imagefolder" else 100)
         channels, augmented = entry.input_shape[0], entry.data == "cifar10"
         images = torch.randint(256, (count, *entry.input_shape), dtype=torch.uint8)
         part = Labelled(images, torch.randint(classes, (count,)))
         names, middle = tuple(map(str, range(classes))), (0.5,) * channels
         dataset = ImageSet("random", part, part, names, middle, middle, padding=4 * augmented, flip=augmented)
-        return ImageTask(run, place, dataset)
+        return ImageTask(run, context, dataset)
 
     @property
     def classes(self) -> int:
@@ -113,16 +113,16 @@ class Trained:
     """A network with everything that a step needs; calling it takes one step."""
 
     def __init__(self, case: Case, mode: Mode, *, sparse: bool) -> None:
-        run, place = replace(case.run, **asdict(mode)), Place(case.device)
-        task = case.task(run, place)
+        run, context = replace(case.run, **asdict(mode)), DistributedContext(case.device)
+        task = case.task(run, context)
         model = networks.to_layout(case.build(), run, case.device).train()
         optimizer = make_optimizer(run, model)
         sparsifier = None
         if sparse:
             phases = {"warmup": "0it", "sparsify": "900000it", "stabilise": "0it"}
             sparsifier = Sparsifier(model, optimizer, sparsity=run.sparsity, total_steps=1_000_000, **phases)
-        forward = forward_of(model, run, place)
-        self._step = Step(run, place, task, model, optimizer, sparsifier, forward, Meter(place, 0))
+        forward = forward_of(model, run, context)
+        self._step = Step(run, context, task, model, optimizer, sparsifier, forward, Meter(context, 0))
         self._batches = endless(task.source)
 
     def __call__(self) -> None:

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.multiprocessing.spawn import spawn
 
-from gossamer.lab.training.place import end_process
+from gossamer.lab.training.distributed import end_process
 from gossamer.prunable import select
 from gossamer.report import report
 from gossamer.verify import verify

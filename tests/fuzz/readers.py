@@ -40,11 +40,11 @@ from gossamer.lab.data.folder import load_folder
 from gossamer.lab.data.idx import IdxPart, IdxSpec, load_idx
 from gossamer.lab.data.pixels import centre_crop, decode, random_crop_flip
 from gossamer.lab.data.text import TextSpec, load_text
+from gossamer.lab.model_files import open_network
 from gossamer.lab.results import records
-from gossamer.lab.stored import open_network
 from gossamer.lab.training import Run, result, snapshot
 from gossamer.lab.training.checkpoint import Checkpoints
-from gossamer.lab.training.place import Place
+from gossamer.lab.training.distributed import Place
 from gossamer.methods.scl import SCLOptions
 from gossamer.report import report
 

@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from gossamer import cli
-from gossamer.cli.telling import lines_to
+from gossamer.cli.console import lines_to
 
 SOURCE = Path(__file__).parents[2] / "src"
 TINY = ["--set", "epochs=1", "model_options.width=2", "device=cpu"]

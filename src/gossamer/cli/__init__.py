@@ -20,16 +20,16 @@ from rich.console import Console
 
 import gossamer
 from gossamer.cli.arguments import at_home, nameless_folder, repeated
+from gossamer.cli.console import tell
 from gossamer.cli.deploy import Export, Speed
 from gossamer.cli.many import Compare, Sweep
 from gossamer.cli.paper import Reproduce
 from gossamer.cli.run_options import with_values
 from gossamer.cli.show import List, Report
-from gossamer.cli.telling import tell
 from gossamer.cli.train import Quickstart, Train, leads
 from gossamer.lab.training import Interrupted
 from gossamer.lab.training.checkpoint import Checkpoints
-from gossamer.lab.training.place import end_process
+from gossamer.lab.training.distributed import end_process
 
 # What a user's input or machine can cause. Anything else is a bug in gossamer and keeps its traceback.
 _EXPECTED = (ValueError, OSError, ImportError, ArithmeticError, RuntimeError)

@@ -13,7 +13,7 @@ from gossamer.deployment.speed import ENGINES, measure
 from gossamer.deployment.speed.report import plot
 from gossamer.io.container import writable
 from gossamer.io.sparse_file import load
-from gossamer.lab.stored import open_network
+from gossamer.lab.model_files import open_network
 
 
 @dataclass(frozen=True)

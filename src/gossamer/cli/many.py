@@ -16,8 +16,8 @@ from gossamer.cli.arguments import (
     at_home,
     joined,
 )
+from gossamer.cli.console import lines_to
 from gossamer.cli.run_options import RunOptions, assignments, is_list
-from gossamer.cli.telling import lines_to
 from gossamer.lab import tables
 from gossamer.lab.batched import runs_of, sweep
 from gossamer.lab.batched.compare import TIERS, Comparison, compare

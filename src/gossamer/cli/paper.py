@@ -8,12 +8,12 @@ import tyro
 from rich.console import Console
 
 from gossamer.cli.arguments import OptionalFolder, at_home
-from gossamer.cli.telling import lines_to
+from gossamer.cli.console import lines_to
 from gossamer.lab import tables
 from gossamer.lab.batched.folder import held
 from gossamer.lab.reproduce import map_fitting, mnist
 from gossamer.lab.results import map_fitting_rows, mnist_decay_table, mnist_estimator_table
-from gossamer.lab.training.place import check_one_process, join
+from gossamer.lab.training.distributed import check_one_process, join
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,9 @@ from tyro.constructors import PrimitiveConstructorSpec
 
 from gossamer.lab import models
 from gossamer.lab.training.checks import CHOICES
-from gossamer.lab.training.keys import options_of, setting_types
+from gossamer.lab.training.parsing import NOTHING, SWITCH, kinds_of
 from gossamer.lab.training.run import Run, field_types
-from gossamer.lab.training.values import NOTHING, SWITCH, kinds_of
+from gossamer.lab.training.setting_names import options_of, setting_types
 from gossamer.methods import METHODS
 from gossamer.settings import Phases
 

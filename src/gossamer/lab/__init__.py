@@ -4,7 +4,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-_PARTS = ("batched", "data", "models", "recipes", "reproduce", "results", "stored", "training")
+_PARTS = ("batched", "data", "models", "recipes", "reproduce", "results", "model_files", "training")
 
 if not TYPE_CHECKING:  # otherwise type checkers would accept every misspelt name
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 
-from gossamer.lab.training.place import end_process
+from gossamer.lab.training.distributed import end_process
 
 WORLD = 2
 Job = tuple[Callable[..., Any], tuple[Any, ...]]  # called with the rank, a folder and these arguments

@@ -19,7 +19,7 @@ from gossamer.lab.batched.checkpoint import begun
 from gossamer.lab.batched.compare import Comparison
 from gossamer.lab.batched.race import Running
 from gossamer.lab.data.sets import ImageSet, Labelled
-from gossamer.lab.training import lock
+from gossamer.lab.training import folder_lock
 from gossamer.lab.training.run import Run
 
 BASE = Run(
@@ -68,7 +68,7 @@ def test_a_folder_that_cannot_be_written_is_refused_before_the_first_step(
     def read_only(*arguments: object) -> None:
         raise OSError(errno.EROFS, "Read-only file system")
 
-    monkeypatch.setattr(lock, "open", read_only, raising=False)
+    monkeypatch.setattr(folder_lock, "open", read_only, raising=False)
     said = rf"expected a folder for records that can be written, got {tmp_path} \(.*Read-only.*\): choose another one"
     with pytest.raises(OSError, match=said):
         command(tmp_path)
@@ -91,14 +91,14 @@ def test_records_that_are_there_are_read_where_nothing_can_be_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     records = sweep_there(tmp_path)
-    monkeypatch.setattr(lock, "open", full, raising=False)
+    monkeypatch.setattr(folder_lock, "open", full, raising=False)
     assert sweep_there(tmp_path) == records
 
 
 HOLDS = """
 import sys
 from pathlib import Path
-from gossamer.lab.training.lock import only_one
+from gossamer.lab.training.folder_lock import only_one
 
 with only_one(Path(sys.argv[1])):
     print("held", flush=True)
@@ -122,7 +122,7 @@ def test_one_process_trains_in_a_folder_at_a_time(
                 command(tmp_path)
         other.stdin.close()
     assert command(tmp_path)
-    assert not (tmp_path / lock.NAME).exists()
+    assert not (tmp_path / folder_lock.NAME).exists()
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 from gossamer import cli
 from gossamer.lab.reproduce import map_fitting
 from gossamer.lab.reproduce.map_fitting import Fit, fit_masks, reproduce
-from gossamer.lab.training.lock import NAME
+from gossamer.lab.training.folder_lock import NAME
 from gossamer.methods.scl import ESTIMATORS
 
 

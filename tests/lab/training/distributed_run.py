@@ -24,7 +24,7 @@ from gossamer.lab.data import DataNotFound, FolderBatches, FolderSet, ImageSet, 
 from gossamer.lab.data.folder import load_folder
 from gossamer.lab.training import LossNotFinite, Run, networks, task, train
 from gossamer.lab.training.checkpoint import Checkpoints
-from gossamer.lab.training.place import end_process
+from gossamer.lab.training.distributed import end_process
 
 IMAGES = Run(
     model="lenet300",

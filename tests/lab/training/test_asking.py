@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from gossamer.lab.training import loop
-from gossamer.lab.training.place import Place
+from gossamer.lab.training.distributed import DistributedContext
 
 
-class Pair(Place):
+class Pair(DistributedContext):
     """One of two processes; `other` is what the other one proposes."""
 
     other = 100
@@ -19,11 +19,11 @@ class Pair(Place):
         return value.clamp_max(self.other)
 
 
-def turns(seconds_a_step: float, steps: int, place: Place) -> list[int]:
+def turns(seconds_a_step: float, steps: int, context: DistributedContext) -> list[int]:
     """The steps, counted from 1, after which it is asked."""
     with mock.patch.object(loop.time, "monotonic") as now:
         now.return_value = 0.0
-        asking, found = loop._Asking(place), []
+        asking, found = loop._Asking(context), []
         for step in range(1, steps + 1):
             now.return_value += seconds_a_step
             if asking.turn():
@@ -47,4 +47,4 @@ def test_all_ask_as_often_as_the_slowest(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_process_alone_looks_in_every_step() -> None:
-    assert turns(0.001, 4, Place(torch.device("cpu"))) == [1, 2, 3, 4]
+    assert turns(0.001, 4, DistributedContext(torch.device("cpu"))) == [1, 2, 3, 4]

@@ -21,7 +21,7 @@ RUN = Run(
 
 ONE_OF_SEVERAL = """
 import atexit, sys, torch.distributed as dist
-from gossamer.lab.training.place import end_process
+from gossamer.lab.training.distributed import end_process
 
 class Late:
     def __del__(self): print("in the farewell of the interpreter")

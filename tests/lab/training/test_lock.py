@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from gossamer.lab.training.lock import NAME, only_one
+from gossamer.lab.training.folder_lock import NAME, only_one
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="files are not locked there")
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="files are not l
 COMES_AND_GOES = """
 import os, sys, time
 from pathlib import Path
-from gossamer.lab.training.lock import only_one
+from gossamer.lab.training.folder_lock import only_one
 
 folder, taken, until = Path(sys.argv[1]), 0, time.monotonic() + 1.5
 while time.monotonic() < until:

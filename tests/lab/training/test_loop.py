@@ -22,7 +22,7 @@ from gossamer.lab.data import Batches, ImageSet, TextSet
 from gossamer.lab.models import create
 from gossamer.lab.training import Interrupted, LossNotFinite, Run, networks, result, train
 from gossamer.lab.training.progress import Status, TensorBoard
-from gossamer.lab.training.stopping import StopSignal
+from gossamer.lab.training.signals import StopSignal
 
 DENSE = Run(
     model="digits_cnn", model_options={"width": 4}, data="digits", epochs=4, batch_size=8, log_steps=3, device="cpu"

@@ -11,10 +11,10 @@ import torch
 
 from gossamer.lab import models
 from gossamer.lab.training import Run, modes, train
+from gossamer.lab.training.distributed import DistributedContext
 from gossamer.lab.training.modes import Measured, Mode
-from gossamer.lab.training.place import Place
 
-CPU, GPU = Place(torch.device("cpu")), Place(torch.device("cuda", 0))
+CPU, GPU = DistributedContext(torch.device("cpu")), DistributedContext(torch.device("cuda", 0))
 SPARSE = Run(method="scl", sparsity=0.9)
 FASTEST = Mode("bf16", channels_last=True, compile=True, capture=True)
 STEPS = 1000  # from which on compiling pays
@@ -32,8 +32,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
 
 
-def mode_of(run: Run, place: Place, steps: int) -> Mode:
-    return modes.mode_of(modes.resolve_compile(modes.resolve(run, place), place, steps))
+def mode_of(run: Run, context: DistributedContext, steps: int) -> Mode:
+    return modes.mode_of(modes.resolve_compile(modes.resolve(run, context), context, steps))
 
 
 def test_on_a_cpu_everything_is_plain_and_a_graph_is_refused() -> None:
@@ -57,7 +57,7 @@ def test_steps_are_compiled_unasked_only_as_they_were_measured(monkeypatch: pyte
     folder = Run(model="resnet50", data="imagefolder", method="scl", sparsity=0.9)
     assert mode_of(folder, GPU, STEPS) == FASTEST
     assert not mode_of(folder, GPU, STEPS - 1).compile
-    assert not mode_of(folder, Place(torch.device("cuda", 1), rank=1, world=2), STEPS).compile
+    assert not mode_of(folder, DistributedContext(torch.device("cuda", 1), rank=1, world=2), STEPS).compile
     unmeasured = ("settings.scale=per_sample", "precision=float32", "channels_last=no", "capture=no", "distil=0.5",
                   "method=rigl")  # fmt: skip
     for other in unmeasured:
@@ -97,20 +97,24 @@ def test_what_a_run_says_is_kept(said: str, expected: Mode) -> None:
 
 @pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize(
-    ("run", "place", "reason"),
+    ("run", "context", "reason"),
     [
-        (SPARSE, Place(torch.device("cuda", 1), rank=1, world=2), "2 processes have to meet in every step"),
+        (
+            SPARSE,
+            DistributedContext(torch.device("cuda", 1), rank=1, world=2),
+            "2 processes have to meet in every step",
+        ),
         (Run(method="scl", decay=0.1, leave_at=0.9), GPU, "with leave_at the host has to look at the sparsity"),
         (SPARSE.with_settings(["settings.scale=per_sample"]), GPU, "scale=per_sample watches the forward pass"),
         (Run(method="rigl", sparsity=0.5), GPU, "only steps of dense and scl can be replayed, not of method=rigl"),
     ],
 )
-def test_what_cannot_be_captured_is_left_eager_or_refused(run: Run, place: Place, reason: str) -> None:
-    left = mode_of(run, place, STEPS)
+def test_what_cannot_be_captured_is_left_eager_or_refused(run: Run, context: DistributedContext, reason: str) -> None:
+    left = mode_of(run, context, STEPS)
     assert not left.capture
     assert not left.compile
     with pytest.raises(ValueError, match=f"capture=true was asked for, but {reason}.*set capture=auto"):
-        modes.resolve(run.with_settings(["capture=true"]), place)
+        modes.resolve(run.with_settings(["capture=true"]), context)
 
 
 def test_an_lstm_is_not_computed_in_float16_unasked() -> None:
@@ -151,7 +155,7 @@ def test_a_compiler_that_fails_stops_only_a_run_that_asked_for_it(
     torch.compiler.reset()  # which remembers what could not be compiled
     whole, called = torch.compile, []
     monkeypatch.setattr(torch, "compile", lambda forward, **_: called.append(forward) or whole(forward, backend=broken))
-    monkeypatch.setattr(modes, "resolve_compile", lambda run, place, steps: replace(run, compile=True))
+    monkeypatch.setattr(modes, "resolve_compile", lambda run, context, steps: replace(run, compile=True))
     run = Run(model="digits_cnn", data="digits", epochs=1, device="cpu", compile=asked)
     if asked:
         with pytest.raises(Exception, match="no such luck"):

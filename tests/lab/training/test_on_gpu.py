@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from gossamer.lab.data import ImageSet, TextSet
 from gossamer.lab.training import LossNotFinite, Run, networks, train
+from gossamer.lab.training.distributed import DistributedContext
 from gossamer.lab.training.optimise import make_optimizer
-from gossamer.lab.training.place import Place
 from gossamer.lab.training.step import Meter, Step
 from gossamer.lab.training.task import ImageTask
 from gossamer.sparsifier import Sparsifier
@@ -190,13 +190,13 @@ def test_the_first_bad_step_is_found_though_nobody_looked(
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 def test_a_step_never_waits_for_the_gpu(images: ImageSet, sparse: bool, capture: bool) -> None:
     run = (SPARSE if sparse else IMAGES).with_settings([f"capture={capture}", "precision=bf16", "channels_last=true"])
-    place = Place(torch.device("cuda"))
-    task = ImageTask(run, place, images)
-    model = networks.to_layout(networks.create(run, 3), run, place.device).train()
+    context = DistributedContext(torch.device("cuda"))
+    task = ImageTask(run, context, images)
+    model = networks.to_layout(networks.create(run, 3), run, context.device).train()
     optimizer = make_optimizer(run, model)
     phases = {"warmup": "0it", "sparsify": "500it", "stabilise": "0it"}
     sparsifier = Sparsifier(model, optimizer, sparsity=0.8, total_steps=1000, **phases) if sparse else None
-    step = Step(run, place, task, model, optimizer, sparsifier, model, Meter(place, 0))
+    step = Step(run, context, task, model, optimizer, sparsifier, model, Meter(context, 0))
     batches = [batch for _ in range(6) for batch in task.source]
     for batch in batches[:8]:
         step(batch, 0.1)

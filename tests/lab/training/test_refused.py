@@ -11,9 +11,9 @@ import torch
 from observers import Dies
 
 from gossamer.lab.data import ImageSet
-from gossamer.lab.training import Run, loop, place, result, train
+from gossamer.lab.training import Run, distributed, loop, result, train
 from gossamer.lab.training.checkpoint import Checkpoints
-from gossamer.lab.training.lock import only_one
+from gossamer.lab.training.folder_lock import only_one
 
 RUN = Run(
     model="digits_cnn",
@@ -98,11 +98,11 @@ def test_what_is_no_run(tmp_path: Path, wrong: Any) -> None:
 
 
 def test_a_lost_process_is_told_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(place.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(distributed.dist, "is_initialized", lambda: True)
     message = "the other processes of this run cannot be reached .*pair.cc.*: see .*, and run the same command again"
-    with pytest.raises(RuntimeError, match=message), place.advice_on_lost_processes():
+    with pytest.raises(RuntimeError, match=message), distributed.advice_on_lost_processes():
         raise RuntimeError("[third_party/gloo/gloo/transport/tcp/pair.cc:537] Read error\nmore of it")
-    with pytest.raises(RuntimeError, match=r"^out of memory$"), place.advice_on_lost_processes():
+    with pytest.raises(RuntimeError, match=r"^out of memory$"), distributed.advice_on_lost_processes():
         raise RuntimeError("out of memory")
 
 
@@ -158,7 +158,7 @@ def test_a_process_without_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("LOCAL_RANK", "1")
     with pytest.raises(ValueError, match="process 1 finds only 1: start --nproc-per-node=1, or set device=cpu"):
-        place.join("cuda")
+        distributed.join("cuda")
 
 
 def test_a_gpu_that_is_asked_for_becomes_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,7 +168,7 @@ def test_a_gpu_that_is_asked_for_becomes_the_current_one(monkeypatch: pytest.Mon
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)
     monkeypatch.setattr(torch.cuda, "set_device", taken.append)
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    places = [place.join(name).device for name in ("cuda:3", "cuda", "auto")]
+    places = [distributed.join(name).device for name in ("cuda:3", "cuda", "auto")]
     assert places == taken == [torch.device("cuda", 3), torch.device("cuda", 2), torch.device("cuda", 2)]
 
 
@@ -182,9 +182,9 @@ def test_an_error_that_cannot_be_sent_to_other_processes_goes_as_its_words() -> 
     class Local(Exception):  # which pickle does not find
         pass
 
-    assert str(place._as_sent(Local("of this process"))) == "Local: of this process"
+    assert str(distributed._as_sent(Local("of this process"))) == "Local: of this process"
     known = FileNotFoundError(2, "nothing there")
-    assert place._as_sent(known) is known
+    assert distributed._as_sent(known) is known
 
 
 @pytest.mark.parametrize(

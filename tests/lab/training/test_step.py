@@ -19,8 +19,8 @@ from torch import nn
 from gossamer import sparsifier as sparsifier_module
 from gossamer.lab.data import ImageSet, TextSet
 from gossamer.lab.training import LossNotFinite, Run, loop, modes, networks, result, step, task, train
+from gossamer.lab.training.distributed import DistributedContext
 from gossamer.lab.training.optimise import load_optimizer_state, make_optimizer, set_learning_rate
-from gossamer.lab.training.place import Place
 from gossamer.lab.training.step import Meter, check_last_step
 
 IMAGES = Run(
@@ -30,7 +30,7 @@ WORDS = Run(
     model="lstm_lm", model_options={"hidden": 8}, data="wikitext2", epochs=3, batch_size=4, bptt=7, lr=1.0, device="cpu"
 )
 TAUGHT = ["method=scl", "sparsity=0.5", "distil=0.5"]
-CPU = Place(torch.device("cpu"))
+CPU = DistributedContext(torch.device("cpu"))
 
 
 class Pretended:
@@ -56,7 +56,7 @@ class Pretended:
 
 @pytest.fixture(autouse=True)
 def graphs_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(modes, "why_not_captured", lambda run, place: None)
+    monkeypatch.setattr(modes, "why_not_captured", lambda run, context: None)
 
 
 @pytest.fixture
@@ -229,7 +229,7 @@ def test_on_an_accelerator_the_loss_is_looked_at_now_and_then() -> None:
     class Pretending(str):
         type = "cuda"
 
-    meter = Meter(Place(Pretending("cpu")), step=0)  # type: ignore[arg-type]
+    meter = Meter(DistributedContext(Pretending("cpu")), step=0)  # type: ignore[arg-type]
     for number in range(1, 50):
         meter.add(torch.tensor(math.inf if number in (7, 9) else 1.0))
         meter.count(number)

@@ -34,10 +34,10 @@ from gossamer.lab.results import race_page
 from gossamer.lab.results.plot import accuracy_against_sparsity, can_draw, check
 from gossamer.lab.results.records import BEFORE, read_run
 from gossamer.lab.training import networks
-from gossamer.lab.training.place import check_one_process, join
+from gossamer.lab.training.distributed import check_one_process, join
 from gossamer.lab.training.result import write_json
 from gossamer.lab.training.run import Run
-from gossamer.lab.training.stopping import Interrupted, StopSignal
+from gossamer.lab.training.signals import Interrupted, StopSignal
 from gossamer.methods import METHODS
 from gossamer.methods.base import Layout
 from gossamer.methods.filters import check_reach

@@ -13,7 +13,7 @@ from gossamer.lab.batched.checkpoint import Keeper
 from gossamer.lab.batched.lanes import Common, Lane, Outcome
 from gossamer.lab.batched.race import Running
 from gossamer.lab.data.sets import ImageSet
-from gossamer.lab.training.stopping import Interrupted, may_be_of
+from gossamer.lab.training.signals import Interrupted, may_be_of
 
 
 class How(TypedDict, total=False):

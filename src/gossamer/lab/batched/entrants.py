@@ -6,7 +6,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from gossamer.lab.batched.entries import Member
 from gossamer.lab.batched.training import Training
-from gossamer.lab.training.values import parse
+from gossamer.lab.training.parsing import parse
 from gossamer.methods import known, load
 from gossamer.methods.scl import SCL, SCLOptions
 from gossamer.settings import PRESETS, choose, with_current_names

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from gossamer.lab.batched.checkpoint import remove
-from gossamer.lab.training.lock import only_one
+from gossamer.lab.training.folder_lock import only_one
 from gossamer.lab.training.result import writing
 
 T = TypeVar("T")

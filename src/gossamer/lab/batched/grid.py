@@ -6,8 +6,8 @@ from collections.abc import Collection, Sequence
 from itertools import product
 
 from gossamer.lab.training.durations import PHASES
-from gossamer.lab.training.keys import setting_types
 from gossamer.lab.training.run import Run, full_key
+from gossamer.lab.training.setting_names import setting_types
 from gossamer.methods import find
 from gossamer.methods.dense import Dense
 

@@ -25,9 +25,9 @@ from gossamer.lab.batched.lanes import Outcome, settled
 from gossamer.lab.batched.stackable import check, check_reachable, common_of, images_of, lane_of, shared
 from gossamer.lab.data.sets import ImageSet
 from gossamer.lab.training import networks, result
-from gossamer.lab.training.place import Place, check_one_process, join
+from gossamer.lab.training.distributed import DistributedContext, check_one_process, join
 from gossamer.lab.training.run import Run
-from gossamer.lab.training.stopping import Interrupted, StopSignal
+from gossamer.lab.training.signals import Interrupted, StopSignal
 from gossamer.methods import find
 from gossamer.methods.base import Layout
 from gossamer.prunable import select
@@ -192,7 +192,7 @@ def _record(
     diverged = not math.isfinite(outcome.train_loss)
     plain = result.make_result(
         run,
-        Place(device),
+        DistributedContext(device),
         mode=f"{str(precision_of(run, device)).removeprefix('torch.')}, side by side",
         counted=result.count(run, network, torch.zeros(2, *images.input_shape)),
         metric="accuracy",

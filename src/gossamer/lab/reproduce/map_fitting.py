@@ -18,7 +18,7 @@ from gossamer.lab import models
 from gossamer.lab.reproduce.record import write_record
 from gossamer.lab.results.plot import can_draw, map_fitting_curves
 from gossamer.lab.results.records import make_folder, read_record
-from gossamer.lab.training.place import Place
+from gossamer.lab.training.distributed import DistributedContext
 from gossamer.lab.training.result import hardware
 from gossamer.methods.scl import ESTIMATORS, divisor, mask_gradient, masked_weight, unit_step, update_mask_variable_
 from gossamer.provenance import commit, versions
@@ -118,7 +118,11 @@ def reproduce(
         if not path.exists():
             progress(f"{estimator}: fitting")
             fitted = fit_masks([fit for fit in all_fits(seeds) if fit.estimator == estimator], steps=steps)
-            about = {"commit": commit(), "versions": versions(), "hardware": hardware(Place(torch.device("cpu")))}
+            about = {
+                "commit": commit(),
+                "versions": versions(),
+                "hardware": hardware(DistributedContext(torch.device("cpu"))),
+            }
             write_record(path, {"steps": steps, **about, "fits": [dataclasses.asdict(each) for each in fitted]})
         record = read_record(path, ("steps", "fits"))
         kept = len({each["fit"]["seed"] for each in record["fits"]})

@@ -27,11 +27,11 @@ from gossamer.lab.recipes.mnist import DECAY_TABLE
 from gossamer.lab.reproduce.picture import draw_input_connections
 from gossamer.lab.reproduce.record import write_record
 from gossamer.lab.results.records import defaults_of, make_folder, read_record
-from gossamer.lab.training.place import Place
+from gossamer.lab.training.distributed import DistributedContext
+from gossamer.lab.training.parsing import Scalar
 from gossamer.lab.training.result import hardware
 from gossamer.lab.training.run import Run
-from gossamer.lab.training.stopping import Interrupted, StopSignal
-from gossamer.lab.training.values import Scalar
+from gossamer.lab.training.signals import Interrupted, StopSignal
 from gossamer.methods.scl import SCLOptions
 from gossamer.provenance import commit, versions
 
@@ -208,7 +208,7 @@ def record(
         "config": run.to_dict(),
         "commit": commit(),
         "versions": versions(),
-        "hardware": hardware(Place(device)),
+        "hardware": hardware(DistributedContext(device)),
         "seconds_of_all_runs_together": seconds,
         "runs_together": together,
     }

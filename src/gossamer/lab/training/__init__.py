@@ -2,7 +2,7 @@
 
 from gossamer.lab.training.loop import train
 from gossamer.lab.training.run import Run
+from gossamer.lab.training.signals import Interrupted
 from gossamer.lab.training.step import LossNotFinite
-from gossamer.lab.training.stopping import Interrupted
 
 __all__ = ["Interrupted", "LossNotFinite", "Run", "train"]

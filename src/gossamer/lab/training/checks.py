@@ -10,8 +10,8 @@ import torch
 
 from gossamer.lab.data import kind_of
 from gossamer.lab.training.durations import PHASES, phases_too_long
-from gossamer.lab.training.keys import setting_types
-from gossamer.lab.training.values import typed
+from gossamer.lab.training.parsing import typed
+from gossamer.lab.training.setting_names import setting_types
 from gossamer.methods import find, known
 from gossamer.methods.scl import SCL
 from gossamer.schedule import steps_of

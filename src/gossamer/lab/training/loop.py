@@ -17,18 +17,8 @@ from gossamer.lab.data.batches import seed_for
 from gossamer.lab.data.folder import advice_on_lost_workers
 from gossamer.lab.training import modes, networks, result, snapshot
 from gossamer.lab.training.checkpoint import Checkpoints
-from gossamer.lab.training.lock import only_one
-from gossamer.lab.training.optimise import (
-    learning_rate,
-    make_optimizer,
-    out_of_reach,
-    plan_without_masks,
-    set_weight_decay,
-    taken_learning_rate,
-    weight_decay,
-)
-from gossamer.lab.training.place import (
-    Place,
+from gossamer.lab.training.distributed import (
+    DistributedContext,
     advice_on_lost_processes,
     fast_algorithms,
     forward_of,
@@ -38,12 +28,22 @@ from gossamer.lab.training.place import (
     synchronise_batch_norm,
     whole_state,
 )
+from gossamer.lab.training.folder_lock import only_one
+from gossamer.lab.training.optimise import (
+    learning_rate,
+    make_optimizer,
+    out_of_reach,
+    plan_without_masks,
+    set_weight_decay,
+    taken_learning_rate,
+    weight_decay,
+)
 from gossamer.lab.training.progress import JsonLines, Observer, Observers, Status
 from gossamer.lab.training.run import Run
+from gossamer.lab.training.signals import Interrupted, StopSignal
 from gossamer.lab.training.snapshot import Parts
 from gossamer.lab.training.sparsify import make_sparsifier
 from gossamer.lab.training.step import Meter, Step, check_last_step
-from gossamer.lab.training.stopping import Interrupted, StopSignal
 from gossamer.lab.training.task import make_task, perplexity
 from gossamer.lab.training.teacher import make_teacher
 from gossamer.schedule import Phase
@@ -72,65 +72,67 @@ def train(run: Run, out: Path | str, *, observers: Sequence[Observer] = ()) -> d
 
 def _train(run: Run, folder: Path, observers: Sequence[Observer], held: ExitStack) -> dict[str, Any]:
     networks.check_options(run)
-    place = join(run.device)
+    context = join(run.device)
 
     def look() -> dict[str, Any] | None:
-        return result.read_result(folder, run) if place.leads else None
+        return result.read_result(folder, run) if context.leads else None
 
-    done = place.share(place.after_the_leader(look))
+    done = context.share(context.after_the_leader(look))
     if done is not None:
         return dict(done)
-    if run.batch_size < place.world:
-        raise ValueError(f"expected a batch_size of at least one sample a process ({place.world})")
-    chosen = modes.resolve(run, place)
-    task = place.after_the_leader(lambda: make_task(chosen, place))
+    if run.batch_size < context.world:
+        raise ValueError(f"expected a batch_size of at least one sample a process ({context.world})")
+    chosen = modes.resolve(run, context)
+    task = context.after_the_leader(lambda: make_task(chosen, context))
     if run.schedule == "plateau" and not task.has_validation:
         raise ValueError("schedule=plateau needs a validation part: set validation= to hold some images out")
     total, per_epoch = len(task.source) * run.epochs, len(task.source)
-    chosen = modes.resolve_compile(chosen, place, total)
+    chosen = modes.resolve_compile(chosen, context, total)
     if chosen.compile and run.compile is None:
         held.enter_context(modes.tolerate_compiler())
-    for problem in out_of_reach(run, total, per_epoch) if place.leads else ():
+    for problem in out_of_reach(run, total, per_epoch) if context.leads else ():
         warnings.warn(problem, stacklevel=3)
 
     torch.manual_seed(run.seed)
-    model = place.after_the_leader(lambda: networks.create(run, task.num_classes))
-    model = networks.to_layout(model, chosen, place.device).train()
+    model = context.after_the_leader(lambda: networks.create(run, task.num_classes))
+    model = networks.to_layout(model, chosen, context.device).train()
     networks.check_shapes(run, model, task.example(), task.num_classes)
-    model = synchronise_batch_norm(model, place)
-    shard_(model, run, place)
-    torch.manual_seed(seed_for(run.seed, place.rank))  # of dropout, which each process draws for itself
+    model = synchronise_batch_norm(model, context)
+    shard_(model, run, context)
+    torch.manual_seed(seed_for(run.seed, context.rank))  # of dropout, which each process draws for itself
 
     optimizer = make_optimizer(chosen, model)
     networks.keep_stable(model, optimizer, task.example())
     sparsifier = make_sparsifier(
         run, model, optimizer, total_steps=total, steps_per_epoch=per_epoch, example=task.example()
     )
-    forward = forward_of(model, chosen, place)
-    plan = plan_without_masks(run, total, per_epoch, leads=place.leads) if sparsifier is None else sparsifier.plan
-    teacher = make_teacher(chosen, place, task.lesson(), plan)
+    forward = forward_of(model, chosen, context)
+    plan = plan_without_masks(run, total, per_epoch, leads=context.leads) if sparsifier is None else sparsifier.plan
+    teacher = make_teacher(chosen, context, task.lesson(), plan)
 
     def hold() -> dict[str, Any] | None:
-        if place.leads:
+        if context.leads:
             with result.writing(folder):
                 folder.mkdir(parents=True, exist_ok=True)
                 held.enter_context(only_one(folder))
         return look()  # once more: another process may have finished meanwhile
 
     def sign() -> None:
-        if place.leads:
+        if context.leads:
             with result.writing(folder):
                 result.write_json(folder / result.RUN, run.to_dict())
 
-    done = place.share(place.after_the_leader(hold))
+    done = context.share(context.after_the_leader(hold))
     if done is not None:
         return dict(done)
     checkpoints, parts = Checkpoints(folder), Parts(model, optimizer, sparsifier, task, teacher)
-    clock = _Clock(snapshot.restore(checkpoints, run, place, parts), run.checkpoint_minutes)
-    place.after_the_leader(sign)  # not before a checkpoint of another run has been refused: the folder is still its own
+    clock = _Clock(snapshot.restore(checkpoints, run, context, parts), run.checkpoint_minutes)
+    context.after_the_leader(
+        sign
+    )  # not before a checkpoint of another run has been refused: the folder is still its own
     step = task.source.state.epoch * per_epoch + task.source.state.step
-    meter = Meter(place, step)
-    take_step = Step(chosen, place, task, model, optimizer, sparsifier, forward, meter, teacher)
+    meter = Meter(context, step)
+    take_step = Step(chosen, context, task, model, optimizer, sparsifier, forward, meter, teacher)
     held.callback(take_step.close)
 
     def status(*, lr: float, validation: float | None = None) -> Status:
@@ -151,25 +153,25 @@ def _train(run: Run, folder: Path, observers: Sequence[Observer], held: ExitStac
             decay=_decay(sparsifier),
         )
 
-    watching_all = Observers([JsonLines(folder), *observers] if place.leads else ())
+    watching_all = Observers([JsonLines(folder), *observers] if context.leads else ())
     with (
-        fast_algorithms(place),
+        fast_algorithms(context),
         watching_all as watching,
-        StopSignal(launched=place.world > 1) as stop,
+        StopSignal(launched=context.world > 1) as stop,
     ):
 
         def evaluate(part: str, *, at_the_end: bool = False) -> float:
             def tell(done: int, batches: int) -> None:
-                if at_the_end and task.streamed and asking.turn() and place.agree(stop.asked):
+                if at_the_end and task.streamed and asking.turn() and context.agree(stop.asked):
                     stopped = f"stopped in the evaluation after the last step, {done} of {batches} batches done"
                     raise Interrupted(f"{stopped}: run the same command again; {checkpoints.next_time()}")
                 doing = f"evaluating {part} {done / batches:.0%}{', then stops' if stop.asked else ''}"
                 watching.move(step, clock.seconds(), doing, at_once=done == 0)
 
             # Rounding differs between GPUs; one value for all, or their learning rates would part.
-            return float(place.share(task.evaluate(model, part, tell)))
+            return float(context.share(task.evaluate(model, part, tell)))
 
-        asking = _Asking(place)
+        asking = _Asking(context)
         watching.begin(status(lr=run.lr))
         while step < total:
             if task.source.state.step == 0:
@@ -201,13 +203,13 @@ def _train(run: Run, folder: Path, observers: Sequence[Observer], held: ExitStac
                 due = run.checkpoint_steps > 0 and step % run.checkpoint_steps == 0
                 stopping = False
                 if asking.turn():
-                    stopping = place.agree(stop.asked)
-                    due = place.agree(due or stopping or clock.checkpoint_is_due())
+                    stopping = context.agree(stop.asked)
+                    due = context.agree(due or stopping or clock.checkpoint_is_due())
                 if step == total:
                     due = task.streamed  # whose evaluation takes long; all others have their result in a moment
                 if due:
                     meter.check()
-                    saved = snapshot.save(checkpoints, run, place, parts, step=step, seconds=clock.seconds())
+                    saved = snapshot.save(checkpoints, run, context, parts, step=step, seconds=clock.seconds())
                     clock.checkpoint_written()
                     if stopping:
                         raise Interrupted(_farewell(f"stopped after step {step} of {total}", checkpoints, saved))
@@ -221,7 +223,7 @@ def _train(run: Run, folder: Path, observers: Sequence[Observer], held: ExitStac
         counted = result.count(run, model, task.example())
         finished = result.make_result(
             run,
-            place,
+            context,
             mode=str(modes.mode_of(chosen)),
             counted=counted,
             metric=task.metric,
@@ -234,12 +236,12 @@ def _train(run: Run, folder: Path, observers: Sequence[Observer], held: ExitStac
         tensors = whole_state(model)
 
         def write() -> None:
-            if place.leads:
+            if context.leads:
                 check_last_step(tensors, test)
                 result.write_all(folder, tensors, counted, finished)
                 checkpoints.clear()
 
-        place.after_the_leader(write)  # nobody leaves, and closes its connections, while another still writes
+        context.after_the_leader(write)  # nobody leaves, and closes its connections, while another still writes
         return finished
 
 
@@ -259,19 +261,19 @@ def _decay(sparsifier: Sparsifier | None) -> float | None:
 class _Asking:
     """When processes ask each other: all at the same step, whatever their own clocks say."""
 
-    def __init__(self, place: Place) -> None:
-        self._place, self._steps, self._left, self._last = place, 1, 1, time.monotonic()
+    def __init__(self, context: DistributedContext) -> None:
+        self._context, self._steps, self._left, self._last = context, 1, 1, time.monotonic()
 
     def turn(self) -> bool:
         """Whether it is time to ask; all processes have to call this in every step."""
-        if self._place.world == 1:
+        if self._context.world == 1:
             return True
         self._left -= 1
         if self._left > 0:
             return False
         now = time.monotonic()
         fit = int(_ASK_AFTER * self._steps / max(now - self._last, 1e-9))
-        fewest = self._place.least(torch.tensor(min(_ASK_EVERY, max(1, fit)), device=self._place.device))
+        fewest = self._context.least(torch.tensor(min(_ASK_EVERY, max(1, fit)), device=self._context.device))
         self._steps = self._left = int(fewest)
         self._last = now
         return True

@@ -22,7 +22,7 @@ import torch
 from gossamer.budget import triton_is_there
 from gossamer.lab.models import MODELS
 from gossamer.lab.training.checks import AUTO
-from gossamer.lab.training.place import Place
+from gossamer.lab.training.distributed import DistributedContext
 from gossamer.lab.training.run import Run
 
 _MEASURED = Path(__file__).with_name("modes.json")
@@ -54,18 +54,18 @@ class Measured:
     compile_from: int | None = None  # steps of a run; none: never
 
 
-def resolve(run: Run, place: Place) -> Run:
+def resolve(run: Run, context: DistributedContext) -> Run:
     """The run with everything decided that it leaves open, but for `compile`: that is up to its steps, and those up to
     its data."""
-    obstacle = why_not_captured(run, place)
+    obstacle = why_not_captured(run, context)
     if run.capture and obstacle is not None:
         raise ValueError(f"capture=true was asked for, but {obstacle}: set capture=auto or capture=false")
-    if run.precision == "bf16" and place.device.type == "cuda" and run.model in _RECURRENT:
+    if run.precision == "bf16" and context.device.type == "cuda" and run.model in _RECURRENT:
         raise ValueError(
             f"precision=bf16 was asked for, but under autocast torch computes cuDNN's LSTM of {run.model} in float16, "
             "whose small gradients vanish: set precision=float32"
         )
-    best = measured(run.model, place.device)
+    best = measured(run.model, context.device)
     return replace(
         run,
         precision=best.precision if run.precision == AUTO else run.precision,
@@ -74,21 +74,21 @@ def resolve(run: Run, place: Place) -> Run:
     )
 
 
-def resolve_compile(resolved: Run, place: Place, steps: int) -> Run:
+def resolve_compile(resolved: Run, context: DistributedContext, steps: int) -> Run:
     """A run of so many steps that `resolve` has decided on, with the last decision. Steps are compiled unasked where
     there is a compiler, and only as they were measured."""
     if resolved.compile is not None:
         return resolved
-    best = measured(resolved.model, place.device)
+    best = measured(resolved.model, context.device)
     pays = best.compile_from is not None and steps >= best.compile_from
-    return replace(resolved, compile=pays and _is_as_measured(resolved, place, best) and _can_compile())
+    return replace(resolved, compile=pays and _is_as_measured(resolved, context, best) and _can_compile())
 
 
-def _is_as_measured(resolved: Run, place: Place, best: Measured) -> bool:
+def _is_as_measured(resolved: Run, context: DistributedContext, best: Measured) -> bool:
     """The table is of one process that trains one network, dense or with masks that do not watch it."""
     as_measured = mode_of(resolved) == Mode(best.precision, best.channels_last, capture=best.capture)
     usual = resolved.method in _CAPTURED_METHODS and not _watches_forward_pass(resolved) and not resolved.distil
-    return as_measured and usual and place.world == 1
+    return as_measured and usual and context.world == 1
 
 
 def tolerate_compiler() -> AbstractContextManager[object]:
@@ -108,12 +108,12 @@ def mode_of(resolved: Run) -> Mode:
     )
 
 
-def why_not_captured(run: Run, place: Place) -> str | None:
+def why_not_captured(run: Run, context: DistributedContext) -> str | None:
     """Why the steps of a run cannot be replayed from a graph; None where they can."""
-    if place.device.type != "cuda":
-        return f"there are no CUDA graphs on device={place.device.type}"
-    if place.world > 1:
-        return f"{place.world} processes have to meet in every step"
+    if context.device.type != "cuda":
+        return f"there are no CUDA graphs on device={context.device.type}"
+    if context.world > 1:
+        return f"{context.world} processes have to meet in every step"
     if run.method not in _CAPTURED_METHODS:
         return f"only steps of {' and '.join(_CAPTURED_METHODS)} can be replayed, not of method={run.method}"
     if run.leave_at is not None:

@@ -10,8 +10,8 @@ from gossamer._forward import undisturbed
 from gossamer.lab import models
 from gossamer.lab.data import kind_of
 from gossamer.lab.models.indrnn import IndRNN, limit_recurrence_
-from gossamer.lab.training.keys import options_of
 from gossamer.lab.training.run import Run
+from gossamer.lab.training.setting_names import options_of
 
 _LARGEST = 100_000  # modules and parameters of a network; ResNet-110 has about a thousand
 

@@ -17,23 +17,23 @@ from torch import Tensor, nn
 
 from gossamer._json import read_object
 from gossamer.io.sparse_file import save
-from gossamer.lab import stored
+from gossamer.lab import model_files
 from gossamer.lab.training.checkpoint import Checkpoints, write_atomically
-from gossamer.lab.training.place import Place
+from gossamer.lab.training.distributed import DistributedContext
 from gossamer.lab.training.run import Run
 from gossamer.provenance import commit, cpu_name, versions
 from gossamer.report import Report, Row, report
 
 RESULT = "result.json"
-MODEL = stored.MODEL
+MODEL = model_files.MODEL
 SPARSE_MODEL = "model.sparse.safetensors"
-RUN = stored.RUN
+RUN = model_files.RUN
 LAYERS = "layers.json"
 
 
 def make_result(
     run: Run,
-    place: Place,
+    context: DistributedContext,
     *,
     mode: str,
     counted: Report,
@@ -67,7 +67,7 @@ def make_result(
         "config": run.to_dict(),
         "versions": versions(),
         "commit": commit(),
-        "hardware": hardware(place),
+        "hardware": hardware(context),
     }
     further = {"settled": settled, "teacher": teacher}
     return {**result, **{name: dict(values) for name, values in further.items() if values is not None}}
@@ -247,22 +247,22 @@ def write_model(path: Path, tensors: Mapping[str, Tensor]) -> None:
     seen: dict[tuple[object, ...], str] = {}
     plain: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
-        place = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg())
-        if tensor.numel() and seen.setdefault(place, name) != name:
+        context = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg())
+        if tensor.numel() and seen.setdefault(context, name) != name:
             continue
         plain[name] = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
     write_atomically(path, lambda file: file.write(safetensors.torch.save(plain)))
     save(plain, path.with_name(SPARSE_MODEL))
 
 
-def hardware(place: Place) -> dict[str, Any]:
+def hardware(context: DistributedContext) -> dict[str, Any]:
     found: dict[str, Any] = {
-        "device": place.device.type,
-        "processes": place.world,
+        "device": context.device.type,
+        "processes": context.world,
         "cpu": cpu_name(),
         "threads": torch.get_num_threads(),
         "system": platform.system(),
     }
-    if place.device.type == "cuda":
-        found["gpu"] = torch.cuda.get_device_name(place.device)
+    if context.device.type == "cuda":
+        found["gpu"] = torch.cuda.get_device_name(context.device)
     return found

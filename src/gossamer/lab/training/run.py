@@ -16,8 +16,8 @@ from types import MappingProxyType
 from typing import Any
 
 from gossamer.lab.training.checks import AUTO, TRUNK, problems_of
-from gossamer.lab.training.keys import did_you_mean, options_if_known, setting_types
-from gossamer.lab.training.values import Scalar, guess, parse, typed
+from gossamer.lab.training.parsing import Scalar, guess, parse, typed
+from gossamer.lab.training.setting_names import did_you_mean, options_if_known, setting_types
 from gossamer.methods import Options, find, load
 from gossamer.methods.scl import SCL
 from gossamer.settings import Phases, choose, with_current_names

@@ -16,8 +16,8 @@ from torch.optim import Optimizer
 
 from gossamer.lab.data import Position
 from gossamer.lab.training.checkpoint import Checkpoints, random_states, reshard, set_random_states, unshard
+from gossamer.lab.training.distributed import DistributedContext
 from gossamer.lab.training.optimise import Plateau, load_optimizer_state
-from gossamer.lab.training.place import Place
 from gossamer.lab.training.run import Run
 from gossamer.lab.training.task import Task
 from gossamer.lab.training.teacher import Teacher
@@ -56,28 +56,30 @@ class Parts:
         return next(sharded, None)
 
 
-def save(checkpoints: Checkpoints, run: Run, place: Place, parts: Parts, *, step: int, seconds: float) -> bool:
+def save(
+    checkpoints: Checkpoints, run: Run, context: DistributedContext, parts: Parts, *, step: int, seconds: float
+) -> bool:
     """Write a checkpoint; all processes have to take part. False where the disk did not take it."""
-    own: dict[str, Any] = {"random": random_states(place.device), "task": unshard(parts.task.state())}
+    own: dict[str, Any] = {"random": random_states(context.device), "task": unshard(parts.task.state())}
     alike: dict[str, Any] = {}
     if parts.teacher is not None:
         own["teacher"], alike["teacher"] = unshard(parts.teacher.own_state()), parts.teacher.state()
     if parts.mesh() is not None:
         own |= unshard(parts.state())
-    elif place.leads:
+    elif context.leads:
         alike |= parts.state()
-    ranks = place.gather(own)
+    ranks = context.gather(own)
     written = True
-    if place.leads:
+    if context.leads:
         told = {"format": _FORMAT, "run": run.to_dict(), "step": step, "seconds": seconds}
         told["plateau"] = asdict(parts.plateau)
         written = checkpoints.save({**told, "position": asdict(parts.task.source.state), **alike, "ranks": ranks}, step)
-    return bool(place.share(written))
+    return bool(context.share(written))
 
 
-def restore(checkpoints: Checkpoints, run: Run, place: Place, parts: Parts) -> float:
+def restore(checkpoints: Checkpoints, run: Run, context: DistributedContext, parts: Parts) -> float:
     """Go on from the newest good checkpoint, if there is one. Returns the seconds trained so far."""
-    state = place.share(checkpoints.load() if place.leads else None)
+    state = context.share(checkpoints.load() if context.leads else None)
     if state is None:
         return 0.0
     if state.get("format") != _FORMAT:
@@ -86,7 +88,7 @@ def restore(checkpoints: Checkpoints, run: Run, place: Place, parts: Parts) -> f
             "go on with the version of gossamer that began this run"
         )
     try:
-        return _restore(checkpoints, run, place, parts, state)
+        return _restore(checkpoints, run, context, parts, state)
     except (LookupError, TypeError, AttributeError, RuntimeError, AssertionError, ArithmeticError) as error:
         if isinstance(error, torch.OutOfMemoryError):
             raise
@@ -98,18 +100,20 @@ def restore(checkpoints: Checkpoints, run: Run, place: Place, parts: Parts) -> f
         ) from error
 
 
-def _restore(checkpoints: Checkpoints, run: Run, place: Place, parts: Parts, state: dict[str, Any]) -> float:
+def _restore(
+    checkpoints: Checkpoints, run: Run, context: DistributedContext, parts: Parts, state: dict[str, Any]
+) -> float:
     other = Run.from_dict(state["run"])
     if other.run_id != run.run_id:
         raise ValueError(
             f"the checkpoint in {checkpoints.folder} is of another run, which differs in "
             f"{', '.join(run.differences_from(other))}: choose another folder"
         )
-    if len(state["ranks"]) != place.world:
+    if len(state["ranks"]) != context.world:
         raise ValueError(
-            f"expected {len(state['ranks'])} processes, as when the run began, got {place.world}: start as many"
+            f"expected {len(state['ranks'])} processes, as when the run began, got {context.world}: start as many"
         )
-    own = state["ranks"][place.rank]
+    own = state["ranks"][context.rank]
     parts.task.load_state(own["task"])  # first: a network for other data does not take the weights
     parts.load(reshard(own, parts.mesh()) if "model" in own else state)
     if parts.teacher is not None:
@@ -120,5 +124,5 @@ def _restore(checkpoints: Checkpoints, run: Run, place: Place, parts: Parts, sta
         isinstance(value, int | float | None) for value in (*state["position"].values(), *state["plateau"].values())
     ):
         raise TypeError("position and plateau are not numbers")
-    set_random_states(own["random"], place.device)
+    set_random_states(own["random"], context.device)
     return float(state["seconds"])

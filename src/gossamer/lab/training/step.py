@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gossamer.lab.training.capture import Captured
+from gossamer.lab.training.distributed import DistributedContext
 from gossamer.lab.training.optimise import set_learning_rate
-from gossamer.lab.training.place import Place
 from gossamer.lab.training.run import Run
 from gossamer.lab.training.task import Task
 from gossamer.lab.training.teacher import Teacher
@@ -56,11 +56,11 @@ class Meter:
     """The mean loss and the share of right answers since they were last read, and the first step after which the sum
     of the losses was not finite."""
 
-    def __init__(self, place: Place, step: int) -> None:
+    def __init__(self, context: DistributedContext, step: int) -> None:
         """`step` is the number of steps done so far."""
-        self._place = place
-        self._sums = torch.zeros(2, device=place.device)  # of the loss, and of the share of right answers
-        self._good_steps = torch.full((), step, dtype=torch.int64, device=place.device)  # those before a bad one
+        self._context = context
+        self._sums = torch.zeros(2, device=context.device)  # of the loss, and of the share of right answers
+        self._good_steps = torch.full((), step, dtype=torch.int64, device=context.device)  # those before a bad one
         self._counts_right = False
         self._count = 0
 
@@ -72,7 +72,7 @@ class Meter:
             self._counts_right = True
         # After a loss that is not finite no sum is. A difference, as isfinite would be four kernels on a GPU.
         self._good_steps.add_(total - total == 0)
-        if self._place.device.type == "cpu" and self._place.world == 1:
+        if self._context.device.type == "cpu" and self._context.world == 1:
             self.check()  # at once, as it costs nothing there
 
     def count(self, step: int) -> None:
@@ -84,7 +84,7 @@ class Meter:
     def check(self) -> None:
         """Stop where a loss was not finite. All processes have to ask, so that all stop and none waits for another."""
         none_so_far = torch.iinfo(torch.int64).max
-        bad = int(self._place.least(torch.where(self._sums[0].isfinite(), none_so_far, self._good_steps + 1)))
+        bad = int(self._context.least(torch.where(self._sums[0].isfinite(), none_so_far, self._good_steps + 1)))
         if bad < none_so_far:
             raise LossNotFinite(
                 f"the loss is not finite (infinite or NaN) at step {bad}: {_REMEDY}; a checkpoint here is from before "
@@ -96,7 +96,7 @@ class Meter:
         if self._count == 0:
             return None, None
         self.check()  # the device is waited for anyway
-        loss, right = (total / self._count for total in self._place.mean(self._sums).tolist())
+        loss, right = (total / self._count for total in self._context.mean(self._sums).tolist())
         self._sums.zero_()
         self._count = 0
         return loss, right if self._counts_right else None
@@ -108,7 +108,7 @@ class Step:
     def __init__(
         self,
         run: Run,
-        place: Place,
+        context: DistributedContext,
         task: Task,
         model: nn.Module,
         optimizer: Optimizer,
@@ -118,7 +118,7 @@ class Step:
         teacher: Teacher | None = None,
     ) -> None:
         """`run` has to be resolved; `forward` is the model, perhaps compiled or wrapped."""
-        self._run, self._device, self._task, self._teacher = run, place.device, task, teacher
+        self._run, self._device, self._task, self._teacher = run, context.device, task, teacher
         self._model, self._optimizer, self._sparsifier = model, optimizer, sparsifier
         self._forward, self._meter = forward, meter
         self._buffers: Batch | None = None

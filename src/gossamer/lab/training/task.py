@@ -17,8 +17,8 @@ from torch.nn import functional
 
 from gossamer.lab import data
 from gossamer.lab.data import Batches, FolderBatches, FolderSet, ImageSet, Position, TextBatches, TextSet
-from gossamer.lab.training.hidden import Hidden
-from gossamer.lab.training.place import Place, autocast
+from gossamer.lab.training.distributed import DistributedContext, autocast
+from gossamer.lab.training.rnn_state import RNNState
 from gossamer.lab.training.run import Run
 from gossamer.lab.training.teacher import Lesson, Teacher
 
@@ -82,11 +82,11 @@ class Task(Protocol):
     def load_state(self, state: dict[str, Any]) -> None: ...
 
 
-def make_task(run: Run, place: Place) -> Task:
+def make_task(run: Run, context: DistributedContext) -> Task:
     dataset = data.load(run.data, run.data_root)
     if isinstance(dataset, TextSet):
-        return TextTask(run, place, dataset)
-    return ImageTask(run, place, dataset)
+        return TextTask(run, context, dataset)
+    return ImageTask(run, context, dataset)
 
 
 class ImageTask:
@@ -94,25 +94,25 @@ class ImageTask:
 
     metric = "accuracy"
 
-    def __init__(self, run: Run, place: Place, dataset: ImageSet | FolderSet) -> None:
-        self._run, self._place = run, place
+    def __init__(self, run: Run, context: DistributedContext, dataset: ImageSet | FolderSet) -> None:
+        self._run, self._context = run, context
         self.num_classes = dataset.num_classes
         self.source: Source
         self._parts: dict[str, Source]
         if isinstance(dataset, FolderSet):
-            self.source, self._parts = _of_folder(run, place, dataset)
+            self.source, self._parts = _of_folder(run, context, dataset)
             self._shape: tuple[int, ...] = (3, run.image_size, run.image_size)
             self._mine: Callable[[int], slice] = slice  # all: the source decodes this process's images alone
         else:
-            self.source, self._parts = _of_images(run, place, dataset)
+            self.source, self._parts = _of_images(run, context, dataset)
             self._shape = dataset.input_shape
-            self._mine = place.slice_of
+            self._mine = context.slice_of
         self.has_validation = "validation" in self._parts
         self.streamed = isinstance(dataset, FolderSet)
         self._digest = dataset.digest() if isinstance(dataset, FolderSet) else None  # others have checksums
 
     def example(self) -> Tensor:
-        return torch.zeros(2, *self._shape, device=self._place.device)
+        return torch.zeros(2, *self._shape, device=self._context.device)
 
     def lesson(self) -> Lesson:
         return Lesson(self.example(), self.num_classes, hidden=None)
@@ -122,15 +122,15 @@ class ImageTask:
     ) -> Outcome:
         mine = self._mine(len(batch[1]))
         images, labels = batch[0][mine], batch[1][mine]
-        with autocast(self._run, self._place):
+        with autocast(self._run, self._context):
             logits = forward(images)
         loss = functional.cross_entropy(logits.float(), labels, label_smoothing=self._run.label_smoothing)
         if teacher is not None:
             loss = teacher(loss, logits, images)
         # While training every batch is a full one.
-        weight = self._place.weight_of(self._run.batch_size)
+        weight = self._context.weight_of(self._run.batch_size)
         right = (logits.detach().argmax(dim=1) == labels).sum() * (weight / len(labels))
-        return loss * weight if self._place.world > 1 else loss, right
+        return loss * weight if self._context.world > 1 else loss, right
 
     def carry(self) -> None:
         pass  # images are independent of each other
@@ -139,8 +139,8 @@ class ImageTask:
         pass
 
     def evaluate(self, model: nn.Module, part: str, tell: Tell) -> float:
-        counts = torch.zeros(2, dtype=torch.int64, device=self._place.device)  # right answers, and all
-        with _evaluating(model), autocast(self._run, self._place):
+        counts = torch.zeros(2, dtype=torch.int64, device=self._context.device)  # right answers, and all
+        with _evaluating(model), autocast(self._run, self._context):
             for images, labels in _told(self._parts[part], tell):
                 mine = self._mine(len(labels))
                 images, labels = images[mine], labels[mine]
@@ -149,7 +149,7 @@ class ImageTask:
                     continue
                 counts[0] += (model(images).argmax(dim=1) == labels).sum()
                 counts[1] += len(labels)
-        right, seen = self._place.total(counts).tolist()
+        right, seen = self._context.total(counts).tolist()
         return float(right / seen)
 
     def state(self) -> dict[str, Any]:
@@ -163,11 +163,11 @@ class ImageTask:
             )
 
 
-def _of_images(run: Run, place: Place, dataset: ImageSet) -> tuple[Source, dict[str, Source]]:
+def _of_images(run: Run, context: DistributedContext, dataset: ImageSet) -> tuple[Source, dict[str, Source]]:
     dataset = dataset.split(run.validation) if run.validation else dataset
     if not run.augment:
         dataset = replace(dataset, padding=0, flip=False)
-    dataset = dataset.to(place.device)
+    dataset = dataset.to(context.device)
     named = {"test": dataset.test, "validation": dataset.validation}
     return Batches.training(dataset, run.batch_size, seed=run.seed, channels_last=bool(run.channels_last)), {
         name: Batches.evaluation(dataset, part, _EVALUATION_BATCH, channels_last=bool(run.channels_last))
@@ -176,7 +176,7 @@ def _of_images(run: Run, place: Place, dataset: ImageSet) -> tuple[Source, dict[
     }
 
 
-def _of_folder(run: Run, place: Place, dataset: FolderSet) -> tuple[Source, dict[str, Source]]:
+def _of_folder(run: Run, context: DistributedContext, dataset: FolderSet) -> tuple[Source, dict[str, Source]]:
     """The part that such a folder calls val is the test set: ImageNet publishes no labels of its own test set."""
     dataset = dataset.split(run.validation) if run.validation else dataset
     size = run.image_size
@@ -184,9 +184,9 @@ def _of_folder(run: Run, place: Place, dataset: FolderSet) -> tuple[Source, dict
         "size": size,
         "resize": size * 256 // 224,
         "workers": run.workers,
-        "device": place.device,
+        "device": context.device,
         "channels_last": bool(run.channels_last),
-        "slice_of": place.slice_of,
+        "slice_of": context.slice_of,
     }
     training = FolderBatches(dataset, dataset.train, run.batch_size, training=True, seed=run.seed, **common)
     named = {"test": dataset.validation, "validation": dataset.held_out}
@@ -204,24 +204,24 @@ class TextTask:
     has_validation = True
     streamed = False
 
-    def __init__(self, run: Run, place: Place, dataset: TextSet) -> None:
-        self._run, self._place, self._dataset = run, place, dataset
+    def __init__(self, run: Run, context: DistributedContext, dataset: TextSet) -> None:
+        self._run, self._context, self._dataset = run, context, dataset
         self.num_classes = len(dataset.vocabulary)
-        self.source: Source = TextBatches(dataset.train, run.batch_size, length=run.bptt, device=place.device)
-        self._hidden = Hidden(place.device)
+        self.source: Source = TextBatches(dataset.train, run.batch_size, length=run.bptt, device=context.device)
+        self._hidden = RNNState(context.device)
 
     def example(self) -> Tensor:
-        return torch.zeros(1, 2, dtype=torch.int64, device=self._place.device)
+        return torch.zeros(1, 2, dtype=torch.int64, device=self._context.device)
 
     def lesson(self) -> Lesson:
-        return Lesson(self.example(), self.num_classes, Hidden(self._place.device))
+        return Lesson(self.example(), self.num_classes, RNNState(self._context.device))
 
     def loss(
         self, forward: Callable[..., Any], batch: tuple[Tensor, Tensor], teacher: Teacher | None = None
     ) -> Outcome:
         count = batch[0].shape[1]
-        tokens, following = (part[:, self._place.slice_of(count)] for part in batch)
-        with autocast(self._run, self._place):
+        tokens, following = (part[:, self._context.slice_of(count)] for part in batch)
+        with autocast(self._run, self._context):
             logits, hidden = forward(tokens, self._hidden.value)
         self._hidden.note(hidden)
         loss = functional.cross_entropy(
@@ -229,7 +229,7 @@ class TextTask:
         )
         if teacher is not None:
             loss = teacher(loss, logits, tokens)
-        return loss * self._place.weight_of(count) if self._place.world > 1 else loss, None
+        return loss * self._context.weight_of(count) if self._context.world > 1 else loss, None
 
     def carry(self) -> None:
         self._hidden.carry()
@@ -239,10 +239,10 @@ class TextTask:
 
     def evaluate(self, model: nn.Module, part: str, tell: Tell) -> float:
         stream = self._dataset.test if part == "test" else self._dataset.validation
-        windows = TextBatches(stream, _EVALUATION_COLUMNS, length=self._run.bptt, device=self._place.device)
-        total = torch.zeros((), dtype=torch.float64, device=self._place.device)
+        windows = TextBatches(stream, _EVALUATION_COLUMNS, length=self._run.bptt, device=self._context.device)
+        total = torch.zeros((), dtype=torch.float64, device=self._context.device)
         words, hidden = 0, None
-        with _evaluating(model), autocast(self._run, self._place):
+        with _evaluating(model), autocast(self._run, self._context):
             for tokens, following in _told(windows, tell):
                 logits, hidden = model(tokens, hidden)
                 total += functional.cross_entropy(logits.float().flatten(0, 1), following.flatten(), reduction="sum")

@@ -19,11 +19,11 @@ import torch
 from torch import Tensor, nn
 
 from gossamer.distillation import distil
-from gossamer.lab import stored
+from gossamer.lab import model_files
 from gossamer.lab.training import networks
 from gossamer.lab.training.checks import TRUNK
-from gossamer.lab.training.hidden import Hidden
-from gossamer.lab.training.place import Place, autocast, compiled, whole_state
+from gossamer.lab.training.distributed import DistributedContext, autocast, compiled, whole_state
+from gossamer.lab.training.rnn_state import RNNState
 from gossamer.lab.training.run import Run
 from gossamer.schedule import Plan
 
@@ -34,15 +34,15 @@ class Lesson:
 
     example: Tensor
     num_classes: int
-    hidden: Hidden | None  # where answers come with a hidden state, a fresh one
+    hidden: RNNState | None  # where answers come with a hidden state, a fresh one
 
 
 class Teacher:
     """Calling it adds what the teacher says to a loss."""
 
-    def __init__(self, run: Run, place: Place, lesson: Lesson, warmup: int) -> None:
+    def __init__(self, run: Run, context: DistributedContext, lesson: Lesson, warmup: int) -> None:
         """`run` has to be resolved; `warmup` is the number of steps after which the trunk is ready."""
-        self._run, self._place, self._classes, self._hidden = run, place, lesson.num_classes, lesson.hidden
+        self._run, self._context, self._classes, self._hidden = run, context, lesson.num_classes, lesson.hidden
         self._ready_at = warmup
         self._forward: Callable[..., Any] | None = None
         self._network: nn.Module | None = None
@@ -55,7 +55,7 @@ class Teacher:
                 )
             self._told["steps"] = warmup
         else:
-            found, self._told["sha256"] = place.after_the_leader(lambda: _opened(run))
+            found, self._told["sha256"] = context.after_the_leader(lambda: _opened(run))
             self._told["network"] = found.name
             self._take(found.model)
             _check(found, self._network, lesson, run)
@@ -74,7 +74,7 @@ class Teacher:
         """The loss of the pupil, whose logits for `inputs` these are, of the right labels and of the teacher."""
         if self._forward is None:
             return loss
-        with torch.no_grad(), autocast(self._run, self._place):
+        with torch.no_grad(), autocast(self._run, self._context):
             if self._hidden is None:
                 answer = self._forward(inputs)
             else:
@@ -129,36 +129,36 @@ class Teacher:
         self._take(network)
 
     def _take(self, network: nn.Module) -> None:
-        self._network = networks.to_layout(network, self._run, self._place.device).eval().requires_grad_(False)
-        self._forward = compiled(self._network, self._place) if self._run.compile else self._network
+        self._network = networks.to_layout(network, self._run, self._context.device).eval().requires_grad_(False)
+        self._forward = compiled(self._network, self._context) if self._run.compile else self._network
 
 
-def make_teacher(run: Run, place: Place, lesson: Lesson, plan: Plan | None) -> Teacher | None:
+def make_teacher(run: Run, context: DistributedContext, lesson: Lesson, plan: Plan | None) -> Teacher | None:
     """The teacher that a run asks for, None where it learns from the labels alone."""
-    return Teacher(run, place, lesson, plan.warmup if plan is not None else 0) if run.distil else None
+    return Teacher(run, context, lesson, plan.warmup if plan is not None else 0) if run.distil else None
 
 
-def _opened(run: Run) -> tuple[stored.Stored, str]:
+def _opened(run: Run) -> tuple[model_files.StoredModel, str]:
     """The network of a folder or file, and the digest of that file."""
     path = Path(run.teacher).expanduser()
-    if path.is_dir() and not (path / stored.MODEL).is_file():
+    if path.is_dir() and not (path / model_files.MODEL).is_file():
         raise FileNotFoundError(
-            f"teacher={run.teacher}: expected a folder with a {stored.MODEL}, as a finished run leaves it, got one "
-            "without: train it to the end first"
+            f"teacher={run.teacher}: expected a folder with a {model_files.MODEL}, as a finished run leaves it, got "
+            "one without: train it to the end first"
         )
-    file = path / stored.MODEL if path.is_dir() else path
+    file = path / model_files.MODEL if path.is_dir() else path
     if not file.is_file():
         raise FileNotFoundError(
             f"teacher={run.teacher}: expected {TRUNK!r}, the folder of a finished run or a safetensors file, got a "
             "path that does not exist"
         )
     with torch.random.fork_rng(devices=[]):
-        found = stored.open_network(file, otherwise=(run.model, run.model_options))
+        found = model_files.open_network(file, otherwise=(run.model, run.model_options))
     with file.open("rb") as content:
         return found, hashlib.file_digest(content, "sha256").hexdigest()
 
 
-def _check(found: stored.Stored, network: nn.Module | None, lesson: Lesson, run: Run) -> None:
+def _check(found: model_files.StoredModel, network: nn.Module | None, lesson: Lesson, run: Run) -> None:
     """Refuse a teacher that does not answer as its pupil does."""
     assert network is not None
     expected = f"expected a teacher that gives {lesson.num_classes} logits for batches of {run.data}"

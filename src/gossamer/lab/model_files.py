@@ -34,7 +34,7 @@ _A_TENSOR, _SPARE = 16, 1000
 
 
 @dataclass(frozen=True, eq=False)
-class Stored:
+class StoredModel:
     """A network with its weights, and how inputs for it are made."""
 
     name: str
@@ -62,7 +62,7 @@ def open_network(
     shape: tuple[int, ...] | None = None,
     otherwise: tuple[str, Mapping[str, Any]] | None = None,
     max_bytes: int | None = None,
-) -> Stored:
+) -> StoredModel:
     """The network of a file, in evaluation mode.
 
     ``net`` is a name out of `gossamer list`, or ``module:function`` for a network of your own, whose function is
@@ -92,7 +92,7 @@ def open_network(
         model, known, tokens = _registered(name, options, state, source)
         shape = shape or known
     model.load_state_dict(state, strict=False)  # strict would miss the second names of tied weights
-    return Stored(name, model.eval(), source, shape, tokens)
+    return StoredModel(name, model.eval(), source, shape, tokens)
 
 
 def _named(

@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Place:
+class DistributedContext:
     """A device, and the number of this process among all."""
 
     device: torch.device
@@ -114,7 +114,7 @@ class Place:
         return done[0] if done else action()
 
 
-def join(device: str) -> Place:
+def join(device: str) -> DistributedContext:
     """The place of this process; where torchrun has started several, join them."""
     world = _processes()
     chosen = _device(device)
@@ -123,7 +123,7 @@ def join(device: str) -> Place:
         chosen = _device(f"cuda:{torch.cuda.current_device() if own is None else own}")
         torch.cuda.set_device(chosen)  # streams, graphs and kernels of Triton are those of the current device
     if world == 1:
-        return Place(chosen)
+        return DistributedContext(chosen)
     if not dist.is_initialized():
         _check_launched(world)
         if chosen.type == "cuda":
@@ -132,7 +132,7 @@ def join(device: str) -> Place:
             dist.init_process_group("gloo")
         # Kept for further runs of this process: torchrun's store does not take a second group of the same name.
         atexit.register(_leave)
-    return Place(chosen, dist.get_rank(), dist.get_world_size())
+    return DistributedContext(chosen, dist.get_rank(), dist.get_world_size())
 
 
 def check_one_process() -> None:
@@ -246,27 +246,27 @@ def _device(name: str) -> torch.device:
 
 
 @contextmanager
-def fast_algorithms(place: Place) -> Iterator[None]:
+def fast_algorithms(context: DistributedContext) -> Iterator[None]:
     """Let cuDNN try its algorithms for shapes it has not seen, and take the fastest: here shapes never change."""
     before = torch.backends.cudnn.benchmark
-    torch.backends.cudnn.benchmark = before or place.device.type == "cuda"
+    torch.backends.cudnn.benchmark = before or context.device.type == "cuda"
     try:
         yield
     finally:
         torch.backends.cudnn.benchmark = before
 
 
-def autocast(run: Run, place: Place) -> torch.autocast:
+def autocast(run: Run, context: DistributedContext) -> torch.autocast:
     """The precision in which a network is computed forwards."""
-    return torch.autocast(place.device.type, torch.bfloat16, enabled=run.precision == "bf16")
+    return torch.autocast(context.device.type, torch.bfloat16, enabled=run.precision == "bf16")
 
 
-def synchronise_batch_norm(model: nn.Module, place: Place) -> nn.Module:
+def synchronise_batch_norm(model: nn.Module, context: DistributedContext) -> nn.Module:
     """Let batch normalisation see the whole global batch, where torch can."""
-    if place.world == 1 or not any(isinstance(module, _BatchNorm) for module in model.modules()):
+    if context.world == 1 or not any(isinstance(module, _BatchNorm) for module in model.modules()):
         return model
-    if place.device.type == "cpu":
-        if place.leads:
+    if context.device.type == "cpu":
+        if context.leads:
             warnings.warn(
                 "batch normalisation sees only the slice of each process on CPU: the result is close to that of one "
                 "process, but not the same",
@@ -277,27 +277,27 @@ def synchronise_batch_norm(model: nn.Module, place: Place) -> nn.Module:
     return converted
 
 
-def shard_(model: nn.Module, run: Run, place: Place) -> None:
+def shard_(model: nn.Module, run: Run, context: DistributedContext) -> None:
     """Spread the parameters over the processes in place, where the run asks for it."""
-    if place.world > 1 and run.sharding == "fsdp2":
+    if context.world > 1 and run.sharding == "fsdp2":
         from torch.distributed.fsdp import fully_shard
 
-        fully_shard(model, mesh=init_device_mesh(place.device.type, (place.world,)))
+        fully_shard(model, mesh=init_device_mesh(context.device.type, (context.world,)))
 
 
-def forward_of(model: nn.Module, run: Run, place: Place) -> Callable[..., Any]:
+def forward_of(model: nn.Module, run: Run, context: DistributedContext) -> Callable[..., Any]:
     """What the training step calls: the model, synchronised over processes and compiled where that is asked for."""
     forward: Callable[..., Any] = model
-    if place.world > 1 and run.sharding == "ddp":
+    if context.world > 1 and run.sharding == "ddp":
         forward = nn.parallel.DistributedDataParallel(
-            model, device_ids=[place.device] if place.device.type == "cuda" else None
+            model, device_ids=[context.device] if context.device.type == "cuda" else None
         )
-    return compiled(forward, place) if run.compile else forward
+    return compiled(forward, context) if run.compile else forward
 
 
-def compiled(forward: Callable[..., Any], place: Place) -> Callable[..., Any]:
+def compiled(forward: Callable[..., Any], context: DistributedContext) -> Callable[..., Any]:
     """On a GPU with small kernels side by side in one: ResNet-20 trains 7 % faster (docs/lab-book.md, 39.)."""
-    return torch.compile(forward, options={"combo_kernels": True} if place.device.type == "cuda" else None)
+    return torch.compile(forward, options={"combo_kernels": True} if context.device.type == "cuda" else None)
 
 
 def whole_state(model: nn.Module) -> dict[str, Tensor]:

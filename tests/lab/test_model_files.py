@@ -18,8 +18,8 @@ from gossamer import cli
 from gossamer._json import read_object
 from gossamer.deployment.runtime import memory
 from gossamer.lab import models
+from gossamer.lab.model_files import open_network
 from gossamer.lab.models.digits_cnn import DigitsNet
-from gossamer.lab.stored import open_network
 
 
 def make_net() -> nn.Module:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 
-class Hidden:
+class RNNState:
     """None until the first window is done: a network then begins from zeros."""
 
     def __init__(self, device: torch.device) -> None:
