@@ -4,8 +4,10 @@ Conventions. One multiply-add is two FLOPs. The FLOPs of a tensor are those of i
 norm, activation or attention between activations. A connection at a padded border counts as everywhere else.
 A look-up multiplies nothing, so an embedding counts 0 unless it is also used as a matrix (tied weights).
 
-The count is taken from the operations themselves, not from the modules: one evaluation forward runs under a
-dispatch mode that sees every matrix product and convolution, and knows the weights by the memory they lie in.
+The count is taken from the ATen operations themselves, not from the modules: one evaluation forward runs under
+a dispatch mode that sees every matrix product and convolution, and knows the weights by the memory they lie in.
+The graph of ``gossamer.deployment`` consists of the same operations and gives the same count. The model itself
+is run, because many models cannot be exported (packed sequences, caches in the output, sharded weights).
 So ``F.linear(x, self.embedding.weight)``, attention's packed projections, recurrent layers, packed sequences,
 casts under autocast and weights that a module first rescales are all counted where they are used, and a
 shared weight gets the sum over its uses.

@@ -10,6 +10,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from gossamer.deployment.graph import UntraceableError, aten, module_path, trace, trace_any_size
+from gossamer.flops import positions
+from gossamer.lab import models
+from gossamer.prunable import select
 
 
 class Block(nn.Module):
@@ -43,6 +46,18 @@ def test_the_normal_form_computes_what_the_model_computes(part: bool) -> None:
     assert calls.count(aten.batch_norm.default) == 1
     assert (aten.cat.default in calls) == part, "a write into a part is a concatenation"
     assert aten.slice_scatter.default not in calls
+
+
+@pytest.mark.parametrize("name", ["digits_cnn", "lenet300", "resnet20", "densenet40", "indrnn", "lstm_lm"])
+def test_multiply_adds_of_the_graph_are_those_of_the_model(name: str) -> None:
+    """The counter reads ATen operations, of a model that runs or of its graph alike."""
+    entry = models.entry(name)
+    model = models.create(name, **({"hidden": 8} if name == "lstm_lm" else {}))
+    inputs = torch.randint(8, (3, 2)) if entry.tokens else torch.randn(2, *entry.input_shape)
+    weights = select(model)
+    counted = positions(model, weights, inputs, batch_size=2)
+    assert any(counted.values())
+    assert positions(trace(model, inputs).module, weights, inputs, batch_size=2) == counted
 
 
 @pytest.mark.parametrize("part", [False, True])
