@@ -44,7 +44,7 @@ from gossamer.lab.model_files import open_network
 from gossamer.lab.results import records
 from gossamer.lab.training import Run, result, snapshot
 from gossamer.lab.training.checkpoint import Checkpoints
-from gossamer.lab.training.distributed import Place
+from gossamer.lab.training.distributed import DistributedContext
 from gossamer.methods.scl import SCLOptions
 from gossamer.report import report
 
@@ -128,7 +128,7 @@ def _checkpoint_seeds() -> list[bytes]:
             parts.optimizer.zero_grad()
         with tempfile.TemporaryDirectory() as folder:
             checkpoints = Checkpoints(Path(folder))
-            snapshot.save(checkpoints, _RUN, Place(torch.device("cpu")), parts, step=steps, seconds=1.0)
+            snapshot.save(checkpoints, _RUN, DistributedContext(torch.device("cpu")), parts, step=steps, seconds=1.0)
             found.append(checkpoints.paths()[0].read_bytes())
     return found
 
@@ -145,7 +145,7 @@ def _read_checkpoint(content: bytes, folder: Path) -> object:
     _write_checkpoint(content, folder, 2)
     random_state = torch.get_rng_state()
     try:
-        return snapshot.restore(Checkpoints(folder), _RUN, Place(torch.device("cpu")), _parts())
+        return snapshot.restore(Checkpoints(folder), _RUN, DistributedContext(torch.device("cpu")), _parts())
     finally:
         torch.set_rng_state(random_state)
 
