@@ -148,10 +148,15 @@ def _read_grid(spec: CifarSpec, folder: Path, file: File) -> _Bytes:
         raise ImportError(
             f"reading {name} needs Pillow: run pip install 'gossamer[data]', or put the official binary version there"
         ) from error
-    with Image.open(io.BytesIO(content), formats=["WEBP"]) as image:
-        if image.size != (grid * 32, grid * 32):
-            raise CorruptData(f"{name}: expected {grid * 32} × {grid * 32} pixels, got {image.size}")
-        pixels = np.asarray(image.convert("RGB"))
+    try:
+        with Image.open(io.BytesIO(content), formats=["WEBP"]) as image:
+            if image.size != (grid * 32, grid * 32):
+                raise CorruptData(f"{name}: expected {grid * 32} × {grid * 32} pixels, got {image.size}")
+            pixels = np.asarray(image.convert("RGB"))
+    except CorruptData:
+        raise
+    except Exception as error:  # decoders raise nearly anything, also where a file states an absurd size
+        raise CorruptData(f"{name}: expected a WebP image, got something else ({error}); fetch it again") from error
     return pixels.reshape(grid, 32, grid, 32, 3).transpose(0, 2, 4, 1, 3).reshape(-1, _PIXELS)
 
 
