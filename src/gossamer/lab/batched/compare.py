@@ -43,6 +43,7 @@ from gossamer.methods.base import Layout
 from gossamer.methods.filters import check_reach
 from gossamer.methods.slimming import Slimming, check_gains, gains_of
 from gossamer.prunable import select
+from gossamer.settings import RENAMED
 
 
 @dataclasses.dataclass(frozen=True)
@@ -354,9 +355,10 @@ def _path(out: Path, comparison: Comparison, race: Race, member: Member) -> Path
 def _name(comparison: Comparison, race: Race, members: Sequence[Member]) -> str:
     """A short name for all that decides the outcome of runs. What is added later, to a race or to the settings of a
     method, counts where it is not the default, so that the names of older records stay as they are."""
+    former = {new: old for old, new in RENAMED.items()}  # committed records are named by the hash of these
     asked = [
         {
-            name: value
+            former.get(name, name): value
             for name, value in member.to_dict().items()
             if value != Member(member.seed, member.method).to_dict().get(name) or name in ("seed", "method", "sparsity")
         }
