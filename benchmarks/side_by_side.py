@@ -14,7 +14,7 @@ import torch
 from gossamer.lab import models
 from gossamer.lab.batched import Member, Race
 from gossamer.lab.batched.entries import lanes_of
-from gossamer.lab.batched.race import Running
+from gossamer.lab.batched.training import Running
 from gossamer.lab.data.sets import ImageSet, Labelled
 from gossamer.provenance import commit
 from gossamer.schedule import Phase

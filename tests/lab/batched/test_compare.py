@@ -22,7 +22,7 @@ from gossamer.lab.batched import compare as module
 from gossamer.lab.batched.compare import Comparison, compare
 from gossamer.lab.batched.entrants import entrant
 from gossamer.lab.batched.entries import lanes_of, teachers_of
-from gossamer.lab.batched.race import Running
+from gossamer.lab.batched.training import Running
 from gossamer.lab.results.records import BEFORE
 from gossamer.methods import METHODS
 from gossamer.settings import with_current_names

@@ -17,7 +17,7 @@ from gossamer.lab import data
 from gossamer.lab.batched import compare, folder, runs_of, sweep, sweeps
 from gossamer.lab.batched.checkpoint import begun
 from gossamer.lab.batched.compare import Comparison
-from gossamer.lab.batched.race import Running
+from gossamer.lab.batched.training import Running
 from gossamer.lab.data.sets import ImageSet, Labelled
 from gossamer.lab.training import folder_lock
 from gossamer.lab.training.run import Run

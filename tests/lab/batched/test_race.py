@@ -12,8 +12,8 @@ from torch.nn import functional as F
 import gossamer
 from gossamer.lab.batched import Member, Outcome, Race, run_race
 from gossamer.lab.batched.entries import lanes_of
-from gossamer.lab.batched.race import Running
 from gossamer.lab.batched.stack import NetworkStack
+from gossamer.lab.batched.training import Running
 from gossamer.lab.data.augment import crop_flip, normalise, scale_and_shift
 from gossamer.lab.data.batches import epoch_plan
 from gossamer.lab.data.sets import ImageSet, Labelled

@@ -17,11 +17,11 @@ import gossamer
 from gossamer.lab.batched import Member, Outcome, run_race
 from gossamer.lab.batched.averaging import averaging_rates
 from gossamer.lab.batched.compare import Comparison, _name
+from gossamer.lab.batched.distillation import distillation
 from gossamer.lab.batched.entries import lanes_of
-from gossamer.lab.batched.learner import StackedLearner
-from gossamer.lab.batched.race import Running
-from gossamer.lab.batched.teaching import distillation
-from gossamer.lab.batched.training import NAMES, Training
+from gossamer.lab.batched.optimizer import StackedLearner
+from gossamer.lab.batched.settings_of_training import NAMES, Training
+from gossamer.lab.batched.training import Running
 from gossamer.lab.data.augment import crop_flip, normalise, scale_and_shift
 from gossamer.lab.data.batches import epoch_plan
 from gossamer.methods import METHODS

@@ -19,10 +19,10 @@ from safetensors.torch import load_file, save_file
 from gossamer import cli
 from gossamer.lab import data
 from gossamer.lab.batched import checkpoint, runs_of, sweep
-from gossamer.lab.batched.learner import StackedLearner
-from gossamer.lab.batched.race import Running
-from gossamer.lab.batched.stackable import common_of, lane_of
+from gossamer.lab.batched.optimizer import StackedLearner
+from gossamer.lab.batched.supported import common_of, lane_of
 from gossamer.lab.batched.sweeps import checkpoint_path
+from gossamer.lab.batched.training import Running
 from gossamer.lab.data.sets import ImageSet, Labelled
 from gossamer.lab.training import Interrupted, networks
 from gossamer.lab.training.run import Run

@@ -14,9 +14,9 @@ from torch.nn import functional as F
 import gossamer
 from gossamer import Sparsifier, cli
 from gossamer.lab.batched import runs_of, sweep, sweeps
-from gossamer.lab.batched.lanes import seats, turns
-from gossamer.lab.batched.race import Running
-from gossamer.lab.batched.stackable import common_of, lane_of
+from gossamer.lab.batched.rows import seats, turns
+from gossamer.lab.batched.supported import common_of, lane_of
+from gossamer.lab.batched.training import Running
 from gossamer.lab.data import Batches
 from gossamer.lab.data.sets import ImageSet, Labelled
 from gossamer.lab.results import sweep_table

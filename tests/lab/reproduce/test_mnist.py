@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional as F
 
 from gossamer import Sparsifier, cli
-from gossamer.lab.batched.learner import StackedLearner
+from gossamer.lab.batched.optimizer import StackedLearner
 from gossamer.lab.batched.stack import NetworkStack
 from gossamer.lab.batched.sweeps import train_together
 from gossamer.lab.data import Batches

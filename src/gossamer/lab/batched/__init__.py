@@ -9,7 +9,7 @@ method, target and settings, and gives what it would give alone, up to the round
 
 from gossamer.lab.batched.entries import Member, Race, run_race
 from gossamer.lab.batched.grid import runs_of
-from gossamer.lab.batched.lanes import Outcome
+from gossamer.lab.batched.rows import Outcome
 from gossamer.lab.batched.sweeps import sweep
 
 __all__ = ["Member", "Outcome", "Race", "run_race", "runs_of", "sweep"]

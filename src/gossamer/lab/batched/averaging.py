@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from gossamer.lab.batched.feed import Feed
+from gossamer.lab.batched.loader import Feed
+from gossamer.lab.batched.settings_of_training import Training
 from gossamer.lab.batched.stack import NetworkStack
-from gossamer.lab.batched.training import Training
 
 
 def averaging_rates(trainings: Sequence[Training], *, first: Sequence[int], total: int) -> Tensor | None:

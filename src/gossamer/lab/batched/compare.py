@@ -22,13 +22,13 @@ from torch import nn
 from gossamer.io.sparse_file import save
 from gossamer.lab import data
 from gossamer.lab.batched.checkpoint import ENDING, begun, between
-from gossamer.lab.batched.course import How
+from gossamer.lab.batched.distillation import check_teachers
 from gossamer.lab.batched.entrants import entrant, preset_of
 from gossamer.lab.batched.entries import Member, Race, identity_of, lanes_of, run_race, teachers_of
 from gossamer.lab.batched.folder import Leaving, held, portions
-from gossamer.lab.batched.lanes import Outcome, settled
-from gossamer.lab.batched.stackable import check_floor
-from gossamer.lab.batched.teaching import check_teachers
+from gossamer.lab.batched.loop import How
+from gossamer.lab.batched.rows import Outcome, settled
+from gossamer.lab.batched.supported import check_floor
 from gossamer.lab.data.sets import ImageSet
 from gossamer.lab.results import race_page
 from gossamer.lab.results.plot import accuracy_against_sparsity, can_draw, check

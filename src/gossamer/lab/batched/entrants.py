@@ -5,7 +5,7 @@ import difflib
 from typing import Any, get_args, get_origin, get_type_hints
 
 from gossamer.lab.batched.entries import Member
-from gossamer.lab.batched.training import Training
+from gossamer.lab.batched.settings_of_training import Training
 from gossamer.lab.training.parsing import parse
 from gossamer.methods import known, load
 from gossamer.methods.scl import SCL, SCLOptions

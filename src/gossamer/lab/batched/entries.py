@@ -10,9 +10,9 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor, nn
 
-from gossamer.lab.batched.course import How, train_side_by_side
-from gossamer.lab.batched.lanes import Common, Lane, Outcome
-from gossamer.lab.batched.training import NAMES, Training
+from gossamer.lab.batched.loop import How, train_side_by_side
+from gossamer.lab.batched.rows import Common, Lane, Outcome
+from gossamer.lab.batched.settings_of_training import NAMES, Training
 from gossamer.lab.data.sets import ImageSet
 from gossamer.methods import find, make_options
 from gossamer.methods.base import Method, Options

@@ -19,10 +19,10 @@ from gossamer._json import read_object
 from gossamer.io.sparse_file import save
 from gossamer.lab import data
 from gossamer.lab.batched.checkpoint import ENDING, begun, between
-from gossamer.lab.batched.course import How, train_side_by_side
 from gossamer.lab.batched.folder import Leaving, held, portions
-from gossamer.lab.batched.lanes import Outcome, settled
-from gossamer.lab.batched.stackable import check, check_reachable, common_of, images_of, lane_of, shared
+from gossamer.lab.batched.loop import How, train_side_by_side
+from gossamer.lab.batched.rows import Outcome, settled
+from gossamer.lab.batched.supported import check, check_reachable, common_of, images_of, lane_of, shared
 from gossamer.lab.data.sets import ImageSet
 from gossamer.lab.training import networks, result
 from gossamer.lab.training.distributed import DistributedContext, check_one_process, join

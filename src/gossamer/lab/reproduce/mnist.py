@@ -18,7 +18,7 @@ import torch
 
 from gossamer.lab import data, models
 from gossamer.lab.batched.checkpoint import between, remove
-from gossamer.lab.batched.lanes import Outcome
+from gossamer.lab.batched.rows import Outcome
 from gossamer.lab.batched.sweeps import checkpoint_path, train_together
 from gossamer.lab.data.sets import ImageSet
 from gossamer.lab.models.fc_densenet import FullyConnectedDenseNet

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from gossamer.lab.batched.checkpoint import Keeper
-from gossamer.lab.batched.lanes import Common, Lane, Outcome
-from gossamer.lab.batched.race import Running
+from gossamer.lab.batched.rows import Common, Lane, Outcome
+from gossamer.lab.batched.training import Running
 from gossamer.lab.data.sets import ImageSet
 from gossamer.lab.training.signals import Interrupted, may_be_of
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from gossamer.distillation import divergence, mixed
-from gossamer.lab.batched.lanes import Lane, Seats
+from gossamer.lab.batched.rows import Lane, Seats
+from gossamer.lab.batched.settings_of_training import Training
 from gossamer.lab.batched.stack import NetworkStack
-from gossamer.lab.batched.training import Training
 from gossamer.methods.dense import Dense
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from gossamer.lab.batched.training import Training
+from gossamer.lab.batched.settings_of_training import Training
 from gossamer.methods.base import Layout, Method, Options, Request
 from gossamer.methods.dense import Dense
 from gossamer.schedule import Plan

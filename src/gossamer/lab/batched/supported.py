@@ -6,8 +6,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from gossamer.lab.batched.lanes import Common, Lane
-from gossamer.lab.batched.training import Training
+from gossamer.lab.batched.rows import Common, Lane
+from gossamer.lab.batched.settings_of_training import Training
 from gossamer.lab.data import kind_of
 from gossamer.lab.data.sets import ImageSet
 from gossamer.lab.training.optimise import learning_rate, plan_without_masks
