@@ -41,7 +41,7 @@ from gossamer.lab.data.idx import IdxPart, IdxSpec, load_idx
 from gossamer.lab.data.pixels import centre_crop, decode, random_crop_flip
 from gossamer.lab.data.text import TextSpec, load_text
 from gossamer.lab.model_files import open_network
-from gossamer.lab.results import records
+from gossamer.lab.results import comparison_page, records
 from gossamer.lab.training import Run, result, snapshot
 from gossamer.lab.training.checkpoint import Checkpoints
 from gossamer.lab.training.distributed import DistributedContext
@@ -194,7 +194,7 @@ _RESULT: Mapping[str, Any] = MappingProxyType(
         "accuracy": 0.9,
         "validation_accuracy": None,
         "sparsity": 0.5,
-        "connections": 5,
+        "nonzeros": 5,
         "weights": 10,
         "seconds": 3.5,
         "complete": True,
@@ -230,7 +230,7 @@ def _read_layers(content: bytes, folder: Path) -> None:
 
 def _read_record(content: bytes, folder: Path) -> object:
     (folder / "a.json").write_bytes(content)
-    return records.read_races(folder)
+    return comparison_page(records.read_records(folder, ("tier", "options", "hardware")), "final")
 
 
 def _layers() -> list[bytes]:
@@ -239,10 +239,8 @@ def _layers() -> list[bytes]:
 
 
 def _record() -> list[bytes]:
-    words = dict.fromkeys(("tier", "net", "data", "method", "hardware"), "x")
-    numbers: dict[str, Any] = dict.fromkeys(("sparsity", "asked_sparsity", "seed", "epochs", "accuracy"), 1)
-    losses = {"validation_accuracy": None, "train_loss": 0.5}
-    return [json.dumps({**words, **numbers, **losses, "settings": asdict(SCLOptions())}).encode()]
+    about = {"run_id": _RUN.run_id, "tier": "final", "seed": 0, "hardware": {"device": "cpu"}}
+    return [json.dumps({**_RESULT, **about, "options": asdict(SCLOptions())}).encode()]
 
 
 _NETWORKS: Mapping[str, Mapping[str, int]] = MappingProxyType(

@@ -1,5 +1,5 @@
-"""Ctrl-C in the middle of a race: the step is finished, a checkpoint written, and the same command ends with the same
-records; a second one stops at once and says what is lost."""
+"""Ctrl-C in the middle of batched training: the step is finished, a checkpoint written, and the same command ends with
+the same records; a second one stops at once and says what is lost."""
 
 import errno
 import json
@@ -19,10 +19,10 @@ from safetensors.torch import load_file, save_file
 from gossamer import cli
 from gossamer.lab import data
 from gossamer.lab.batched import checkpoint, runs_of, sweep
-from gossamer.lab.batched.optimizer import StackedLearner
-from gossamer.lab.batched.supported import common_of, lane_of
+from gossamer.lab.batched.optimizer import BatchedOptimizer
+from gossamer.lab.batched.supported import batched_run
 from gossamer.lab.batched.sweeps import checkpoint_path
-from gossamer.lab.batched.training import Running
+from gossamer.lab.batched.training import BatchedTraining
 from gossamer.lab.data.sets import ImageSet, Labelled
 from gossamer.lab.training import Interrupted, networks
 from gossamer.lab.training.run import Run
@@ -32,7 +32,7 @@ BASE = Run(
     model="digits_cnn", model_options={"width": 3}, data="digits", epochs=4, batch_size=16, method="scl", sparsity=0.5
 )
 PER_EPOCH, TOTAL = 5, 20
-SAME = ("run_id", "accuracy", "sparsity", "train_loss", "connections_by_tensor", "validation_accuracy")
+SAME = ("run_id", "accuracy", "sparsity", "train_loss", "nonzeros_by_tensor", "validation_accuracy")
 
 
 def images() -> ImageSet:
@@ -56,33 +56,32 @@ def press() -> None:
 
 
 def at_step(monkeypatch: pytest.MonkeyPatch, number: int, action: Callable[[], None] = press) -> None:
-    """Do something once, in the middle of this step of a race."""
-    real, waiting = StackedLearner.refresh, [action]
+    """Do something once, in the middle of this step."""
+    real, waiting = BatchedOptimizer.update_topology, [action]
 
-    def refresh(self: StackedLearner, steps: int) -> None:
+    def update_topology(self: BatchedOptimizer, steps: int) -> None:
         if steps == number and waiting:
             waiting.pop()()
         real(self, steps)
 
-    monkeypatch.setattr(StackedLearner, "refresh", refresh)
+    monkeypatch.setattr(BatchedOptimizer, "update_topology", update_topology)
 
 
 def told(records: list[dict[str, Any]]) -> list[list[Any]]:
     return [[each.get(key) for key in SAME] for each in records]
 
 
-def test_a_race_goes_on_from_any_step_to_the_same_bits(tmp_path: Path) -> None:
+def test_batched_training_resumes_after_any_step_to_the_same_bits(tmp_path: Path) -> None:
     """Every method, written and read again after every step, with masks that begin and freeze within epochs."""
     phases = {"warmup": "7it", "sparsify": "6it", "stabilise": "2it"}
     runs = [replace(BASE, method=name, settings=phases) for name in METHODS if name != "dense"]
     runs += [replace(BASE, method="dense", sparsity=None), replace(BASE, settings={"warmup": "1ep"}, seed=1)]
-    lanes, wanted = [lane_of(run, PER_EPOCH) for run in runs], []
+    batched, wanted = [batched_run(run, PER_EPOCH) for run in runs], []
 
-    def fresh(*, stops: bool) -> Running:
+    def fresh(*, stops: bool) -> BatchedTraining:
         torch.manual_seed(0)
-        return Running(
-            common_of(BASE),
-            lanes,
+        return BatchedTraining(
+            batched,
             images(),
             lambda: networks.create(BASE, 10),
             device=torch.device("cpu"),
@@ -92,13 +91,13 @@ def test_a_race_goes_on_from_any_step_to_the_same_bits(tmp_path: Path) -> None:
 
     whole = fresh(stops=False)
     for epoch in range(BASE.epochs):
-        whole.epoch(epoch)
+        whole.train_epoch(epoch)
         wanted.append(whole.train_loss.tolist())
     path = tmp_path / "race.safetensors"
     for step in range(TOTAL):
         cut = fresh(stops=True)
-        assert cut.go_on_from(path) == step // PER_EPOCH
-        cut.epoch(step // PER_EPOCH)
+        assert cut.restore(path) == step // PER_EPOCH
+        cut.train_epoch(step // PER_EPOCH)
         assert cut.done == step + 1
         cut.save(path)
         if cut.done % PER_EPOCH == 0:
@@ -133,7 +132,7 @@ def test_a_sweep_stops_after_its_step_and_goes_on_to_the_same_records(
     for line in (command, uninterrupted):
         with pytest.raises(SystemExit, match="0"):
             cli.main(line)
-    assert capsys.readouterr().out.count("goes on after step 11 of 20, in epoch 3 of 4") == 1
+    assert capsys.readouterr().out.count("resumes after step 11 of 20, in epoch 3 of 4") == 1
     records = [{path.name: _read(path) for path in sorted(folder.iterdir())} for folder in (out, whole)]
     assert [len(each) for each in records] == [6, 6]  # and no checkpoint
     assert records[0].keys() == records[1].keys()
@@ -155,7 +154,7 @@ def test_the_seconds_of_a_sweep_are_those_of_all_its_sittings(tmp_path: Path, mo
             sweep([BASE], tmp_path, device="cpu")
     (record,) = sweep([BASE], tmp_path, device="cpu")
     assert record["seconds"] > 1.4
-    assert record["seconds_of_all_runs_together"] > 1.4
+    assert record["seconds_of_batch"] > 1.4
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -248,9 +247,9 @@ def flip_a_bit(path: Path, place: int = -9) -> None:
 @pytest.mark.parametrize(
     ("damaged", "told", "goes_on"),
     [
-        (("newest",), ["going on from the one before"], "goes on after step 3 of 20"),
+        (("newest",), ["going on from the one before"], "resumes after step 3 of 20"),
         (("newest", "before"), ["going on from the one before", "its runs begin again"], None),
-        (("before",), [], "goes on after step 11 of 20"),
+        (("before",), [], "resumes after step 11 of 20"),
     ],
 )
 @pytest.mark.filterwarnings("always:expected the checkpoint of a race")
@@ -269,7 +268,7 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(
     with warnings.catch_warnings(record=True) as warned:
         records = sweep(runs, tmp_path, device="cpu", progress=said.append)
     assert [str(each.message).rpartition("; ")[2] for each in warned] == told
-    assert [line.split(",")[0] for line in said if "goes on" in line] == ([goes_on] if goes_on else [])
+    assert [line.split(",")[0] for line in said if "resumes" in line] == ([goes_on] if goes_on else [])
     assert {path.suffix for path in tmp_path.iterdir()} == {".json"}  # both checkpoints are gone
     assert [each["accuracy"] for each in records] == [
         each["accuracy"] for each in sweep(runs, tmp_path / "whole", device="cpu")
@@ -277,13 +276,12 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(
 
 
 def test_checkpoints_of_older_versions_and_impossible_ones_are_refused(tmp_path: Path) -> None:
-    def fresh() -> Running:
+    def fresh() -> BatchedTraining:
         make, device = (lambda: networks.create(BASE, 10)), torch.device("cpu")
-        lanes = [lane_of(BASE, PER_EPOCH)]
-        return Running(common_of(BASE), lanes, images(), make, device=device, dtype=torch.float32)
+        return BatchedTraining([batched_run(BASE, PER_EPOCH)], images(), make, device=device, dtype=torch.float32)
 
     first, path = fresh(), tmp_path / "race.safetensors"
-    first.epoch(0)
+    first.train_epoch(0)
     first.save(path)
     found = checkpoint.read(path)
     assert found is not None
@@ -292,14 +290,14 @@ def test_checkpoints_of_older_versions_and_impossible_ones_are_refused(tmp_path:
         save_file(load_file(path), path, metadata={"race": json.dumps({**found[1], **changes})})
 
     tell()
-    assert fresh().go_on_from(path) == 1
+    assert fresh().restore(path) == 1
     for wrong in (0, 21, "5", None):
         tell(steps=wrong)
         with pytest.raises(ValueError, match=f"expected 1 to 20 steps in the checkpoint .*, got {wrong!r}: delete it"):
-            fresh().go_on_from(path)
+            fresh().restore(path)
     tell(seconds=None)
     with pytest.raises(ValueError, match=r"expected the seconds of training in the checkpoint .*, got None: delete it"):
-        fresh().go_on_from(path)
+        fresh().restore(path)
     tell(format=1)
     with pytest.raises(ValueError, match=r"race in format 2, got 1 in .*: go on with the version .* or delete it"):
-        fresh().go_on_from(path)
+        fresh().restore(path)

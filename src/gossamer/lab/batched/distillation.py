@@ -1,7 +1,7 @@
-"""Distillation inside a race: sparse runs learn also from the logits of a dense network of their seed.
+"""Distillation in a batch: runs with `distil` learn from the network that they branched off, as it was then.
 
-Rows of one seed see the same augmented images in every step, so the logits of a dense run that trains beside the sparse
-ones are there already; they cost nothing. A teacher that is the frozen trunk costs one forward pass for each seed.
+A teacher is what `teacher=trunk` is for a run alone (gossamer.lab.training.teacher): the network at the end of the
+warm-up, frozen and in evaluation mode. It costs one forward pass per warm-up row, not per student.
 """
 
 from collections.abc import Sequence
@@ -10,116 +10,85 @@ import torch
 from torch import Tensor
 
 from gossamer.distillation import divergence, mixed
-from gossamer.lab.batched.rows import Lane, Seats
-from gossamer.lab.batched.settings_of_training import Training
+from gossamer.lab.batched.rows import BatchedRun, rows_at
 from gossamer.lab.batched.stack import NetworkStack
-from gossamer.methods.dense import Dense
 
 
-def distillation(student: Tensor, teacher: Tensor, temperature: Tensor) -> Tensor:
-    """T²·KL(teacher ‖ student) of each row, both softened by T: logits (rows, batch, classes), T (rows,)."""
-    return divergence(student, teacher, temperature[:, None]).mean(1)
+class Teachers:
+    """The networks that students branched off, and which student learns from which."""
 
+    def __init__(self, runs: Sequence[BatchedRun], seeds: Sequence[int], device: torch.device) -> None:
+        self._begins: list[int] = []  # the first step of each teacher, in rising order
+        self._students: list[list[int]] = []  # the runs that learn from each
+        shared: dict[tuple[int, tuple[int, ...]], list[int]] = {}
+        for number, each in enumerate(runs):
+            if each.run.distil and each.plan is not None:
+                begin = each.plan.warmup
+                (warmup,) = (row for row in rows_at(runs, begin - 1).warmups if number in row)
+                shared.setdefault((begin, warmup), []).append(number)
+        for (begin, _), students in sorted(shared.items()):
+            self._begins.append(begin)
+            self._students.append(students)
+        places = [seeds.index(runs[students[0]].run.seed) for students in self._students]
+        self._seeds = torch.tensor(places, dtype=torch.int64, device=device)
+        self._teacher_of = {run: teacher for teacher, students in enumerate(self._students) for run in students}
+        self._runs, self._kept = runs, 0
+        self._stack: NetworkStack | None = None
+        self._leaves: dict[str, Tensor] = {}
+        self._buffers: dict[str, Tensor] = {}
 
-class FrozenTrunks:
-    """The networks of some rows as they are now, and for each of the lanes that they teach which one it is."""
+    def keep(self, stack: NetworkStack, row_of_runs: Sequence[int], step: int) -> None:
+        """Keep copies of the networks whose students branch off at this step, or did so before."""
+        due = sum(begin <= step for begin in self._begins)
+        if due == self._kept:
+            return
+        rows = [row_of_runs[students[0]] for students in self._students[self._kept : due]]
+        index, self._stack, self._kept = torch.tensor(rows, device=stack.device), stack, due
+        for kept, current in ((self._leaves, stack.leaves), (self._buffers, stack.buffers)):
+            for name, tensor in current.items():
+                copies = tensor.detach().index_select(0, index)
+                kept[name] = torch.cat([kept[name], copies]) if name in kept else copies
 
-    def __init__(self, stack: NetworkStack, rows: Sequence[int], seeds: Sequence[int], pupils: dict[int, int]) -> None:
-        """`seeds` are places in the feed, one a row; `pupils` has the number of a row here for each lane."""
-        index = torch.tensor(rows, device=stack.device)
-        self._stack, self._seeds, self.pupils = stack, torch.tensor(seeds, device=stack.device), pupils
-        self._leaves = {name: leaf.detach().index_select(0, index) for name, leaf in stack.leaves.items()}
-        self._buffers = {name: buffer.index_select(0, index) for name, buffer in stack.buffers.items()}
+    def distillation(self, row_of_runs: Sequence[int], step: int) -> "Distillation | None":
+        """What the loss of a step needs with these rows; None where no run has a teacher yet."""
+        students = [number for number in self._teacher_of if self._runs[number].has_masks(step)]
+        if self._stack is None or not students:
+            return None
+        runs, device, precise = [self._runs[number].run for number in students], self._stack.device, self._stack.precise
+        return Distillation(
+            self,
+            torch.tensor([row_of_runs[number] for number in students], device=device),
+            torch.tensor([self._teacher_of[number] for number in students], device=device),
+            torch.tensor([run.distil for run in runs], dtype=precise, device=device),
+            torch.tensor([run.temperature for run in runs], dtype=precise, device=device),
+        )
 
     def __call__(self, images: Tensor) -> Tensor:
-        """Logits for the images of each seed, (seeds, batch, …): those of the trunks' own seeds are taken."""
+        """Logits of each teacher for the images of its seed, out of (seeds, batch, …)."""
+        assert self._stack is not None
+        mine = images.index_select(0, self._seeds[: self._kept])
+        self._stack.template.eval()
         with torch.no_grad():
-            return self._stack.with_values(self._leaves, self._buffers, images.index_select(0, self._seeds))
+            logits = self._stack.with_values(self._leaves, self._buffers, mine)
+        self._stack.template.train()
+        return logits
 
     def tensors(self) -> dict[str, Tensor]:
-        named = {**self._leaves, **self._buffers}
-        return {f"trunk.{name}": tensor for name, tensor in named.items()}
+        """For checkpoints."""
+        return {f"teacher.{name}": tensor for name, tensor in {**self._leaves, **self._buffers}.items()}
 
 
-class Lessons:
-    """Who teaches whom, for the rows of a stack as they are seated now. Trunks are dense, and learn from nobody."""
+class Distillation:
+    """The loss of students. All tensors have one entry per student and are on the device, so a step can be captured."""
 
-    def __init__(self, lanes: Sequence[Lane], now: Seats, trunks: FrozenTrunks | None) -> None:
-        self.trunks = trunks
-        self._training = [
-            lanes[row[0]].training if place < now.begun else Training() for place, row in enumerate(now.rows)
-        ]
-        self._teacher = [
-            self._find(lanes, now, row[0]) if self._training[place].distil else place
-            for place, row in enumerate(now.rows)
-        ]
-        self._columns: tuple[Tensor, Tensor, Tensor] | None = None
-
-    def on(self, device: torch.device) -> "Lessons":
-        """Bring what the loss needs to the device, once, before a step is captured."""
-        told = self._training
-        self._columns = (
-            torch.tensor(self._teacher, device=device),
-            torch.tensor([each.distil for each in told], device=device),
-            torch.tensor([each.temperature for each in told], device=device),
-        )
-        return self
+    def __init__(self, teachers: Teachers, rows: Tensor, teacher: Tensor, share: Tensor, temperature: Tensor) -> None:
+        self._teachers, self._rows, self._teacher = teachers, rows, teacher
+        self._share, self._temperature = share, temperature
 
     def loss(self, cross_entropy: Tensor, logits: Tensor, images: Tensor) -> Tensor:
-        """The loss of each row. `images` are those of each seed, as the feed gave them."""
-        assert self._columns is not None
-        teacher, share, temperature = self._columns
-        said = logits.detach()
-        if self.trunks is not None:
-            said = torch.cat([said, self.trunks(images).to(said.dtype)])
-        lesson = distillation(logits, said.index_select(0, teacher), temperature)
-        return mixed(cross_entropy, lesson, share)
-
-    def _find(self, lanes: Sequence[Lane], now: Seats, number: int) -> int:
-        lane = lanes[number]
-        if self.trunks is not None and number in self.trunks.pupils:
-            return len(now.rows) + self.trunks.pupils[number]
-        rows = enumerate(now.rows)
-        dense = [
-            (place, row) for place, row in rows if lanes[row[0]].seed == lane.seed and _is_dense(lanes, now, place)
-        ]
-        wanted = lane.training.teacher_weight_decay
-        same = [place for place, row in dense if any(_is_teacher(lanes[each], wanted) for each in row)]
-        return same[0] if same else dense[0][0]
-
-
-def taught_by_trunks(lanes: Sequence[Lane]) -> list[int]:
-    return [number for number, lane in enumerate(lanes) if lane.training.distil and lane.training.teacher == "trunk"]
-
-
-def check_teachers(lanes: Sequence[Lane]) -> None:
-    """Every run that learns from a dense one needs that one in the race, or it could not be told what it learned.
-
-    Trunks that teach are kept once, so the runs that they teach must branch off together.
-    """
-    begins = {lanes[number].turns[:1] for number in taught_by_trunks(lanes)}
-    if len(begins) > 1:
-        raise ValueError("expected one warm-up for all runs with teacher='trunk', got several: race them apart")
-    for lane in lanes:
-        training = lane.training
-        if not training.distil:
-            continue
-        if training.teacher == "trunk":
-            if lane.method_type.from_start:
-                raise ValueError(f"{lane.method_type.name} has no trunk: expected teacher='dense', got teacher='trunk'")
-            continue
-        decay = training.teacher_weight_decay
-        if not any(each.seed == lane.seed and _is_teacher(each, decay) for each in lanes):
-            raise ValueError(
-                f"expected a dense run of seed {lane.seed} with weight_decay={decay:g} in the race, as the teacher "
-                "of a run with distil, got none: add Member(seed, 'dense', weight_decay=…), or teacher='trunk'"
-            )
-
-
-def _is_dense(lanes: Sequence[Lane], now: Seats, place: int) -> bool:
-    return place >= now.begun or lanes[now.rows[place][0]].method_type is Dense
-
-
-def _is_teacher(lane: Lane, weight_decay: float) -> bool:
-    plain = not lane.training.distil and lane.training.finetune_weight_decay is None
-    return lane.method_type is Dense and plain and lane.weight_decay == weight_decay
+        """The loss of each row, from its cross-entropy and logits; `images` are those of each seed."""
+        answers = self._teachers(images).to(logits.dtype).index_select(0, self._teacher)
+        students = logits.index_select(0, self._rows)
+        lesson = divergence(students, answers, self._temperature[:, None]).mean(1)
+        taught = mixed(cross_entropy.index_select(0, self._rows), lesson, self._share)
+        return cross_entropy.index_copy(0, self._rows, taught)

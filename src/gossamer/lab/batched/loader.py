@@ -1,4 +1,4 @@
-"""Batches for all seeds at once, gathered and augmented on the device at the number of the step."""
+"""Batches for all seeds at once, gathered and augmented on the device by a counter of steps."""
 
 from collections.abc import Sequence
 
@@ -10,7 +10,7 @@ from gossamer.lab.data.batches import EpochPlan, epoch_plan
 from gossamer.lab.data.sets import ImageSet, Labelled
 
 
-class Feed:
+class BatchLoader:
     """The training images on the device, and for each seed the order and the augmentation of the current epoch."""
 
     def __init__(
@@ -27,7 +27,7 @@ class Feed:
         self._flip = torch.zeros_like(self._order, dtype=torch.bool)
 
     def begin_epoch(self, epoch: int, step: int = 0) -> None:
-        """Let `take` give the batches of an epoch, from a step of it on."""
+        """Let `next_batch` give the batches of an epoch, from a step of it on."""
         plans = [self._plan(seed, epoch) for seed in self._seeds]
         self._order.copy_(torch.stack([plan.order for plan in plans]))
         draws = [plan.draw for plan in plans if plan.draw is not None]
@@ -37,7 +37,7 @@ class Feed:
             self._flip.copy_(torch.stack([draw.flip for draw in draws]))
         self._position.fill_(step)
 
-    def take(self) -> tuple[Tensor, Tensor]:
+    def next_batch(self) -> tuple[Tensor, Tensor]:
         """The next batch of each seed: images (seeds, batch, …) and labels (seeds, batch)."""
         rows = self._position * self._batch + self._rows
         self._position += 1

@@ -1,74 +1,67 @@
-"""Runs as a stack sees them, and who sits in which row of it.
+"""The rows of a batch: which runs share one, and which are trained by one method object.
 
-A run that does not learn masks yet is a dense network, and dense networks with the same seed, learning rates and weight
-decay are the same network: they share one row, the trunk, until their masks begin or their learning rates part. From
-then on each has a row of its own. Runs whose masks are learned by one method object, with the same phases, are a team:
-they sit side by side, and begin and freeze together.
+A run whose masks do not learn yet is a dense network, and dense networks with the same seed, learning rates, momentum
+and weight decay are the same network: they share one row, their dense warm-up, until masks begin to learn or learning
+rates part. From then on each run has a row of its own. Runs with the same method and phases form a method group: one
+method object trains their rows, which are adjacent.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
+from functools import cached_property
 from itertools import chain
 from typing import Any
 
 from torch import Tensor
 
-from gossamer.lab.batched.settings_of_training import Training
+from gossamer.lab.training.run import Run
+from gossamer.methods import find
 from gossamer.methods.base import Layout, Method, Options, Request
-from gossamer.methods.dense import Dense
 from gossamer.schedule import Plan
 from gossamer.target import make_target
 
 
-@dataclass(frozen=True)
-class Common:
-    """What all runs of a stack share."""
-
-    epochs: int
-    batch_size: int = 64
-    label_smoothing: float = 0.0
-
-
 @dataclass(frozen=True, eq=False)
-class Lane:
-    """One run of a stack. Its rates and phases are in steps."""
+class BatchedRun:
+    """One run of a batch, with its phases and learning rates in steps."""
 
-    name: str  # in messages
-    identity: str  # all that decides what comes out, so that a checkpoint of other runs is recognised
-    method_type: type[Method[Any]]
-    options: Options
-    sparsity: float
-    seed: int
-    plan: Plan | None  # None for a dense network that is its trunk to the end
+    run: Run
+    plan: Plan | None  # None for a dense run, which is a warm-up to its end
     rates: Tensor  # the learning rate of each step, in double precision
-    weight_decay: float
-    momentum: float
-    min_density: float  # share of each tensor that is never pruned
-    training: Training = field(default_factory=Training)  # once it has a row of its own
-    average_from: int = 0  # the step at which an exponential mean of its weights begins
-    decay: float | None = None  # a fixed λ1 instead of the sparsity
 
     def __post_init__(self) -> None:
-        if self.plan is None and (self.method_type is not Dense or self.training.changes()):
-            raise ValueError(f"run {self.name}: expected phases for every run but a plain dense one, got none")
+        if (self.plan is None) != (self.run.method == "dense"):
+            raise ValueError(f"run {self.run.run_id}: expected phases for every run but a dense one")
         if self.plan is not None and self.plan.total != len(self.rates):
-            raise ValueError(f"run {self.name}: expected {self.plan.total} learning rates, got {len(self.rates)}")
+            raise ValueError(f"run {self.run.run_id}: expected {self.plan.total} learning rates, got {len(self.rates)}")
+
+    @property
+    def method_type(self) -> type[Method[Any]]:
+        return find(self.run.method)
+
+    @cached_property
+    def options(self) -> Options:
+        return self.run.options
+
+    @cached_property
+    def min_density(self) -> float:
+        return self.run.phases.min_density
 
     def request(self, layout: Layout) -> Request[Any]:
         """What it asks of its method."""
         target = None
-        if self.decay is not None:
-            target = make_target(layout.sizes, decay=self.decay, floors=[0] * len(layout.sizes))
-        return Request(self.sparsity, self.seed, self.options, target)
+        if self.run.decay is not None:
+            target = make_target(layout.sizes, decay=self.run.decay, floors=[0] * len(layout.sizes))
+        return Request(self.run.sparsity or 0.0, self.run.seed, self.options, target)
 
     @property
-    def team(self) -> tuple[Any, ...]:
-        """Runs with the same one share one method object."""
+    def group(self) -> tuple[Any, ...]:
+        """Runs with the same group share one method object."""
         shared = (getattr(self.options, name) for name in self.method_type.shared)
-        return self.method_type.name, *shared, self.decay, self.plan, self.min_density
+        return self.method_type.name, *shared, self.run.decay, self.plan, self.min_density
 
     @property
-    def turns(self) -> tuple[int, ...]:
+    def row_changes(self) -> tuple[int, ...]:
         """The steps at which it gets a row of its own, as masks begin to learn, and at which they are frozen."""
         return () if self.plan is None else (self.plan.warmup, self.plan.total - self.plan.finetune)
 
@@ -88,17 +81,15 @@ class Lane:
 
 @dataclass(frozen=True)
 class Outcome:
-    """One finished run."""
+    """One finished run. Accuracies are shares, at the last epoch."""
 
     sparsity: float
-    accuracy: float  # on the test set, at the last epoch, in percent
+    accuracy: float
     validation_accuracy: float | None
     train_loss: float  # cross-entropy in the last epoch
-    connections_by_tensor: tuple[int, ...]
-    mask_steps: int = 0  # in which connections could go
-    plain_accuracy: float | None = None  # of the last weights, where `accuracy` is of averaged or recalibrated ones
-    plain_validation_accuracy: float | None = None
-    seconds_before: float = field(default=0.0, compare=False)  # of all runs together, in sittings that were cut short
+    nonzeros_by_tensor: tuple[int, ...]
+    mask_steps: int = 0  # in which weights could be pruned
+    seconds_before: float = field(default=0.0, compare=False)  # of the whole batch, in interrupted sessions
 
 
 def settled(method: type[Method[Any]], options: Options, *, mask_steps: int, left: float | None) -> dict[str, float]:
@@ -109,45 +100,42 @@ def settled(method: type[Method[Any]], options: Options, *, mask_steps: int, lef
 
 
 @dataclass(frozen=True)
-class Seats:
-    """The lanes of each row: team by team those that have masks, then the trunks."""
+class Rows:
+    """The runs of each row: first those with masks, group by group, then the shared dense warm-ups."""
 
-    teams: tuple[tuple[int, ...], ...]  # one lane a row
-    trunks: tuple[tuple[int, ...], ...]  # several lanes a row
-
-    @property
-    def rows(self) -> list[tuple[int, ...]]:
-        return [*((lane,) for team in self.teams for lane in team), *self.trunks]
+    groups: tuple[tuple[int, ...], ...]  # one run per row
+    warmups: tuple[tuple[int, ...], ...]  # several runs per row
 
     @property
-    def begun(self) -> int:
-        """How many rows are not trunks: they come first."""
-        return sum(map(len, self.teams))
+    def runs(self) -> list[tuple[int, ...]]:
+        """The runs of each row."""
+        return [*((number,) for group in self.groups for number in group), *self.warmups]
 
-    def row_of_lanes(self) -> list[int]:
-        """For each lane the number of its row."""
-        found = {lane: row for row, lanes in enumerate(self.rows) for lane in lanes}
-        return [found[lane] for lane in range(len(found))]
-
-
-def turns(lanes: Sequence[Lane]) -> list[int]:
-    """The steps at which somebody's masks begin or are frozen, and the first one."""
-    return sorted({0, *chain.from_iterable(lane.turns for lane in lanes)})
+    def of_runs(self) -> list[int]:
+        """The row of each run."""
+        found = {number: row for row, numbers in enumerate(self.runs) for number in numbers}
+        return [found[number] for number in range(len(found))]
 
 
-def seats(lanes: Sequence[Lane], step: int) -> Seats:
-    """Who sits where from this step on, until masks of somebody begin.
+def row_changes(runs: Sequence[BatchedRun]) -> list[int]:
+    """The steps at which masks of any run begin to learn or are frozen, and step 0."""
+    return sorted({0, *chain.from_iterable(each.row_changes for each in runs)})
 
-    Later trunks are parts of earlier ones: what two runs share in a stretch of steps they have shared since step 0.
+
+def rows_at(runs: Sequence[BatchedRun], step: int) -> Rows:
+    """The rows from this step on, until masks of another run begin to learn.
+
+    Later warm-ups are parts of earlier ones: what two runs share in a stretch of steps they have shared since step 0.
     """
-    teams: dict[tuple[Any, ...], list[int]] = {}
-    trunks: dict[tuple[Any, ...], list[int]] = {}
-    later = [lane.plan.warmup for lane in lanes if lane.plan is not None and lane.plan.warmup > step]
+    groups: dict[tuple[Any, ...], list[int]] = {}
+    warmups: dict[tuple[Any, ...], list[int]] = {}
+    later = [each.plan.warmup for each in runs if each.plan is not None and each.plan.warmup > step]
     until = min(later, default=None)
-    for number, lane in enumerate(lanes):
-        if lane.has_masks(step):
-            teams.setdefault(lane.team, []).append(number)
+    for number, each in enumerate(runs):
+        if each.has_masks(step):
+            groups.setdefault(each.group, []).append(number)
         else:
-            shared = (lane.seed, lane.weight_decay, lane.momentum, lane.rates[:until].numpy().tobytes())
-            trunks.setdefault(shared, []).append(number)
-    return Seats(tuple(map(tuple, teams.values())), tuple(map(tuple, trunks.values())))
+            run = each.run
+            shared = (run.seed, run.weight_decay, run.momentum, each.rates[:until].numpy().tobytes())
+            warmups.setdefault(shared, []).append(number)
+    return Rows(tuple(map(tuple, groups.values())), tuple(map(tuple, warmups.values())))

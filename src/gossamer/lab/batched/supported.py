@@ -1,15 +1,16 @@
-"""A `Run`, as `gossamer train` knows it, as a lane of a stack; and what a stack cannot do for a run."""
+"""What batched training supports: a `Run`, as `gossamer train` knows it, as a run of a batch, or why not."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from gossamer.lab.batched.rows import Common, Lane
-from gossamer.lab.batched.settings_of_training import Training
+from gossamer.lab.batched.rows import BatchedRun
 from gossamer.lab.data import kind_of
 from gossamer.lab.data.sets import ImageSet
+from gossamer.lab.training.checks import TRUNK
 from gossamer.lab.training.optimise import learning_rate, plan_without_masks
 from gossamer.lab.training.run import Run
 from gossamer.methods import find
@@ -18,84 +19,90 @@ from gossamer.methods.dense import Dense
 from gossamer.methods.filters import check_reach
 from gossamer.methods.lottery import rewound
 from gossamer.methods.scl import SCLOptions
+from gossamer.methods.slimming import Slimming, check_gains
 from gossamer.schedule import Plan, make_plan
 from gossamer.settings import Phases
 
 _DEFAULT = Run()
-# What runs of one stack may differ in. Everything else they share.
 _RATES = ("lr", "schedule", "lr_warmup", "lr_drops", "lr_factor", "lr_restart")
 _REQUEST = ("method", "sparsity", "decay")
-_OWN = (*_REQUEST, "preset", "settings", "seed", "momentum", "weight_decay", "weight_decay_power", *_RATES)
+_DECAY = ("momentum", "weight_decay", "weight_decay_power")
+_TEACHING = ("distil", "temperature", "teacher")
+OWN = ("preset", "settings", *_DECAY, *_TEACHING, *_RATES)
+"""What runs of one batch may differ in, besides their request and their seed. All else is shared."""
 # What has to stay as it is by default.
-_NOT_IN_A_STACK = ("flops", "leave_at", "include", "exclude", "optimizer", "nesterov", "clip", "sharding", "distil")
+_NOT_IN_A_BATCH = ("flops", "leave_at", "include", "exclude", "optimizer", "nesterov", "clip", "sharding")
 
 
-def why_not(run: Run) -> list[str]:
-    """The settings of a run that a stack cannot follow."""
-    told = [
-        f"{name}={getattr(run, name)!r}" for name in _NOT_IN_A_STACK if getattr(run, name) != getattr(_DEFAULT, name)
+def unsupported(run: Run) -> list[str]:
+    """The settings of a run that batched training does not support."""
+    found = [
+        f"{name}={getattr(run, name)!r}" for name in _NOT_IN_A_BATCH if getattr(run, name) != getattr(_DEFAULT, name)
     ]
     if run.schedule == "plateau":
-        told.append("schedule='plateau'")
+        found.append("schedule='plateau'")
+    if run.distil and run.teacher != TRUNK:
+        found.append(f"teacher={run.teacher!r}")
     if run.model == "indrnn":  # whose recurrence is bounded after every step of the optimizer
-        told.append("model='indrnn'")
+        found.append("model='indrnn'")
     if kind_of(run.data) in ("folder", "text"):
-        told.append(f"data={run.data!r}")
+        found.append(f"data={run.data!r}")
     options = run.options
     if run.method == "scl" and isinstance(options, SCLOptions):
-        told += ["settings.scale='per_sample'"] if options.scale == "per_sample" else []
-        told += [f"settings.mask_momentum={options.mask_momentum}"] if options.mask_momentum else []
+        found += ["settings.scale='per_sample'"] if options.scale == "per_sample" else []
+        found += [f"settings.mask_momentum={options.mask_momentum}"] if options.mask_momentum else []
     elif run.method != "dense" and run.sparsity is None:
-        told.append(f"decay={run.decay} with method={run.method}")
-    return told
+        found.append(f"decay={run.decay} with method={run.method}")
+    return found
 
 
-def check(runs: list[Run]) -> None:
+def check(runs: Sequence[Run]) -> None:
     """Refuse, all at once, the runs that have to be trained by themselves."""
-    problems = [f"run {run.run_id}: {', '.join(told)}" for run in runs if (told := why_not(run))]
+    problems = [f"run {run.run_id}: {', '.join(found)}" for run in runs if (found := unsupported(run))]
     if problems:
         raise ValueError(
-            "a stack of runs cannot do all that a run alone can; train such a run by itself (gossamer train):\n  "
-            + "\n  ".join(problems)
+            "batched training does not support all that a run alone does; train such a run by itself (gossamer "
+            "train):\n  " + "\n  ".join(problems)
         )
 
 
-def check_reachable(runs: list[Run], layout: Layout) -> None:
-    """Refuse, before anything is trained, what whole filters are too coarse for or the floor does not allow."""
+def check_reachable(runs: Sequence[Run], layout: Layout) -> None:
+    """Refuse, before anything is trained, budgets that whole filters or `min_density` do not allow."""
     problems = []
     for run in runs:
-        if run.sparsity is None:
-            continue
         try:
-            if find(run.method).structured:
-                check_reach(layout, run.sparsity)
-            else:
-                check_floor(layout, run.sparsity, run.phases.min_density)
+            check_filters(run, layout)
+            check_min_density(run, layout)
         except ValueError as error:
             problems.append(f"run {run.run_id}, method={run.method}: {error}")
     if problems:
         raise ValueError("runs that cannot be trained:\n  " + "\n  ".join(problems))
 
 
-def check_floor(layout: Layout, sparsity: float, floor: float) -> None:
-    if not 0 <= sparsity < 1:
-        raise ValueError(f"expected sparsity to be a share from 0 to below 1, such as 0.95, got {sparsity}")
-    least, left = sum(min_nonzeros(layout.sizes, floor)), layout.keep(sparsity)
-    if least > left:
+def check_filters(run: Run, layout: Layout) -> None:
+    """Refuse a budget that whole filters are too coarse for, or slimming where a gain is missing."""
+    method = find(run.method)
+    if method.structured and run.sparsity is not None:
+        check_reach(layout, run.sparsity)
+    if method is Slimming:
+        check_gains(layout)
+
+
+def check_min_density(run: Run, layout: Layout) -> None:
+    """Refuse a budget below the nonzeros that `min_density` keeps in each tensor."""
+    if run.sparsity is None or find(run.method).structured:
+        return
+    least, kept = sum(min_nonzeros(layout.sizes, run.phases.min_density)), layout.keep(run.sparsity)
+    if least > kept:
         raise ValueError(
-            f"sparsity={sparsity} leaves {left} connections, but min_density keeps {least} of them: ask for less, or "
-            "lower it (settings.min_density=0 in a run, scl:min_density=0 in a comparison)"
+            f"sparsity={run.sparsity} keeps {kept} weights, but min_density keeps at least {least}: ask for less "
+            "sparsity, or lower min_density (settings.min_density=0 in a run, scl:min_density=0 in a comparison)"
         )
 
 
 def shared(run: Run) -> Run:
-    """What all runs of its stack have in common, as a run."""
-    common = {name: getattr(_DEFAULT, name) for name in _OWN}
-    return replace(run, **common)
-
-
-def common_of(run: Run) -> Common:
-    return Common(run.epochs, run.batch_size, run.label_smoothing)
+    """What all runs of its batch have in common, as a run."""
+    return replace(run, **{name: getattr(_DEFAULT, name) for name in (*_REQUEST, "seed", *OWN)})
 
 
 def images_of(run: Run, images: ImageSet) -> ImageSet:
@@ -104,29 +111,21 @@ def images_of(run: Run, images: ImageSet) -> ImageSet:
     return images if run.augment else replace(images, padding=0, flip=False)
 
 
-def lane_of(run: Run, steps_per_epoch: int) -> Lane:
-    """A run that `check` has nothing against."""
-    total, method, phases = run.epochs * steps_per_epoch, find(run.method), run.phases
+def batched_run(run: Run, steps_per_epoch: int) -> BatchedRun:
+    """A run that `check` accepts, in steps."""
+    total, method = run.epochs * steps_per_epoch, find(run.method)
     if method is Dense:
         plan = plan_without_masks(run, total, steps_per_epoch)
     else:
-        plan = method.phases(_plan(phases, total, steps_per_epoch))
+        plan = method.phases(_plan(run.phases, total, steps_per_epoch))
+    if run.distil and plan is not None and plan.warmup == 0:
+        raise ValueError(
+            f"teacher={TRUNK}: expected a warm-up in which the teacher learns, got one of no steps: raise "
+            "settings.warmup, or train longer"
+        )
     followed = replace(_DEFAULT, **{name: getattr(run, name) for name in (*_REQUEST, *_RATES)})
-    return Lane(
-        name=run.run_id,
-        identity=run.run_id,
-        method_type=method,
-        options=method.options() if method is Dense else run.options,
-        sparsity=run.sparsity or 0.0,
-        seed=run.seed,
-        plan=None if method is Dense else plan,
-        rates=_rates(followed, plan, total, steps_per_epoch, method.rewinds),
-        weight_decay=run.weight_decay,
-        momentum=run.momentum,
-        min_density=phases.min_density,
-        training=Training() if method is Dense else Training(weight_decay_power=run.weight_decay_power),
-        decay=run.decay,
-    )
+    rates = _rates(followed, plan, total, steps_per_epoch, method.rewinds)
+    return BatchedRun(run, None if method is Dense else plan, rates)
 
 
 def _plan(phases: Phases, total: int, steps_per_epoch: int) -> Plan:

@@ -1,13 +1,12 @@
 """Many runs as one stacked network while they are trained.
 
-Runs that are still the same dense network share a row, the trunk, and branch off it where their masks begin to learn
-(lanes.py says who sits where). Methods that are sparse from the first step on have rows of their own from the start.
+Runs that are still the same dense network share a row, and branch off where their masks begin to learn (see rows.py).
+Methods that are sparse from the first step have rows of their own from the start.
 """
 
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,31 +14,27 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gossamer.lab.batched.averaging import averaging_rates, recalibrate_
 from gossamer.lab.batched.checkpoint import fill_, random_state, read_newest, set_random_state, write
-from gossamer.lab.batched.distillation import FrozenTrunks, Lessons, check_teachers, taught_by_trunks
-from gossamer.lab.batched.loader import Feed
-from gossamer.lab.batched.optimizer import StackedLearner, Tables, Team
-from gossamer.lab.batched.rows import Common, Lane, Outcome, Seats, seats, turns
-from gossamer.lab.batched.settings_of_training import Training
+from gossamer.lab.batched.distillation import Teachers
+from gossamer.lab.batched.loader import BatchLoader
+from gossamer.lab.batched.optimizer import BatchedOptimizer, Hyperparameters, MethodGroup
+from gossamer.lab.batched.rows import BatchedRun, Outcome, row_changes, rows_at
 from gossamer.lab.batched.stack import NetworkStack
 from gossamer.lab.data.sets import ImageSet, Labelled
 from gossamer.lab.training.capture import Captured
+from gossamer.lab.training.optimise import weight_decay
 from gossamer.methods.base import Context, Timeline
 from gossamer.methods.dense import Dense
 from gossamer.methods.frozen import Frozen
-from gossamer.schedule import Plan, sparse_weight_decay
-
-_RECALIBRATION = 200  # training batches whose statistics batch norms get anew
+from gossamer.schedule import Plan
 
 
-class Running:
-    """Runs while they are trained: `epoch` after `epoch`, then `outcomes`."""
+class BatchedTraining:
+    """Runs while they are trained: `train_epoch` for each epoch, then `outcomes`."""
 
     def __init__(
         self,
-        common: Common,
-        lanes: Sequence[Lane],
+        runs: Sequence[BatchedRun],
         data: ImageSet,
         make_network: Callable[[], nn.Module],
         *,
@@ -47,85 +42,86 @@ class Running:
         dtype: torch.dtype,
         stop: Callable[[], bool] = lambda: False,
     ) -> None:
-        self.common, self.lanes, self._data, self.stop = common, list(lanes), data, stop
+        """The runs agree in all but the settings in which runs of one batch may differ (see supported.py)."""
+        self.runs, self._data, self.stop = list(runs), data, stop
+        self._shared = self.runs[0].run
+        self.epochs = self._shared.epochs
         self.done = 0  # steps
         self._started, self._seconds_before = time.perf_counter(), 0.0
-        check_teachers(self.lanes)
-        self._frozen_trunks: FrozenTrunks | None = None
-        self._seeds = sorted({lane.seed for lane in lanes})
-        self.feed = Feed(data, self._seeds, common.batch_size, device=device, dtype=dtype)
-        self.steps = common.epochs * self.feed.steps
-        wrong = [lane.name for lane in lanes if len(lane.rates) != self.steps]
+        self._seeds = sorted({each.run.seed for each in runs})
+        self.loader = BatchLoader(data, self._seeds, self._shared.batch_size, device=device, dtype=dtype)
+        self.steps = self.epochs * self.loader.steps
+        wrong = [each.run.run_id for each in runs if len(each.rates) != self.steps]
         if wrong:
             raise ValueError(f"expected {self.steps} steps of every run, got another number for {', '.join(wrong)}")
-        self._seats, self._turns = seats(self.lanes, 0), frozenset(turns(self.lanes))
+        self._rows, self._row_changes = rows_at(self.runs, 0), frozenset(row_changes(self.runs))
         networks = []
-        for row in self._seats.rows:
-            torch.manual_seed(self.lanes[row[0]].seed)
+        for numbers in self._rows.runs:
+            torch.manual_seed(self.runs[numbers[0]].run.seed)
             networks.append(make_network())
-        self.learner = StackedLearner(NetworkStack(networks, device=device, dtype=dtype))
+        self.optimizer = BatchedOptimizer(NetworkStack(networks, device=device, dtype=dtype))
+        self._teachers = Teachers(self.runs, self._seeds, device)
         self._try_methods()
-        self._losses = torch.zeros(len(lanes), device=device)  # a lane, not a row
+        self._losses = torch.zeros(len(runs), device=device)  # one per run, not per row
         self.train_loss = torch.zeros_like(self._losses)
-        self._teams: dict[tuple[Any, ...], Team] = {}
-        self.turn(0)
+        self._groups: dict[tuple[Any, ...], MethodGroup] = {}
+        self.arrange_rows(0)
 
     def _try_methods(self) -> None:
         """Create the method of every kind of run once: what it refuses is refused before the first step."""
-        stack = self.learner.stack
-        kinds = {(lane.team, lane.sparsity, lane.options): lane for lane in reversed(self.lanes)}
-        for lane in kinds.values():
-            if lane.plan is None:
+        stack = self.optimizer.stack
+        kinds = {(each.group, each.run.sparsity, each.options): each for each in reversed(self.runs)}
+        for each in kinds.values():
+            if each.plan is None:
                 continue
-            weights, timeline = stack.variables[:1, : stack.connections].clone(), self._timeline(lane.plan, 1)
+            weights, timeline = stack.variables[:1, : stack.prunable].clone(), self._timeline(each.plan, 1)
             try:
-                lane.method_type(self._context([lane], timeline, weights))
+                each.method_type(self._context([each], timeline, weights))
             except ValueError as error:
-                raise ValueError(f"run {lane.name}: {error}") from error
+                raise ValueError(f"run {each.run.run_id}: {error}") from error
 
-    def epoch(self, number: int) -> None:
-        """Train all runs for one epoch, for what is left of it where they go on, or until they shall `stop`."""
-        first, end = number * self.feed.steps, (number + 1) * self.feed.steps
+    def train_epoch(self, number: int) -> None:
+        """Train all runs for one epoch, for what is left of it after a resume, or until `stop`."""
+        first, end = number * self.loader.steps, (number + 1) * self.loader.steps
         begun = self.done if first < self.done < end else first
-        self.feed.begin_epoch(number, begun - first)
+        self.loader.begin_epoch(number, begun - first)
         if begun == first:
             self._losses.zero_()
         for step in range(begun, end):
-            if step in self._turns and step > 0:
-                self.turn(step)
+            if step in self._row_changes and step > 0:
+                self.arrange_rows(step)
             self.captured()
-            self.learner.refresh(step + 1)
+            self.optimizer.update_topology(step + 1)
             self.done = step + 1
             if self.done < end and self.stop():
                 return
-        self.train_loss.copy_(self._losses / self.feed.steps)
+        self.train_loss.copy_(self._losses / self.loader.steps)
 
-    def turn(self, step: int) -> None:
-        """Let runs whose masks begin with this step branch off their trunks, and freeze masks that are done."""
-        old, self._seats = self._seats.row_of_lanes(), seats(self.lanes, step)
-        self._keep_teachers(old, step)
-        rows = [old[lanes[0]] for lanes in self._seats.rows]
-        if rows != list(range(len(self.learner.stack))):
-            self.learner.branch(rows)
-        averages = any(lane.training.averages for lane in self.lanes)
-        self.learner.seat(self._seat_teams(self._seats, step), averages=averages)
-        self._look_up(self._seats, step)
-        self.captured = Captured(self._step(), self.learner.stack.device)
+    def arrange_rows(self, step: int) -> None:
+        """Let runs whose masks begin with this step branch off their warm-ups, and freeze masks that are done."""
+        old, self._rows = self._rows.of_runs(), rows_at(self.runs, step)
+        self._teachers.keep(self.optimizer.stack, old, step)
+        rows = [old[numbers[0]] for numbers in self._rows.runs]
+        if rows != list(range(len(self.optimizer.stack))):
+            self.optimizer.branch(rows)
+        self.optimizer.set_groups(self._make_groups(step))
+        self._take_hyperparameters(step)
+        self.captured = Captured(self._step(), self.optimizer.stack.device)
 
     def save(self, path: Path) -> None:
-        """Write all that is needed to go on."""
+        """Write a checkpoint."""
         seconds = self._seconds_before + time.perf_counter() - self._started
         about = {"steps": self.done, "seconds": seconds, **self._identity()}
-        write(path, {**self._tensors(), **random_state(self.learner.stack.device)}, about)
+        write(path, {**self._tensors(), **random_state(self.optimizer.stack.device)}, about)
 
-    def go_on_from(self, path: Path) -> int:
-        """Be where the runs were when they were written; returns the whole epochs that are done, 0 if nothing was."""
+    def restore(self, path: Path) -> int:
+        """Resume from the newest checkpoint; returns the number of whole epochs that are done, 0 without one."""
         found = read_newest(path)
         if found is None:
             return 0
         tensors, about = found
         if {name: about.get(name) for name in self._identity()} != self._identity():
-            raise ValueError(f"the checkpoint in {path} is of another race: delete it, or choose another file")
+            raise ValueError(f"the checkpoint in {path} is of other runs: delete it, or choose another file")
         done = about.get("steps")
         if type(done) is not int or not 0 < done <= self.steps:
             raise ValueError(f"expected 1 to {self.steps} steps in the checkpoint {path}, got {done!r}: delete it")
@@ -133,187 +129,138 @@ class Running:
         if not isinstance(seconds, int | float) or not 0 <= seconds < math.inf:
             raise ValueError(f"expected the seconds of training in the checkpoint {path}, got {seconds!r}: delete it")
         self._seconds_before = float(seconds)
-        self.turn(done - 1)
+        self.arrange_rows(done - 1)
         self.done = done
         fill_(self._tensors(), tensors, path)
-        self.learner.show()
-        set_random_state(tensors, self.learner.stack.device)
-        return done // self.feed.steps
+        self.optimizer.apply_masks()
+        set_random_state(tensors, self.optimizer.stack.device)
+        return done // self.loader.steps
 
     def _tensors(self) -> dict[str, Tensor]:
-        found = {**self.learner.tensors(), "train_loss": self.train_loss}
-        if self.done % self.feed.steps:  # in the middle of an epoch
+        found = {**self.optimizer.tensors(), **self._teachers.tensors(), "train_loss": self.train_loss}
+        if self.done % self.loader.steps:  # in the middle of an epoch
             found["losses"] = self._losses
-        return found if self._frozen_trunks is None else {**found, **self._frozen_trunks.tensors()}
+        return found
 
     def _identity(self) -> dict[str, Any]:
-        return {"common": asdict(self.common), "runs": [lane.identity for lane in self.lanes]}
+        return {"runs": [each.run.run_id for each in self.runs]}
 
     def phases(self, epoch: int) -> str:
         """The phases in which runs are at the end of an epoch."""
-        last = (epoch + 1) * self.feed.steps - 1
-        return ", ".join(dict.fromkeys(lane.phase(last) for lane in self.lanes))
+        last = (epoch + 1) * self.loader.steps - 1
+        return ", ".join(dict.fromkeys(each.phase(last) for each in self.runs))
 
     def outcomes(self) -> list[Outcome]:
-        """What has come of every lane, in their order; to be asked once, when all is over."""
-        if any(not lane.is_frozen(self.steps - 1) for lane in self.lanes):
-            self.turn(self.steps)
-        stack = self.learner.stack
-        test, held_out = last = self._accuracies()
-        if any(lane.training.fresh_statistics for lane in self.lanes):
-            self._take_averages()
-            test, held_out = self._accuracies()
-        by_tensor = [part.sum(1).tolist() for part in torch.split(self.learner.left, stack.connection_sizes, dim=1)]
-        sparsity, loss = self.learner.sparsity(), self.train_loss.tolist()
+        """The outcome of every run, in their order; to be called once, after the last step."""
+        if any(not each.is_frozen(self.steps - 1) for each in self.runs):
+            self.arrange_rows(self.steps)
+        stack, held_out = self.optimizer.stack, self._data.validation
+        test = evaluate(stack, self.loader, self._data.test)
+        validation = None if held_out is None else evaluate(stack, self.loader, held_out)
+        by_tensor = [part.sum(1).tolist() for part in torch.split(self.optimizer.nonzero, stack.prunable_sizes, dim=1)]
+        sparsity, loss = self.optimizer.sparsity(), self.train_loss.tolist()
         return [
             Outcome(
                 sparsity=sparsity[row],
                 accuracy=test[row],
-                validation_accuracy=None if held_out is None else held_out[row],
+                validation_accuracy=None if validation is None else validation[row],
                 train_loss=loss[number],
-                connections_by_tensor=tuple(counts[row] for counts in by_tensor),
-                mask_steps=self.lanes[number].mask_steps,
+                nonzeros_by_tensor=tuple(counts[row] for counts in by_tensor),
+                mask_steps=self.runs[number].mask_steps,
                 seconds_before=self._seconds_before,
-                **_plain(self.lanes[number], *last, row),
             )
-            for number, row in enumerate(self._seats.row_of_lanes())
+            for number, row in enumerate(self._rows.of_runs())
         ]
 
-    def _accuracies(self) -> tuple[list[float], list[float] | None]:
-        """On the test set, and on the images held out."""
-        stack, held_out = self.learner.stack, self._data.validation
-        test = evaluate(stack, self.feed, self._data.test)
-        return test, None if held_out is None else evaluate(stack, self.feed, held_out)
-
-    def _take_averages(self) -> None:
-        """Averaged weights, and statistics of their own, for the runs that ask for them."""
-        if self.learner.average is not None:
-            self.learner.take_average()
-        stack, epoch = self.learner.stack, self.common.epochs  # the epoch after the last: images as never seen
-        fresh = torch.tensor([training.fresh_statistics for training in self._trainings(self._seats)])
-        chosen = fresh.to(stack.device)
-        recalibrate_(stack, self.feed, self._seed_of_row, chosen, epoch=epoch, batches=_RECALIBRATION)
-
     def networks(self) -> Iterator[tuple[int, nn.Module]]:
-        """Every lane with the network that its forward pass uses now, a plain one on the CPU."""
-        stack = self.learner.stack
-        for number, row in enumerate(self._seats.row_of_lanes()):
+        """The number of every run with the network that its forward pass uses now, a plain one on the CPU."""
+        stack = self.optimizer.stack
+        for number, row in enumerate(self._rows.of_runs()):
             yield number, stack.network(row, stack.variables).cpu().eval()
 
-    def _keep_teachers(self, old: Sequence[int], step: int) -> None:
-        """Keep the trunks as they are now, where the runs that branch off shall learn from them."""
-        pupils = [number for number in taught_by_trunks(self.lanes) if self.lanes[number].has_masks(step)]
-        if self._frozen_trunks is not None or not pupils:
-            return
-        rows = list(dict.fromkeys(old[number] for number in pupils))
-        seeds = [self._seeds.index(next(self.lanes[n].seed for n in pupils if old[n] == row)) for row in rows]
-        which = {number: rows.index(old[number]) for number in pupils}
-        self._frozen_trunks = FrozenTrunks(self.learner.stack, rows, seeds, which)
-
-    def _trainings(self, now: Seats) -> list[Training]:
-        """How each row trains; a trunk plainly."""
-        return [self.lanes[lanes[0]].training if row < now.begun else Training() for row, lanes in enumerate(now.rows)]
-
-    def _seat_teams(self, now: Seats, step: int) -> list[Team]:
-        teams, start = [], 0
-        for numbers in now.teams:
+    def _make_groups(self, step: int) -> list[MethodGroup]:
+        groups, start, stack = [], 0, self.optimizer.stack
+        for numbers in self._rows.groups:
             rows = slice(start, start + len(numbers))
-            teams.append(self._team([self.lanes[number] for number in numbers], rows, step))
+            groups.append(self._make_group([self.runs[number] for number in numbers], rows, step))
             start = rows.stop
-        if now.trunks:
-            rows = slice(start, start + len(now.trunks))
-            timeline = self._timeline(Plan(0, self.steps, 0, 0), len(now.trunks))
-            weights = self.learner.stack.variables[rows, : self.learner.stack.connections]
-            teams.append(Team(rows, Dense(self._context([], timeline, weights)), timeline))
-        return teams
+        if self._rows.warmups:
+            rows = slice(start, start + len(self._rows.warmups))
+            timeline = self._timeline(Plan(0, self.steps, 0, 0), len(self._rows.warmups))
+            weights = stack.variables[rows, : stack.prunable]
+            groups.append(MethodGroup(rows, Dense(self._context([], timeline, weights)), timeline))
+        return groups
 
-    def _team(self, lanes: Sequence[Lane], rows: slice, step: int) -> Team:
-        """The team of these lanes as it goes on from this step."""
-        first, stack = lanes[0], self.learner.stack
+    def _make_group(self, runs: Sequence[BatchedRun], rows: slice, step: int) -> MethodGroup:
+        """The group of these runs from this step on."""
+        first, stack = runs[0], self.optimizer.stack
         assert first.plan is not None
-        weights = stack.variables[rows, : stack.connections]
-        before = self._teams.get(first.team)
+        weights = stack.variables[rows, : stack.prunable]
+        before = self._groups.get(first.group)
         if before is None:
-            timeline = self._timeline(first.plan, len(lanes))
-            method = first.method_type(self._context(lanes, timeline, weights))
+            timeline = self._timeline(first.plan, len(runs))
+            method = first.method_type(self._context(runs, timeline, weights))
         else:
             timeline, method = before.timeline, before.method
         if first.is_frozen(step) and not isinstance(method, Frozen):
             method = Frozen(method.finalize(weights))
-        self._teams[first.team] = Team(rows, method, timeline)
-        return self._teams[first.team]
+        self._groups[first.group] = MethodGroup(rows, method, timeline)
+        return self._groups[first.group]
 
-    def _look_up(self, now: Seats, step: int) -> None:
-        """What the step looks up for its rows."""
-        stack, first, trainings = self.learner.stack, [self.lanes[row[0]] for row in now.rows], self._trainings(now)
+    def _take_hyperparameters(self, step: int) -> None:
+        """Bring what the step reads for its rows to the device."""
+        stack, first = self.optimizer.stack, [self.runs[numbers[0]] for numbers in self._rows.runs]
         place: dict[str, Any] = {"dtype": stack.precise, "device": stack.device}
-        starts = [lane.average_from for lane in first]
-        averaging = averaging_rates(trainings, first=starts, total=self.steps)
-        removed = [[training.removed_weight_decay] for training in trainings]
-        self._tables = Tables(
-            torch.stack([lane.rates for lane in first], dim=1).to(**place),
-            torch.tensor([[_weight_decay(*each, step)] for each in zip(first, trainings, strict=True)], **place),
-            torch.tensor([[lane.momentum] for lane in first], **place),
-            removed_decay=None if all(each == [1.0] for each in removed) else torch.tensor(removed, **place),
-            averaging=None if averaging is None else averaging.to(**place),
+        self._hyperparameters = Hyperparameters(
+            torch.stack([each.rates for each in first], dim=1).to(**place),
+            torch.tensor([[weight_decay(each.run, each.plan, step)] for each in first], **place),
+            torch.tensor([[each.run.momentum] for each in first], **place),
         )
-        taught = any(training.distil for training in trainings)
-        self._lessons = Lessons(self.lanes, now, self._frozen_trunks).on(stack.device) if taught else None
-        self._seed_of_row = torch.tensor([self._seeds.index(lane.seed) for lane in first], device=stack.device)
-        self._row_of_lane = torch.tensor(now.row_of_lanes(), device=stack.device)
+        self._distillation = self._teachers.distillation(self._rows.of_runs(), step)
+        self._seed_of_row = torch.tensor([self._seeds.index(each.run.seed) for each in first], device=stack.device)
+        self._row_of_run = torch.tensor(self._rows.of_runs(), device=stack.device)
 
     def _timeline(self, plan: Plan, rows: int) -> Timeline:
-        stack = self.learner.stack
-        return Timeline(plan, rows=rows, device=stack.device, dtype=stack.precise, epoch=self.feed.steps)
+        stack = self.optimizer.stack
+        return Timeline(plan, rows=rows, device=stack.device, dtype=stack.precise, epoch=self.loader.steps)
 
-    def _context(self, lanes: Sequence[Lane], timeline: Timeline, weights: Tensor) -> Context[Any]:
-        layout = self.learner.stack.layout
-        requests = [lane.request(layout) for lane in lanes]
-        density = lanes[0].min_density if lanes else 0.0
+    def _context(self, runs: Sequence[BatchedRun], timeline: Timeline, weights: Tensor) -> Context[Any]:
+        layout = self.optimizer.stack.layout
+        requests = [each.request(layout) for each in runs]
+        density = runs[0].min_density if runs else 0.0
         return Context(layout, requests, timeline, weights, min_density=density)
 
     def _step(self) -> Callable[[], None]:
-        learner, tables, feed, stack = self.learner, self._tables, self.feed, self.learner.stack
-        which, rows, losses, smoothing = self._seed_of_row, self._row_of_lane, self._losses, self.common.label_smoothing
-        lessons = self._lessons
+        optimizer, parameters, loader, stack = (
+            self.optimizer,
+            self._hyperparameters,
+            self.loader,
+            self.optimizer.stack,
+        )
+        seeds, rows, losses, smoothing = self._seed_of_row, self._row_of_run, self._losses, self._shared.label_smoothing
+        distillation = self._distillation
 
         def step() -> None:
-            of_seeds, labels = feed.take()
-            images, labels = of_seeds.index_select(0, which), labels.index_select(0, which)
+            of_seeds, labels = loader.next_batch()
+            images, labels = of_seeds.index_select(0, seeds), labels.index_select(0, seeds)
             logits = stack(images).to(stack.precise)
             loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none", label_smoothing=smoothing)
             loss = loss.view(labels.shape).mean(1)
-            wanted = loss if lessons is None else lessons.loss(loss, logits, of_seeds)
+            wanted = loss if distillation is None else distillation.loss(loss, logits, of_seeds)
             gradients = stack.gradients(wanted.sum())
             with torch.no_grad():
                 losses.add_(loss.detach().index_select(0, rows))
-                learner.update(gradients, tables)
+                optimizer.update(gradients, parameters)
 
         return step
 
 
-def evaluate(stack: NetworkStack, feed: Feed, part: Labelled) -> list[float]:
-    """The accuracy of each network, in percent."""
+def evaluate(stack: NetworkStack, loader: BatchLoader, part: Labelled) -> list[float]:
+    """The accuracy of each network, a share."""
     stack.template.eval()
-    right = torch.zeros(len(stack), device=stack.device)
+    right = torch.zeros(len(stack), dtype=torch.int64, device=stack.device)
     with torch.no_grad():
-        for images, labels in feed.evaluation(part):
+        for images, labels in loader.evaluation(part):
             right += (stack.on_same_images(images).argmax(-1) == labels).sum(1)
     stack.template.train()
-    return (100.0 * right / len(part)).tolist()
-
-
-def _weight_decay(lane: Lane, training: Training, step: int) -> float:
-    later = training.finetune_weight_decay
-    if later is not None and lane.is_frozen(step):
-        return later
-    left = 1.0 - lane.sparsity
-    return sparse_weight_decay(lane.weight_decay, left=left, power=training.weight_decay_power)  # a trunk has power 0
-
-
-def _plain(lane: Lane, test: list[float], held_out: list[float] | None, row: int) -> dict[str, float | None]:
-    """The accuracies of the last weights, where others are what counts."""
-    if not lane.training.fresh_statistics:
-        return {}
-    validation = None if held_out is None else held_out[row]
-    return {"plain_accuracy": test[row], "plain_validation_accuracy": validation}
+    return [count / len(part) for count in right.tolist()]
