@@ -18,9 +18,9 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor, nn
 
-from gossamer._selectors import Selectors
 from gossamer.flops import FLOPS_PER_MULTIPLY_ADD, positions
 from gossamer.prunable import Weight, select
+from gossamer.selectors import Selectors
 from gossamer.sharding import whole
 
 

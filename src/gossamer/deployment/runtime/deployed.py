@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
-from gossamer._forward import batch_size_of, check_example
 from gossamer.deployment.runtime import memory
 from gossamer.deployment.runtime.capture import capture
 from gossamer.deployment.runtime.compiling import NoCompilerError
@@ -24,6 +23,7 @@ from gossamer.deployment.runtime.native_model import NativeModel, Setting, possi
 from gossamer.deployment.runtime.network import UnsupportedError
 from gossamer.deployment.runtime.records import Line
 from gossamer.deployment.runtime.tuning import Run, Tuned, race, tune
+from gossamer.forward import batch_size_of, check_example
 
 #: How much faster something has to be before it is called faster.
 WORTH_IT = 1.03

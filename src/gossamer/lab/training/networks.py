@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gossamer._forward import undisturbed
+from gossamer.forward import undisturbed
 from gossamer.lab import models
 from gossamer.lab.data import kind_of
 from gossamer.lab.models.indrnn import IndRNN, limit_recurrence_

@@ -15,9 +15,9 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from gossamer._json import read_object
 from gossamer.io.sparse_file import save
 from gossamer.lab import model_files
+from gossamer.lab.json_files import read_object
 from gossamer.lab.training.checkpoint import Checkpoints, write_atomically
 from gossamer.lab.training.distributed import DistributedContext
 from gossamer.lab.training.run import Run
