@@ -131,7 +131,7 @@ def test_signs_that_a_terminal_does_not_know_are_no_error() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["train", "digitz", "--out", "OUT"], "got 'digitz': did you mean digits"),
+        (["train", "digitz", "--out", "OUT"], "got 'digitz': did you mean 'digits'?"),
         (
             ["train", "digits", "--out", "OUT", "--set", "epoch=3"],
             "unknown key 'epoch' of a run: did you mean 'epochs'?",

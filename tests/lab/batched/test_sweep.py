@@ -229,7 +229,7 @@ def test_a_setting_goes_to_the_methods_that_have_it() -> None:
             r"no run of the grid takes settings\.mask_lr \(method=d",
         ),
         (["method=dense", "settings.mask_lr=0.1,0.2"], "leave it out, or add a method that does"),
-        (["method=dense,scl", "settings.masklr=0.1"], r"did you mean settings\.mask_lr\?"),
+        (["method=dense,scl", "settings.masklr=0.1"], r"did you mean 'settings\.mask_lr'\?"),
         (["method=dpf,scl", "settings.lr=0.1"], "lr is a key of the run, not of its settings: lr=0.1"),
         (["method=rigle,scl", "settings.mask_lr=0.1"], "unknown method 'rigle': did you mean 'rigl'"),
     ],

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import inspect
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -17,6 +16,7 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
+from gossamer.hints import did_you_mean
 from gossamer.lab.models.densenet import densenet40, densenet_bc100
 from gossamer.lab.models.digits_cnn import QUICK_START, DigitsNet
 from gossamer.lab.models.fc_densenet import fc_densenet_mnist
@@ -109,8 +109,8 @@ def entry(name: str) -> ModelEntry:
     for model in MODELS:
         if model.name == name:
             return model
-    nearest = difflib.get_close_matches(name, names(), n=3) or names()
-    raise ValueError(f"expected the name of a model, got {name!r}; did you mean {', '.join(nearest)}?")
+    hint = did_you_mean(name, names(), f"the models are {', '.join(names())}", most=3)
+    raise ValueError(f"expected the name of a model, got {name!r}: {hint}")
 
 
 def create(name: str, num_classes: int | None = None, **options: Any) -> nn.Module:
@@ -121,9 +121,8 @@ def create(name: str, num_classes: int | None = None, **options: Any) -> nn.Modu
     model = entry(name)
     allowed = inspect.signature(model.builder).parameters
     if unknown := sorted(options.keys() - allowed.keys()):
-        near = difflib.get_close_matches(unknown[0], allowed, n=1)
-        hint = f"did you mean {near[0]}?" if near else "correct or drop it"
-        raise TypeError(f"{name} takes the options {', '.join(allowed)}, got {', '.join(unknown)}; {hint}")
+        hint = did_you_mean(unknown[0], allowed, "correct or drop it")
+        raise TypeError(f"{name} takes the options {', '.join(allowed)}, got {', '.join(unknown)}: {hint}")
     classes = model.num_classes if num_classes is None else num_classes
     if not hasattr(classes, "__index__") or isinstance(classes, bool):
         raise TypeError(f"expected a whole number as num_classes, got {classes!r}")
