@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from gossamer.deprecation import renamed
 from gossamer.diagnostics import Counters, Health
 from gossamer.driver import Driver, not_finite
 from gossamer.flops import positions
@@ -164,14 +165,16 @@ class Sparsifier:
     # --- what a user reads ---
 
     @property
-    def connections(self) -> int:
-        """Weights that are kept. With sharded weights all processes have to ask."""
+    def nonzeros(self) -> int:
+        """The number of kept weights. With sharded weights, all processes have to call it."""
         return self._total if self._driver is None else self._driver.count()
+
+    connections = renamed("connections", "nonzeros")
 
     @property
     def sparsity(self) -> float:
-        """Share of the weights that is pruned."""
-        return 1.0 - self.connections / self._total
+        """The fraction of the weights that is pruned."""
+        return 1.0 - self.nonzeros / self._total
 
     @property
     def masks(self) -> dict[str, Tensor]:
@@ -181,14 +184,16 @@ class Sparsifier:
         return {weight.name: torch.ones_like(weight.parameter, dtype=torch.bool) for weight in self.weights}
 
     @property
-    def settled(self) -> dict[str, float]:
-        """The values in use of settings that may be left open, such as the learning rate of the mask variables."""
+    def resolved_settings(self) -> dict[str, float]:
+        """The values of settings that default to None and are derived, such as the learning rate of the masks."""
         steps = self.plan.sparsify + self.plan.stabilise
         if self._driver is not None:
             steps = self._driver.log.mask_steps  # of the plan with which masks began
         chosen = self._kind.resolve(self.settings, mask_steps=steps, left=self._target.left)
         open_ones = [field.name for field in fields(chosen) if field.default is None]
         return {name: getattr(chosen, name) for name in open_ones if getattr(chosen, name) is not None}
+
+    settled = renamed("settled", "resolved_settings")
 
     def health(self, *, layers: bool = True) -> Health:
         """How mask learning has gone so far; without its layers it is cheap. With sharded weights all have to ask."""

@@ -261,7 +261,7 @@ def test_one_record_a_run_and_none_twice(tmp_path: Path, monkeypatch: pytest.Mon
         assert record["settled"] == {"mask_lr": 0.015, "pruned_grad_scale": (1 - record["sparsity"]) ** 0.4}
         network = networks.create(run, 10)
         gossamer.load(tmp_path / f"{run.run_id}.safetensors", model=network)
-        assert gossamer.report(network).total.connections == record["connections"]
+        assert gossamer.report(network).total.nonzeros == record["connections"]
         normal = (images().test.images.float() / 255 - 0.5) / 0.3
         right = (network.eval()(normal).argmax(1) == images().test.labels).float().mean()
         assert record["accuracy"] == pytest.approx(float(right))

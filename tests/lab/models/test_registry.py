@@ -66,7 +66,7 @@ def test_connections_are_the_papers(name: str, request: pytest.FixtureRequest) -
         request.getfixturevalue("torchvision_or_skip")
     with torch.device("meta"):
         model = models.create(name)
-    assert connections(model) == CONNECTIONS[name] == models.entry(name).connections
+    assert connections(model) == CONNECTIONS[name] == models.entry(name).weights
 
 
 @pytest.mark.parametrize("name", OWN)

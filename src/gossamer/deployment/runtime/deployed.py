@@ -44,11 +44,11 @@ class Explanation:
     def __str__(self) -> str:
         times = ", ".join(f"{name} {ms:.3f} ms" for name, ms in self.milliseconds.items())
         rows: list[tuple[str, ...]] = [
-            ("layer", "kind", "output", "kernel", "weights", "connections", "kept", "multiplications", "timed")
+            ("layer", "kind", "output", "kernel", "weights", "nonzeros", "kept", "multiplications", "timed")
         ]
         for line in self.lines:
-            kept = f"{line.connections / line.weights:.1%}" if line.weights else ""
-            numbers = [f"{n:,}" if n else "" for n in (line.weights, line.connections)]
+            kept = f"{line.nonzeros / line.weights:.1%}" if line.weights else ""
+            numbers = [f"{n:,}" if n else "" for n in (line.weights, line.nonzeros)]
             work = f"{line.multiplications:,}" if line.multiplications else ""
             rows.append((line.name, line.kind, line.shape, line.kernel, *numbers, kept, work, line.reason))
         widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]

@@ -1,4 +1,4 @@
-"""The networks by name, each with the number of its connections."""
+"""The networks by name, each with the number of its prunable weights."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
+from gossamer.deprecation import renamed
 from gossamer.hints import did_you_mean
 from gossamer.lab.models.densenet import densenet40, densenet_bc100
 from gossamer.lab.models.digits_cnn import QUICK_START, DigitsNet
@@ -36,9 +37,9 @@ __all__ = ["MODELS", "ModelEntry", "at_most", "create", "entry", "example_input"
 class ModelEntry:
     """A registered network.
 
-    `connections` counts the weights of convolutions, linear and recurrent layers and embeddings at the
-    default number of classes, shared weights once; no biases, no normalisation. `input_shape` is the shape
-    of one sample. `tokens` says that the input is word ids with time first, (steps, batch).
+    `weights` is the number of prunable weights at the default number of classes: those of convolutions, linear and
+    recurrent layers and embeddings, with shared weights counted once. `input_shape` is the shape of one sample. With
+    `tokens`, the input is word ids with time first, (steps, batch).
     """
 
     name: str
@@ -46,9 +47,11 @@ class ModelEntry:
     data: str
     input_shape: tuple[int, ...]
     num_classes: int
-    connections: int
+    weights: int
     description: str
     tokens: bool = False
+
+    connections = renamed("connections", "weights")
 
 
 _GREY, _CIFAR, _IMAGENET = (1, 28, 28), (3, 32, 32), (3, 224, 224)
@@ -164,8 +167,8 @@ def at_most(registrations: int, options: Mapping[str, Any], source: str) -> Iter
 
 
 def table() -> list[tuple[str, str, int]]:
-    """One row a network, (name, data set, connections), for listings."""
-    return [(model.name, model.data, model.connections) for model in MODELS]
+    """One row per network for listings: (name, data set, weights)."""
+    return [(model.name, model.data, model.weights) for model in MODELS]
 
 
 def example_input(name: str, batch: int = 2, *, num_classes: int | None = None) -> Tensor:
