@@ -648,7 +648,7 @@ class Sparsifier:
         warnings.warn(
             f"a Sparsifier was discarded without finish() after {self.step} of {self.plan.total} optimizer steps, in "
             f"the {phase} phase, so the model does not have the sparsity that was asked for. Call finish(), and give "
-            "the true number of optimizer steps as total_steps (batches times epochs, divided by gradient accumulation)",
+            "the true number of optimizer steps as total_steps (batches × epochs, divided by gradient accumulation)",
             stacklevel=2,
         )
 
