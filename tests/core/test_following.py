@@ -24,7 +24,7 @@ def test_print_shows_target_phases_progress_and_tensors() -> None:
     run = start(MLP)
     assert str(run.sparsifier).splitlines() == [
         "Sparsifier(method='scl')",
-        "  target    128 of 640 connections",
+        "  target    128 of 640 weights",
         "  phases    warm-up 6, sparsify 8, stabilise 4, fine-tune 6 steps",
         "  progress  step 0 of 24, warm-up, 0.00% zeros",
         "  tensors   0.weight 20×12, 2.weight 16×20, 4.weight 5×16",

@@ -115,7 +115,7 @@ def test_dead_layers_are_named() -> None:
 def test_there_is_nothing_to_tell_in_the_warm_up() -> None:
     model = nn.Linear(4, 4)
     sparsifier = gossamer.Sparsifier(model, torch.optim.SGD(model.parameters()), sparsity=0.5, total_steps=40)
-    with pytest.raises(RuntimeError, match="masks have not begun to learn: step 0 of 10"):
+    with pytest.raises(RuntimeError, match="masks have not begun to train: step 0 of 10"):
         sparsifier.health()
 
 
