@@ -104,6 +104,6 @@ def choose(method: type[Method[Any]], preset: str, overrides: Mapping[str, Any])
         if name not in known:
             hint = did_you_mean(name, known, f"the settings are {', '.join(known)}")
             raise TypeError(f"unknown setting {name!r} of method={method.name!r}: {hint}")
-    values = {**PRESETS[preset], **overrides}
+    values = {**method.usual_phases, **PRESETS[preset], **overrides}
     phases = Phases(**{name: value for name, value in values.items() if name in of_phases})
     return phases, make_options(method, {name: value for name, value in values.items() if name in of_method})
