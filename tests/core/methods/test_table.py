@@ -208,7 +208,7 @@ def test_what_is_not_known_is_refused() -> None:
         training.sparsifier.load_state_dict(Training("dpf").sparsifier.state_dict())
     for asked, message in (
         ({"sparsity": 1}, r"at least 0 and below 1, such as 0\.95, got 1"),
-        ({"decay": 0.1}, "method='dpf' meets sparsity= alone"),
+        ({"decay": 0.1}, "method='dpf' supports only sparsity="),
         ({"sparsity": 0.5, "preset": "paper"}, "preset='paper' is for method='scl', got method='dpf'"),
         ({"sparsity": 0.5, "mask_lr": 0.1}, "unknown setting 'mask_lr' of method='dpf'"),
     ):
