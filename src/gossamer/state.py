@@ -40,6 +40,15 @@ class Scratch:
     work: Tensor
     gradient_views: list[Tensor]
     work_views: list[Tensor]
+    row: tuple[int, ...] | None
+    """Where all tensors have rows of one shape, and lie in memory row by row, this shape."""
+
+    def gather_(self, flat: Tensor, views: list[Tensor], tensors: list[Tensor]) -> None:
+        """Copy the tensors to their views of the vector `flat`."""
+        if self.row is None:
+            torch._foreach_copy_(views, tensors)
+        else:
+            torch.cat(tensors, out=flat.view(-1, *self.row))  # in half the time
 
 
 class State:
@@ -94,10 +103,16 @@ class State:
             work,
             [gradient.as_strided(shape, strides, offset) for shape, strides, offset in places],
             [work.as_strided((1, *shape), (0, *strides), offset) for shape, strides, offset in places],
+            self._common_row(these),
         )
         if end - begin + sum(each.work.numel() for each in self._scratch.values()) <= _PIECE:
             self._scratch[these.start] = scratch
         return scratch
+
+    def _common_row(self, these: range) -> tuple[int, ...] | None:
+        rows = {shape[1:] for shape, _ in self._shapes[these.start : these.stop]}
+        in_rows = all(view.is_contiguous() for view in self.dense_views[these.start : these.stop])
+        return rows.pop() if in_rows and len(rows) == 1 else None
 
     @cached_property
     def groups(self) -> Sequence[range]:
@@ -152,8 +167,11 @@ class State:
     def put(self, matrix: Tensor | None = None, indices: Sequence[int] | None = None) -> None:
         """The parameters get w̃, or another matrix."""
         tensors, chosen = self.tensors(), range(len(self.sizes)) if indices is None else indices
-        views = [self.dense_views[i] if matrix is None else self.view(matrix, i) for i in chosen]
-        if chosen:
+        if isinstance(chosen, range) and matrix is None:
+            part = slice(chosen.start, chosen.stop)
+            torch._foreach_copy_(tensors[part], self.dense_views[part])
+        elif chosen:
+            views = [self.dense_views[i] if matrix is None else self.view(matrix, i) for i in chosen]
             torch._foreach_copy_([tensors[i] for i in chosen], views)
 
     def take_and_mask(self, mask: Tensor, indices: Sequence[int]) -> None:
@@ -173,8 +191,12 @@ class State:
             if len(these) == 1 and self.same_as_dense(tensors[index], index):
                 columns = slice(self.offsets[index], self.offsets[index] + self.sizes[index])
                 _keep_and_mask_(_flat(tensors[index]), self.dense[0, columns], mask[0, columns])
+            elif len(these) == 1:
+                self.dense_views[index].copy_(tensors[index])
+                self._put_masked(these, mask)
             else:
-                torch._foreach_copy_(self.dense_views[part], tensors[part])
+                scratch = self.scratch(these)
+                scratch.gather_(self.dense[0, scratch.columns], self.dense_views[part], tensors[part])
                 self._put_masked(these, mask)
 
     def release(self) -> None:
@@ -232,7 +254,7 @@ class State:
                 self._mask_(tensors[these.start], self.view(mask, these.start))
                 continue
             scratch, part = self.scratch(these), tensors[these.start : these.stop]
-            torch._foreach_copy_(scratch.gradient_views, part)
+            scratch.gather_(scratch.gradient[0], scratch.gradient_views, part)
             self._mask_(scratch.gradient, mask[:, scratch.columns])
             torch._foreach_copy_(part, scratch.gradient_views)
 
@@ -285,18 +307,20 @@ class ParameterStep(Step):
     @cached_property
     def gradient(self) -> Tensor:
         matrix = self._state.matrix()
-        self._copy(self._gradients, self._state.views(matrix))
+        self._copy(self._gradients, self._state.views(matrix), matrix)
         if self.unscale is not None:
             matrix.mul_(self.unscale)
         if self.found_inf is not None:  # the optimizer will skip this step
             matrix.copy_(torch.where(self.found_inf == 0, matrix, 0.0))
         return matrix
 
-    def _copy(self, gradients: Sequence[Tensor | None], views: list[Tensor]) -> int:
-        """Copy the gradients that are present, to be written back later. Returns how many are."""
+    def _copy(self, gradients: Sequence[Tensor | None], views: list[Tensor], matrix: Tensor) -> int:
+        """Copy the gradients that are present to their views of a matrix, to be written back later; absent ones are
+        zero. Returns how many are present."""
         # Lists, not pairs: thousands of new tuples wake the garbage collector.
         present = [each for each in gradients if each is not None]
         if len(present) < len(gradients):
+            matrix.zero_()
             views = [view for each, view in zip(gradients, views, strict=True) if each is not None]
         if present:
             torch._foreach_copy_(views, present)
@@ -313,7 +337,7 @@ class ParameterStep(Step):
         state = self._state
         if not state.on_cpu:
             work, matrix = state.matrix(), state.matrix()
-            self._copy(self._gradients, state.views(matrix))
+            self._copy(self._gradients, state.views(matrix), matrix)
             self._views = [view[None] for view in state.views(work)]
             return [Part(range(len(state.sizes)), [Block(slice(None), matrix, state.dense, work)])]
         tensors = state.tensors()
@@ -329,9 +353,13 @@ class ParameterStep(Step):
         scratch = state.scratch(these)
         gradient, work = scratch.gradient, scratch.work
         given = self._gradients[these.start : these.stop]
-        if any(each is None for each in given):
-            gradient.zero_()
-        present = self._copy(given, scratch.gradient_views)
+        present = [each for each in given if each is not None]
+        if len(present) == len(given):
+            scratch.gather_(gradient[0], scratch.gradient_views, present)
+            self._copied += present
+            self._copies += scratch.gradient_views
+        else:
+            self._copy(given, scratch.gradient_views, gradient)
         self._views[these.start : these.stop] = scratch.work_views
         columns = scratch.columns
         self._small[columns.start] = these
