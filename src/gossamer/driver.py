@@ -176,7 +176,7 @@ class Driver:
         if outcome is not None:
             self.log.write(
                 decay=outcome.decay[0],
-                connections=outcome.nonzeros[0],
+                nonzeros=outcome.nonzeros[0],
                 flips=outcome.flips[0],
                 squares=outcome.squares[0],
                 healthy=outcome.finite[0],

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from gossamer._forward import arguments, batch_size_at, batch_size_of, first_input, undisturbed
+from gossamer.forward import arguments, batch_size_at, batch_size_of, first_input, undisturbed
 from gossamer.prunable import Weight
 from gossamer.sharding import local
 

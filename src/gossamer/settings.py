@@ -1,12 +1,12 @@
 """What `Sparsifier` takes by name: the phases of the run, the settings of its method, and named presets of both."""
 
-import difflib
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from types import MappingProxyType
 from typing import Any
 
+from gossamer.hints import did_you_mean
 from gossamer.methods import Method, Options, make_options
 from gossamer.schedule import steps_of
 
@@ -101,9 +101,8 @@ def choose(method: type[Method[Any]], preset: str, overrides: Mapping[str, Any])
     known = [*of_method, *of_phases]
     for name in overrides:
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"the settings are {', '.join(known)}"
+            hint = did_you_mean(name, known, f"the settings are {', '.join(known)}")
             raise TypeError(f"unknown setting {name!r} of method={method.name!r}: {hint}")
-    values = {**PRESETS[preset], **overrides}
+    values = {**method.usual_phases, **PRESETS[preset], **overrides}
     phases = Phases(**{name: value for name, value in values.items() if name in of_phases})
     return phases, make_options(method, {name: value for name, value in values.items() if name in of_method})

@@ -15,17 +15,15 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, fields, replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from gossamer._claims import claim, owned_by, release
-from gossamer._hooks import capturing, is_nested, uncompiled, unscaling
-from gossamer._preconditions import check_weights
-from gossamer._resume import FORMAT, check_state, check_tensors
-from gossamer._selectors import Selectors, clean_name, some
+from gossamer.deprecation import renamed
 from gossamer.diagnostics import Counters, Health
 from gossamer.driver import Driver, not_finite
 from gossamer.flops import positions
@@ -33,16 +31,22 @@ from gossamer.methods import Method, Request, load
 from gossamer.methods.base import min_nonzeros
 from gossamer.methods.budgets import BudgetedMethod
 from gossamer.methods.slimming import gains_of
+from gossamer.optimizers import capturing, is_nested, owned_by, uncompiled, unscaling
+from gossamer.per_sample.scales import check_layers
 from gossamer.prunable import Weight, select
 from gossamer.schedule import Phase, Plan, make_plan
+from gossamer.selectors import Selectors, clean_name, some
 from gossamer.settings import choose
 from gossamer.sharding import is_sharded, local, shard_group
-from gossamer.state import make_layout
+from gossamer.state import common_device, make_layout
+from gossamer.state_dict import FORMAT, check_state, check_tensors
 from gossamer.target import make_target
 from gossamer.zeros import impose
 
 _LEAVE_EVERY = 20  # at most this many mask steps between two checks whether the sparsify phase can be left
 _WARN_EVERY = 64  # steps between two readings of the count of steps with non-finite gradients, on an accelerator
+# Each weight has one Sparsifier: two would undo each other's work.
+_CLAIMS: WeakKeyDictionary[object, frozenset[int]] = WeakKeyDictionary()  # Sparsifier -> ids of its parameters
 
 
 class Sparsifier:
@@ -93,7 +97,7 @@ class Sparsifier:
         self._owned = [(owner, indices) for owner, indices in owned_by(optimizers, self.weights) if indices]
         self._group = shard_group([weight.parameter for weight in self.weights])
         self._replicas = model.process_group if isinstance(model, DistributedDataParallel) else None
-        check_weights(
+        _check_weights(
             self.weights,
             needs_samples=self._kind.needs_samples(self.settings),
             sharded=self._group is not None,
@@ -141,7 +145,7 @@ class Sparsifier:
         self._topology_done = 0  # the step after which the method has been asked to update its topology
         self.step = 0
         self.phase = self.plan.at(0).phase
-        claim(self, self.weights)
+        _claim(self, self.weights)
         before, after = uncompiled(self._before_step), uncompiled(self._after_step)
         self._handles = [each.register_step_pre_hook(before) for each, _ in self._owned]
         self._handles += [each.register_step_post_hook(after) for each, _ in self._owned]
@@ -173,14 +177,16 @@ class Sparsifier:
     # --- what a user reads ---
 
     @property
-    def connections(self) -> int:
-        """Weights that are kept. With sharded weights all processes have to ask."""
+    def nonzeros(self) -> int:
+        """The number of kept weights. With sharded weights, all processes have to call it."""
         return self._total if self._driver is None else self._driver.count()
+
+    connections = renamed("connections", "nonzeros")
 
     @property
     def sparsity(self) -> float:
-        """Share of the weights that is pruned."""
-        return 1.0 - self.connections / self._total
+        """The fraction of the weights that is pruned."""
+        return 1.0 - self.nonzeros / self._total
 
     @property
     def masks(self) -> dict[str, Tensor]:
@@ -190,14 +196,16 @@ class Sparsifier:
         return {weight.name: torch.ones_like(weight.parameter, dtype=torch.bool) for weight in self.weights}
 
     @property
-    def settled(self) -> dict[str, float]:
-        """The values in use of settings that may be left open, such as the learning rate of the mask variables."""
+    def resolved_settings(self) -> dict[str, float]:
+        """The values of settings that default to None and are derived, such as the learning rate of the masks."""
         steps = self.plan.sparsify + self.plan.stabilise
         if self._driver is not None:
             steps = self._driver.log.mask_steps  # of the plan with which masks began
         chosen = self._kind.resolve(self.settings, mask_steps=steps, left=self._target.left)
         open_ones = [field.name for field in fields(chosen) if field.default is None]
         return {name: getattr(chosen, name) for name in open_ones if getattr(chosen, name) is not None}
+
+    settled = renamed("settled", "resolved_settings")
 
     def health(self, *, layers: bool = True) -> Health:
         """How mask learning has gone so far; without its layers it is cheap. With sharded weights all have to ask."""
@@ -324,7 +332,7 @@ class Sparsifier:
     def _remove_hooks(self) -> None:
         for handle in self._handles:
             handle.remove()
-        release(self)
+        _CLAIMS.pop(self, None)
         self.phase = Phase.FINISHED
         # What belongs to the training is let go, so that a finished object can be copied and pickled.
         self._handles, self._owned, self._others = [], [], []
@@ -571,3 +579,34 @@ class Sparsifier:
                 "it there"
             )
         return self.__dict__
+
+
+def _check_weights(weights: Sequence[Weight], *, needs_samples: bool, sharded: bool, replicated: bool) -> None:
+    """Raise where masks of these weights cannot train.
+
+    `needs_samples`: the method looks at single samples; `sharded`: each process has a part of every weight;
+    `replicated`: the model is wrapped in DistributedDataParallel.
+    """
+    common_device([weight.parameter for weight in weights])
+    if not needs_samples:
+        return
+    if sharded:
+        raise ValueError('scale="per_sample" needs whole weights in every process: use DDP, or scale="global"')
+    check_layers(weights)
+    if not replicated and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        raise ValueError(
+            'scale="per_sample" sums over the samples of all processes: give the Sparsifier the model that is '
+            'wrapped in DistributedDataParallel, or use scale="batch"'
+        )
+
+
+def _claim(owner: object, weights: Sequence[Weight]) -> None:
+    """Register `owner` as the one Sparsifier of these weights, until it finishes or is deleted."""
+    taken = frozenset().union(*_CLAIMS.values())
+    twice = [weight.name for weight in weights if id(weight.parameter) in taken]
+    if twice:
+        raise ValueError(
+            f"{', '.join(twice[:3])}{' and others' if len(twice) > 3 else ''}: another Sparsifier makes these weights "
+            "sparse already. Go on with that one, or call its finish(), or build model and optimizer anew"
+        )
+    _CLAIMS[owner] = frozenset(id(weight.parameter) for weight in weights)

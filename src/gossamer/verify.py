@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from gossamer._forward import arguments, undisturbed
-from gossamer._selectors import Selectors, clean_name, some
+from gossamer.forward import arguments, undisturbed
 from gossamer.prunable import Weight, select
+from gossamer.selectors import Selectors, clean_name, some
 from gossamer.sharding import whole
 
 Other: TypeAlias = nn.Module | torch.export.ExportedProgram | Mapping[str, Tensor] | Callable[..., Any]

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gossamer._hooks import uncompiled
-from gossamer._selectors import Selectors, clean_name, some
+from gossamer.optimizers import uncompiled
 from gossamer.prunable import select
+from gossamer.selectors import Selectors, clean_name, some
 from gossamer.sharding import is_sharded, local
 
 

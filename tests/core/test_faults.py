@@ -24,7 +24,8 @@ class Training:
         torch.manual_seed(0)
         self.model = nn.Sequential(nn.Linear(10, 12), nn.ReLU(), nn.Linear(12, 4))
         self.optimizer = make(self.model.parameters())
-        asked = {"sparsity": 0.8, "total_steps": TOTAL} | asked
+        phases = {"warmup": "0.25run", "sparsify": "0.35run", "stabilise": "0.15run"}  # the same for every method
+        asked = {"sparsity": 0.8, "total_steps": TOTAL, **phases} | asked
         self.sparsifier = gossamer.Sparsifier(self.model, self.optimizer, **asked)
 
     def backward(self, step: int) -> Tensor:

@@ -27,7 +27,7 @@ def test_a_billion_weights_are_selected_reported_and_budgeted_without_values() -
     weights = 4 * 16_384**2
     assert sum(weight.parameter.numel() for weight in select(model)) == weights > 10**9
     found = gossamer.report(model, example)
-    assert (found.weights, found.connections, found.total.flops_dense) == (weights, weights, 2 * weights)
+    assert (found.weights, found.nonzeros, found.total.flops_dense) == (weights, weights, 2 * weights)
     for asked in ({"sparsity": 0.9}, {"flops": 0.1, "example_input": example}):
         model, _ = billion()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -166,7 +166,7 @@ def test_pattern_that_matches_nothing_lists_near_names() -> None:
         select(transformer(), include="encoder.layers.0.liner1", exclude="decodr")
     assert "include='encoder.layers.0.liner1' matches no connections" in caught.value.problems[0]
     assert "encoder.layers.0.linear1" in caught.value.problems[0]
-    assert "exclude='decodr' matches nothing; near names are decoder" in caught.value.problems[1]
+    assert "exclude='decodr' matches nothing; did you mean 'decoder" in caught.value.problems[1]
 
 
 def test_selectors_of_other_models_and_types() -> None:

@@ -67,7 +67,7 @@ def test_sparsity_is_exact_on_any_model_and_seed(
         return  # less than the floor of one connection a tensor; refused, see below
     sparsifier = train(model, sparsity=sparsity)
     assert sum(int((weight != 0).sum()) for weight in weights_of(model)) == expected
-    assert sparsifier.connections == expected
+    assert sparsifier.nonzeros == expected
     assert all((weight != 0).any() for weight in weights_of(model))
 
 
@@ -95,7 +95,7 @@ def test_the_floor_keeps_a_share_of_every_tensor_and_zero_lets_them_die() -> Non
     kept = train(model, sparsity=0.9, min_density=0.05, **frozen)
     counts = [int((weight != 0).sum()) for weight in weights_of(model)]
     assert counts[1] == math.ceil(0.05 * 900)
-    assert sum(counts) == kept.connections == 2070 - math.floor(2070 * 0.9 + 0.5)
+    assert sum(counts) == kept.nonzeros == 2070 - math.floor(2070 * 0.9 + 0.5)
     torch.manual_seed(1)
     model = small_network([30, 30], convolution=False)
     with torch.no_grad():
@@ -149,10 +149,10 @@ def test_health_tells_how_it_goes() -> None:
         optimizer.zero_grad()
     health = sparsifier.health()
     assert [layer.name for layer in health.layers] == [weight.name for weight in sparsifier.weights]
-    assert [layer.connections for layer in health.layers] == [int((w.parameter != 0).sum()) for w in sparsifier.weights]
-    assert sum(layer.connections for layer in health.layers) == health.connections[-1] == sparsifier.connections
+    assert [layer.nonzeros for layer in health.layers] == [int((w.parameter != 0).sum()) for w in sparsifier.weights]
+    assert sum(layer.nonzeros for layer in health.layers) == health.nonzeros[-1] == sparsifier.nonzeros
     assert health.steps[0] == 10
-    assert list(health.connections) == sorted(health.connections, reverse=True)
+    assert list(health.nonzeros) == sorted(health.nonzeros, reverse=True)
     assert all(layer.gradient_scale > 0 and layer.margin is not None for layer in health.layers)
     assert health.flips_per_epoch is not None
     assert sum(health.flips) >= 0.8 * sum(w.numel() for w in weights_of(model))

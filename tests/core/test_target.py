@@ -65,7 +65,7 @@ def test_what_costs_nothing_is_kept() -> None:
         optimizer.step()
     sparsifier.finish()
     table, linear = gossamer.report(model).rows
-    assert (table.connections, linear.connections) == (120, 9)
+    assert (table.nonzeros, linear.nonzeros) == (120, 9)
 
 
 def test_a_decay_of_nothing_removes_only_what_the_loss_does() -> None:

@@ -23,6 +23,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from types import MappingProxyType
 from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
@@ -158,7 +159,8 @@ class Series:
             self.now.copy_(self.at(step))
 
     def tabulate(self, steps: int) -> None:
-        self.fill(torch.tensor([list(self._function(step)) for step in range(steps)]))
+        values = [list(self._function(step)) for step in range(steps)]
+        self.fill(torch.tensor(values, dtype=self._like.dtype))
 
     def fill(self, table: Tensor) -> None:
         """Take the values of all steps, (steps, runs)."""
@@ -439,6 +441,7 @@ class Method(ABC, Generic[S]):
     structured: ClassVar[bool] = False  # prunes whole filters
     masked_forward: ClassVar[bool] = True  # the forward pass uses w̃ ⊙ m; otherwise what apply_masks writes
     penalizes: ClassVar[bool] = False  # changes the gradient of parameters that are not prunable
+    usual_phases: ClassVar[Mapping[str, str]] = MappingProxyType({})  # durations that suit it better than the default
     rewinds: ClassVar[bool] = False  # has the learning rate of a second training after its cut
     shardable: ClassVar[bool] = False  # works on weights that are spread over processes (FSDP2)
     solves_targets: ClassVar[bool] = False  # knows flops= and decay= besides sparsity=

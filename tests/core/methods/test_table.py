@@ -16,6 +16,7 @@ import gossamer
 from gossamer.methods import METHODS, Method, Options
 
 STEPS = 40
+PHASES = {"warmup": "0.25run", "sparsify": "0.35run", "stabilise": "0.15run"}  # the same for every method
 NAMES = [name for name in METHODS if name != "dense"]
 OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9, weight_decay=1e-3),
@@ -46,7 +47,7 @@ class Training:
         sparsity = 0.1 if METHODS[method].structured else 0.8
         self.sparsifier = gossamer.Sparsifier(
             self.model, self.optimizer, method=method, sparsity=sparsity, total_steps=STEPS, steps_per_epoch=4, seed=3,
-            **settings,
+            **{**PHASES, **settings},
         )  # fmt: skip
 
     def loss(self, step: int) -> Tensor:
@@ -183,7 +184,7 @@ def test_two_optimizers_that_step_in_turn(method: str) -> None:
     optimizers = [OPTIMIZERS["sgd"](layer.parameters()) for layer in layers]  # the second has nothing to prune
     several.sparsifier = gossamer.Sparsifier(
         several.model, optimizers, method=method, sparsity=0.1 if METHODS[method].structured else 0.8,
-        total_steps=STEPS, steps_per_epoch=4, seed=3,
+        total_steps=STEPS, steps_per_epoch=4, seed=3, **PHASES,
     )  # fmt: skip
     for number in range(STEPS):
         several.loss(number).backward()

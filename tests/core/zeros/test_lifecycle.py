@@ -208,7 +208,7 @@ def test_another_target_counts_until_masks_are_frozen(sparsity: float) -> None:
     run = start(MLP).train(9)
     resumed = restore(start(MLP, sparsity=sparsity), through_file(everything(run))).train()
     weights = sum(mask.numel() for mask in resumed.sparsifier.masks.values())
-    assert resumed.sparsifier.connections == round(weights * (1 - sparsity))
+    assert resumed.sparsifier.nonzeros == round(weights * (1 - sparsity))
     with pytest.raises(ValueError, match=r"final, for 128 of 640 connections, but .* asked for"):
         start(MLP, sparsity=sparsity).sparsifier.load_state_dict(run.train().sparsifier.state_dict())
 
@@ -340,7 +340,7 @@ def test_a_new_sparsifier_after_finish() -> None:
     run.sparsifier = again
     run.train()
     assert_zeros(run.model, again)
-    assert again.connections == 64
+    assert again.nonzeros == 64
 
 
 def test_impose_wants_the_bare_model() -> None:

@@ -229,7 +229,7 @@ def test_a_setting_goes_to_the_methods_that_have_it() -> None:
             r"no run of the grid takes settings\.mask_lr \(method=d",
         ),
         (["method=dense", "settings.mask_lr=0.1,0.2"], "leave it out, or add a method that does"),
-        (["method=dense,scl", "settings.masklr=0.1"], r"did you mean settings\.mask_lr\?"),
+        (["method=dense,scl", "settings.masklr=0.1"], r"did you mean 'settings\.mask_lr'\?"),
         (["method=dpf,scl", "settings.lr=0.1"], "lr is a key of the run, not of its settings: lr=0.1"),
         (["method=rigle,scl", "settings.mask_lr=0.1"], "unknown method 'rigle': did you mean 'rigl'"),
     ],
@@ -263,7 +263,7 @@ def test_one_record_a_run_and_none_twice(tmp_path: Path, monkeypatch: pytest.Mon
         assert record["settled"] == {"mask_lr": 0.015, "pruned_grad_scale": (1 - record["sparsity"]) ** 0.4}
         network = networks.create(run, 10)
         gossamer.load(tmp_path / f"{run.run_id}.safetensors", model=network)
-        assert gossamer.report(network).total.connections == record["connections"]
+        assert gossamer.report(network).total.nonzeros == record["connections"]
         normal = (images().test.images.float() / 255 - 0.5) / 0.3
         right = (network.eval()(normal).argmax(1) == images().test.labels).float().mean()
         assert record["accuracy"] == pytest.approx(float(right))

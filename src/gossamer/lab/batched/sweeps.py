@@ -15,7 +15,6 @@ from typing import Any, Unpack
 import torch
 from torch import nn
 
-from gossamer._json import read_object
 from gossamer.io.sparse_file import save
 from gossamer.lab import data
 from gossamer.lab.batched.checkpoint import ENDING, begun, between
@@ -24,6 +23,7 @@ from gossamer.lab.batched.folder import Leaving, held, portions
 from gossamer.lab.batched.lanes import Outcome, settled
 from gossamer.lab.batched.stackable import check, check_reachable, common_of, images_of, lane_of, shared
 from gossamer.lab.data.sets import ImageSet
+from gossamer.lab.json_files import read_object
 from gossamer.lab.training import networks, result
 from gossamer.lab.training.distributed import DistributedContext, check_one_process, join
 from gossamer.lab.training.run import Run

@@ -1,13 +1,15 @@
-"""What hooks on an optimizer's step have to know: compilers, loss scaling, CUDA graphs, nested calls."""
+"""Facts about optimizers: the weights they own, compiled steps, loss scaling, CUDA graphs and nested calls."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+
+from gossamer.prunable import Weight
 
 _Hook = TypeVar("_Hook", bound=Callable[..., object])
 
@@ -58,3 +60,34 @@ def _is_step_of(frame: FrameType, optimizer: Optimizer) -> bool:
         return False
     arguments = frame.f_locals.get("args", ())
     return len(arguments) > 0 and arguments[0] is optimizer
+
+
+def owned_by(optimizers: Sequence[Optimizer], weights: Sequence[Weight]) -> list[tuple[Optimizer, list[int]]]:
+    """Which weights each optimizer updates. Each weight must be updated by exactly one."""
+    for optimizer in optimizers:
+        if not isinstance(optimizer, Optimizer):
+            raise TypeError(
+                f"expected a torch.optim.Optimizer or a list of them, got a {type(optimizer).__name__}: "
+                "give the optimizer itself, of a wrapper the one inside"
+            )
+    owners: list[list[int]] = [[] for _ in weights]
+    for number, optimizer in enumerate(optimizers):
+        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        for index, weight in enumerate(weights):
+            if id(weight.parameter) in held:
+                owners[index].append(number)
+    problems = []
+    for weight, numbers in zip(weights, owners, strict=True):
+        if not numbers:
+            problems.append(
+                f"{weight.name} is not in the optimizer: give the optimizer that updates it (a list where there are "
+                "several), or exclude it. An engine that flattens parameters, such as DeepSpeed ZeRO, is not supported"
+            )
+        if len(numbers) > 1:
+            problems.append(f"{weight.name} is in {len(numbers)} optimizers: let exactly one update it, or exclude it")
+    if problems:
+        raise ValueError("weights that cannot be made sparse:\n  " + "\n  ".join(problems))
+    return [
+        (optimizer, [index for index, numbers in enumerate(owners) if numbers == [number]])
+        for number, optimizer in enumerate(optimizers)
+    ]

@@ -7,11 +7,12 @@ parts of their own into names, so each name is known with and without these.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import TypeAlias
 
 from torch import nn
+
+from gossamer.hints import did_you_mean
 
 Selector: TypeAlias = str | type[nn.Module] | nn.Module
 Selectors: TypeAlias = Selector | Sequence[Selector] | None
@@ -115,8 +116,7 @@ def shown(selector: Selector) -> str:
 def near_names(pattern: str, model: nn.Module) -> str:
     """The names of ``model`` that a user may have meant by ``pattern``, as the end of a sentence."""
     names = all_names(model)
-    near = get_close_matches(pattern, names, n=5, cutoff=0.5)
-    return f"near names are {', '.join(near)}" if near else f"names of the model are {some(names)}"
+    return did_you_mean(pattern, names, f"names of the model are {some(names)}", most=5)
 
 
 def some(names: Sequence[str], most: int = 6) -> str:

@@ -1,10 +1,7 @@
 """One look at what a model computes, leaving no trace: modes, random state and buffers come back as found."""
 
-import logging
-import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, redirect_stderr
-from io import StringIO
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -63,20 +60,6 @@ def check_example(model: nn.Module, example_input: object) -> None:
             f"expected an example input that {type(model).__name__} takes, got one for which it raises "
             f"{type(error).__name__}: {told}"
         ) from error
-
-
-@contextmanager
-def quiet_export() -> Iterator[None]:
-    """Silences ``torch.export``, which warns of its own handling of some layers, logs a line and prints half a graph
-    before it raises. The error says it all."""
-    log = logging.getLogger("torch.fx.experimental.symbolic_shapes")
-    disabled, log.disabled = log.disabled, True
-    try:
-        with warnings.catch_warnings(), redirect_stderr(StringIO()), torch.no_grad():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        log.disabled = disabled
 
 
 def _to_evaluation(model: nn.Module) -> None:
