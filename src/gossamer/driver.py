@@ -265,6 +265,8 @@ class Driver:
 
     def _gradients(self) -> list[Tensor | None]:
         gradients = [parameter.grad for parameter in self._parameters]
+        if not self.state.sharded:
+            return gradients
         return [local(each) if each is not None and is_sharded(each) else each for each in gradients]
 
     def _add_penalty(self, unscale: Tensor | None) -> None:

@@ -151,7 +151,7 @@ class Sparsifier:
         before, after = uncompiled(self._before_step), uncompiled(self._after_step)
         self._handles = [each.register_step_pre_hook(before) for each, _ in self._owned]
         self._handles += [each.register_step_post_hook(after) for each, _ in self._owned]
-        if self.phase.masks_train:
+        if self.phase.masks_train and not self._on_meta:
             self._begin()
 
     def _check_kind(self, flops: float | None, decay: float | None) -> None:
@@ -163,6 +163,18 @@ class Sparsifier:
             )
         if not self._kind.solves_targets and (flops is not None or decay is not None):
             raise ValueError(f"method={name!r} supports only sparsity=: flops= and decay= need method='scl'")
+
+    @property
+    def _on_meta(self) -> bool:
+        return self.weights[0].parameter.is_meta  # like all of them
+
+    def _check_values(self) -> None:
+        if self._on_meta:
+            raise RuntimeError(
+                f"expected weights with values, but {self.weights[0].name} is on the meta device, where a network can "
+                "be planned but not trained: give the model values (model.to_empty and load_state_dict), then build "
+                "the optimizer and the Sparsifier"
+            )
 
     # --- properties and diagnostics ---
 
@@ -266,6 +278,7 @@ class Sparsifier:
         """Advance the plan by a step. `optimizer.step()` does this itself, unless it is replayed from a CUDA graph."""
         if self.phase is Phase.FINISHED:
             raise RuntimeError("finish() was called: create a new Sparsifier to continue, or use keep_zeros()")
+        self._check_values()
         if self._leave_at is not None:
             self._leave_if_reached(self._leave_at)
         moment = self.plan.at(self.step)
@@ -293,6 +306,7 @@ class Sparsifier:
         """
         if self.phase is Phase.FINISHED:
             return
+        self._check_values()
         self._check_model()
         early = self.plan.at(self.step).phase is not Phase.FINETUNE
         if early:
@@ -535,6 +549,7 @@ class Sparsifier:
             raise RuntimeError(
                 "finish() was called, so this Sparsifier has no hooks: create a new one to load the state"
             )
+        self._check_values()
         check_state(state, self.weights, method=self._kind.name, target=self._target)
         driver = None
         with torch.no_grad():

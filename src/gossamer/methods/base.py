@@ -311,7 +311,7 @@ class Context(Generic[S]):
             dist.all_reduce(sums, group=self.group)
         return sums
 
-    @property
+    @cached_property
     def size(self) -> int:
         """Weights of a run in all processes."""
         return sum(view.size for view in self.layout.views) if self.layout.views else self.layout.count
