@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch.distributed as dist
 
-from gossamer.per_sample.scales import check_layers
+from gossamer.per_sample.capture import check_layers
 from gossamer.prunable import Weight
 from gossamer.state import common_device
 
