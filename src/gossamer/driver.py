@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from gossamer.diagnostics import Counters, Health, HealthLog
 from gossamer.methods import Context, Method, Request, Timeline
-from gossamer.per_sample.scales import SampleScales
+from gossamer.per_sample.capture import SampleGradients
 from gossamer.prunable import Weight
 from gossamer.schedule import Plan
 from gossamer.sharding import gathered, is_sharded, local, sharded_like
@@ -67,10 +67,9 @@ class Driver:
         # A method that changes w̃ after the step needs a pass of its own before the masks are applied.
         self._projects = kind.project is not Method.project
         self.log = HealthLog(len(weights), plan.warmup, plan.sparsify + plan.stabilise, self.state.device)
-        self.samples: SampleScales | None = None
+        self.samples: SampleGradients | None = None
         if kind.needs_samples(request.options):
-            dense = dict(zip(self.names, self.state.dense_views, strict=True))
-            self.samples = SampleScales(weights, dense, replicas)
+            self.samples = SampleGradients(weights, self.state.dense_views, replicas)
         if not resume:
             self._apply_first()
 

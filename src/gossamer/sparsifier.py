@@ -32,7 +32,7 @@ from gossamer.methods.base import min_nonzeros
 from gossamer.methods.budgets import BudgetedMethod
 from gossamer.methods.slimming import gains_of
 from gossamer.optimizers import capturing, is_nested, owned_by, uncompiled, unscaling
-from gossamer.per_sample.scales import check_layers
+from gossamer.per_sample.capture import check_layers
 from gossamer.prunable import Weight, select
 from gossamer.schedule import Phase, Plan, make_plan
 from gossamer.selectors import Selectors, clean_name, some
