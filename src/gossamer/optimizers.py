@@ -16,9 +16,9 @@ _Hook = TypeVar("_Hook", bound=Callable[..., object])
 
 
 def uncompiled(hook: _Hook) -> _Hook:
-    """The hook as plain Python between the graphs of a compiled step; `fullgraph=True` gets an error that says so.
+    """The hook as plain Python between the graphs of a compiled step; with `fullgraph=True`, compilation fails.
 
-    What the hooks do differs from step to step, so that a compiler would trace them anew each time.
+    The hooks do different things in different steps, so a compiler would recompile them every time.
     """
     reason = "gossamer sets the masks here: compile optimizer.step without fullgraph=True"
     wrapped: _Hook = torch.compiler.disable(hook, reason=reason)  # type: ignore[no-untyped-call]
@@ -26,7 +26,7 @@ def uncompiled(hook: _Hook) -> _Hook:
 
 
 def unscaling(optimizer: Optimizer) -> Tensor | None:
-    """The factor for gradients that a GradScaler leaves scaled, as a fused optimizer unscales them itself."""
+    """The factor that unscales gradients, if a GradScaler leaves that to a fused optimizer; otherwise None."""
     scale = getattr(optimizer, "grad_scale", None)
     return None if scale is None else scale.double().reciprocal().float()
 
@@ -89,7 +89,7 @@ def capturing() -> bool:
 
 
 def is_nested(optimizer: Optimizer) -> bool:
-    """Whether this hook is called from within another step of the same optimizer.
+    """Whether the hook runs inside another step of the same optimizer.
 
     torch wraps the `step` of a class when the class is first instantiated, so a subclass whose `step` calls
     `super().step()` runs all hooks twice per step if its parent was instantiated before: once around its own step and
@@ -116,7 +116,7 @@ def _is_step_of(frame: FrameType, optimizer: Optimizer) -> bool:
 
 
 def owned_by(optimizers: Sequence[Optimizer], weights: Sequence[Weight]) -> list[tuple[Optimizer, list[int]]]:
-    """Which weights each optimizer updates. Each weight must be updated by exactly one."""
+    """The indices of the weights that each optimizer updates. Raises unless exactly one optimizer updates each."""
     owners: list[list[int]] = [[] for _ in weights]
     for number, optimizer in enumerate(optimizers):
         held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
@@ -127,11 +127,11 @@ def owned_by(optimizers: Sequence[Optimizer], weights: Sequence[Weight]) -> list
     for weight, numbers in zip(weights, owners, strict=True):
         if not numbers:
             problems.append(
-                f"{weight.name} is not in the optimizer: give the optimizer that updates it (a list where there are "
+                f"{weight.name} is not in the optimizer: pass the optimizer that updates it (a list if there are "
                 "several), or exclude it. An engine that flattens parameters, such as DeepSpeed ZeRO, is not supported"
             )
         if len(numbers) > 1:
-            problems.append(f"{weight.name} is in {len(numbers)} optimizers: let exactly one update it, or exclude it")
+            problems.append(f"{weight.name} is in {len(numbers)} optimizers: keep it in one of them, or exclude it")
     if problems:
         raise ValueError("weights that cannot be made sparse:\n  " + "\n  ".join(problems))
     return [

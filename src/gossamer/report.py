@@ -174,15 +174,10 @@ def report(
 
     ``example_input`` and ``batch_size`` are as in ``gossamer.flops.positions``: a tensor, a tuple of inputs or a
     mapping of keyword inputs, batch first. ``include`` and ``exclude`` are as in ``select``. Frozen tensors are counted
-    too. A tensor that several layers share has one row.
+    too. A tensor that several layers share has one row. On the meta device, where weights have no values, all of them
+    count as nonzeros: the report is that of the dense network.
     """
     weights = select(model, include=include, exclude=exclude, for_training=False)
-    on_meta = [weight.name for weight in weights if weight.parameter.is_meta]
-    if on_meta:
-        raise ValueError(
-            f"expected weights with values, but {on_meta[0]} is on the meta device; "
-            "load the model (model.to_empty and load_state_dict) before the report"
-        )
     uses = None if example_input is None else positions(model, weights, example_input, batch_size=batch_size)
     return Report(
         tuple(
@@ -215,6 +210,9 @@ def _counts(weights: Sequence[Weight]) -> list[tuple[int, int, int]]:
     with torch.no_grad():
         for index, weight in enumerate(weights):
             per_feature = _nonzeros_per_feature(weight)
+            if per_feature.is_meta:
+                each = weight.parameter.numel() // max(1, per_feature.numel())
+                per_feature = torch.full(per_feature.shape, each)
             features.append(per_feature.numel())
             both = torch.stack([per_feature.sum(), (per_feature == 0).sum()])
             by_device.setdefault(both.device, []).append((index, both))
