@@ -63,7 +63,7 @@ def test_the_quick_start_compares_dense_and_sparse(
     shown = capsys.readouterr().out
     assert re.search(r"digits-dense .* 0\.00% +58,144 ", shown)
     assert re.search(r"digits .* 95\.00% +2,907 ", shown)
-    assert "features.3.weight" in shown
+    assert "features.3" in shown
     assert str(tmp_path / "digits" / "model.safetensors") in shown.replace("\n", "")
 
 

@@ -47,7 +47,7 @@ class Report:
         if len(swept) > 1:  # the names of their files do not describe them
             console.print(tables.of_rows(*sweep_table(sorted(swept, key=lambda each: json.dumps(each["config"])))))
         for file in found if self.layers else ():
-            console.print(tables.of_layers(read_layers(file), str(file)))
+            console.print(read_layers(file).table(str(file)))
 
 
 def _runs_in(path: Path) -> list[Path]:
