@@ -81,7 +81,9 @@ class Page:
             self.parts.append(f'<p class="note">{_escaped(note)}</p>')
 
     def add_charts(self, charts: Sequence[Chart]) -> None:
-        self.parts.append(f'<div class="charts">{"".join(map(self._figure, charts))}</div>')
+        figures = "".join(map(self._figure, charts))
+        grid = f'<div class="charts">{figures}</div>'
+        self.parts.append(grid if len(charts) > 1 else figures)
 
     def add_keys(self, keys: Sequence[tuple[str, str, str]]) -> None:
         """Buttons that show and hide the traces whose `meta` is the key: key, label, color."""
@@ -90,7 +92,7 @@ class Page:
             "</button>"
             for key, label, color in keys
         )
-        self.parts.append(f'<div class="tools" role="group" aria-label="Shown lines">{buttons}</div>')
+        self.parts.append(f'<div class="tools keys" role="group" aria-label="Shown lines">{buttons}</div>')
 
     def add_legend(self, entries: Sequence[tuple[str, str]]) -> None:
         """Colors and what they mean."""
@@ -106,7 +108,7 @@ class Page:
             for row in rows
         )
         self.parts.append(
-            f'<div class="box" tabindex="0" role="region" aria-label="{_escaped(head[0])}"><table>'
+            f'<div class="box" tabindex="0" role="region" aria-label="{_escaped(head[0])}"><table class="plain">'
             f"<thead><tr>{titles}</tr></thead><tbody>{body}</tbody></table></div>"
         )
 
@@ -221,8 +223,10 @@ def facts_of(rows: Sequence[Row], sizes: tuple[int, int] | None) -> list[tuple[s
         dense, sparse = sizes
         facts.append(("Size", in_bytes(sparse), f"of {in_bytes(dense)} dense{_times(dense, sparse, 'smaller')}"))
     dead_layers = sum(row.nonzeros == 0 and row.weights > 0 for row in rows)
-    remark = f"of {total.features:,}" + (f"; {dead_layers} layers without any weight" if dead_layers else "")
-    facts.append(("Dead output features", f"{total.dead_features:,}", remark))
+    remark = f"of {total.features:,} outputs of layers" + (
+        f"; {dead_layers} layers without any weight" if dead_layers else ""
+    )
+    facts.append(("Dead features", f"{total.dead_features:,}", remark))
     return facts
 
 
@@ -300,7 +304,7 @@ def _columns(rows: Sequence[Row], sizes: Mapping[str, tuple[int, int]]) -> dict[
 def _layer_table(columns: Mapping[str, Any]) -> str:
     titles = {
         **{"number": "#", "name": "layer", "density": "density", "nonzeros": "nonzeros", "weights": "weights"},
-        **{"dead": "dead features", "macs": "multiply-adds", "bytes": "size", "type": "type", "shape": "shape"},
+        **{"dead": "dead", "macs": "multiply-adds", "bytes": "size", "type": "type", "shape": "shape"},
     }
     rising = ' aria-sort="ascending"'
     head = "".join(
