@@ -63,7 +63,7 @@ def test_the_quick_start_compares_dense_and_sparse(
     shown = capsys.readouterr().out
     assert re.search(r"digits-dense .* 0\.00% +58,144 ", shown)
     assert re.search(r"digits .* 95\.00% +2,907 ", shown)
-    assert "features.3.weight" in shown
+    assert "features.3" in shown
     assert str(tmp_path / "digits" / "model.safetensors") in shown.replace("\n", "")
 
 
@@ -94,7 +94,7 @@ def test_a_report_of_a_folder_of_runs(tmp_path: Path, capsys: pytest.CaptureFixt
     assert run("report", str(tmp_path / "begun")) == 2
     assert "train it to the end first" in capsys.readouterr().err
     assert run("report") == 2
-    assert "expected folders of finished runs, got none" in capsys.readouterr().err
+    assert "expected folders of finished runs, or a model, got none" in capsys.readouterr().err
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "0.json").write_text(json.dumps({"accuracy": 0.9}))
     assert run("report", str(tmp_path / "other")) == 2
@@ -120,7 +120,7 @@ def test_list_shows_everything_with_its_count(capsys: pytest.CaptureFixture[str]
     for name in (*models.names(), *data.names(), *(recipe.name for recipe in RECIPES), "scl"):
         assert name in shown
     assert f"{len(RECIPES)} recipes" in shown
-    assert all(f"{entry.connections:,}" in shown for entry in models.MODELS)
+    assert all(f"{entry.weights:,}" in shown for entry in models.MODELS)
 
 
 def test_signs_that_a_terminal_does_not_know_are_no_error() -> None:
@@ -133,7 +133,7 @@ def test_signs_that_a_terminal_does_not_know_are_no_error() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["train", "digitz", "--out", "OUT"], "got 'digitz': did you mean digits"),
+        (["train", "digitz", "--out", "OUT"], "got 'digitz': did you mean 'digits'?"),
         (
             ["train", "digits", "--out", "OUT", "--set", "epoch=3"],
             "unknown key 'epoch' of a run: did you mean 'epochs'?",
@@ -346,7 +346,7 @@ def test_a_sweep_tells_what_is_there_and_its_example_can_be_trained(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run("sweep", "--help") == 0
-    grid = re.findall(r"[a-z_.]+=[a-z0-9.]+(?:,[a-z0-9.]+)+(?=[ .])", capsys.readouterr().out)
+    grid = re.findall(r"[a-z_.]+=[a-z0-9.]+(?:,[a-z0-9.]+)+(?=[ .])", " ".join(capsys.readouterr().out.split()))
     assert len(grid) == 3
     assert len(runs_of(find("digits").run, [each.rstrip(".") for each in grid])) == 12
     sweep = ["sweep", "digits", "--out", str(tmp_path), "--set", "epochs=1", "model_options.width=2", "--grid"]

@@ -33,7 +33,7 @@ class RigLOptions(Options):
         expect(
             self,
             distribution=(self.distribution in DISTRIBUTIONS, f"one of {', '.join(DISTRIBUTIONS)}"),
-            fraction=(0 <= self.fraction <= 1, "a share from 0 to 1"),
+            fraction=(0 <= self.fraction <= 1, "a number from 0 to 1"),
             every=(self.every >= 1, "at least 1 step"),
         )
 
@@ -55,6 +55,11 @@ def erdos_renyi(layout: Layout, keep: int) -> list[float]:
 def nonzeros_of_tensors(layout: Layout, keep: int, distribution: str) -> list[int]:
     even = [keep / layout.count] * len(layout.sizes)
     return shares(layout.sizes, keep, erdos_renyi(layout, keep) if distribution == "erk" else even)
+
+
+def regrowth(step: int, length: int) -> float:
+    """The share of α that is exchanged after this many of `length` steps."""
+    return 0.5 * (1.0 + math.cos(math.pi * step / length))
 
 
 class RigL(PrunedAtZero[RigLOptions]):
@@ -81,7 +86,7 @@ class RigL(PrunedAtZero[RigLOptions]):
         return step % self._every == 0 and step < self._length
 
     def update_topology(self, weights: Tensor, step: int) -> Tensor:
-        decay = 0.5 * (1.0 + math.cos(math.pi * step / self._length))
+        decay = regrowth(step, self._length)
         runs = list(zip(self._counts, self._fractions, strict=True))
         grown = [[int(fraction * decay * count) for count in counts] for counts, fraction in runs]
         kept = [[a - b for a, b in zip(*each, strict=True)] for each in zip(self._counts, grown, strict=True)]

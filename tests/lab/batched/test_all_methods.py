@@ -31,14 +31,18 @@ def test_every_variant_is_a_setting_of_its_method(all_methods: ModuleType) -> No
 def test_tuned_methods_have_the_settings_that_were_best_on_held_out_images(all_methods: ModuleType) -> None:
     """As far as the committed records go."""
     folder = BENCHMARKS.parent / "results" / "compare-resnet20"
+    screened = 0
     for name in all_methods.SINGLE:
         found = {}
         for variant in all_methods.variants(name):
             runs = possible_runs(Comparison("resnet20", "cifar10", methods=(variant,), sparsity=(all_methods.FIRST,)))
             if not missing_in(folder, runs):
                 found[variant] = sum(read_record_of(run, folder)["validation_accuracy"] for run in runs)
-        assert len(found) > 1
-        assert parse_variant(tuned(name)) == parse_variant(max(found, key=found.__getitem__))
+        if found:  # it is not newer than the records
+            screened += 1
+            assert len(found) > 1
+            assert parse_variant(tuned(name)) == parse_variant(max(found, key=found.__getitem__))
+    assert screened >= 14
 
 
 def test_what_is_best_on_held_out_images_runs_at_the_other_sparsities(

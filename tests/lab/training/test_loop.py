@@ -131,6 +131,7 @@ def test_the_result_says_what_was_done(images: ImageSet, tmp_path: Path) -> None
     assert written["versions"]["torch"] == torch.__version__
     assert 0 <= written["validation_accuracy"] <= 1
     assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "health.json",
         "layers.json",
         "log.jsonl",
         "model.safetensors",
@@ -329,8 +330,8 @@ def test_a_network_that_its_last_step_has_ruined_is_no_result(images: ImageSet, 
             "model=map_fit",
             r"of shape \(64,\), for which there is no data set; gossamer reproduce map-fitting trains it",
         ),
-        ("model=resnet2", "did you mean resnet20"),
-        ("model_options.height=3", "digits_cnn does not take model_options.height: it takes width"),
+        ("model=resnet2", "did you mean 'resnet20'"),
+        ("model_options.height=3", "digits_cnn does not take model_options.height: its options are width"),
         ("model_options.widht=3", "digits_cnn does not take model_options.widht: did you mean 'width'"),
         ("model_options.width=wide", r"digits_cnn cannot be built with model_options\.width=wide \(.*: change or drop"),
         ("model_options.width=-3", r"digits_cnn cannot be built with model_options\.width=-3 \(.*negative dimension"),

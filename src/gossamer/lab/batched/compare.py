@@ -4,7 +4,6 @@ A comparison is a list of runs, with the settings of a comparison where a run na
 tier of the comparison beside what every record of a sweep has, and a table and a plot are made of them.
 """
 
-import difflib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -14,6 +13,7 @@ from typing import Any
 
 import torch
 
+from gossamer.hints import did_you_mean
 from gossamer.lab import data
 from gossamer.lab.batched.supported import OWN, check_filters, check_min_density
 from gossamer.lab.batched.sweeps import Record, layout_of, missing_in, read_record_of, record_path, sweep
@@ -120,10 +120,9 @@ def parse_variant(text: str) -> tuple[str, list[str]]:
                 "it out, or train such runs with gossamer sweep (--grid sparsity=none decay=0.001,0.01)"
             )
         if not equals or key not in {*settings, *fields}:
-            near = difflib.get_close_matches(key, [*settings, *fields], n=1) if equals else []
-            hint = f"; did you mean {near[0]}?" if near else ""
-            expected = ", ".join(dict.fromkeys([*settings, *fields]))
-            raise ValueError(f"expected {name}:SETTING=VALUE with one of {expected}, got {text!r}{hint}")
+            names = list(dict.fromkeys([*settings, *fields]))
+            hint = did_you_mean(key, names, f"the settings are {', '.join(names)}")
+            raise ValueError(f"expected {name}:SETTING=VALUE, got {text!r}: {hint}")
         changes.append(f"settings.{key}={value}" if key in settings else f"{key}={value}")
     return method, changes
 

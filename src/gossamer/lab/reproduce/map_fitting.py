@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.func import functional_call, replace_all_batch_norm_modules_, vmap
 
-from gossamer._json import read_object
 from gossamer.lab import models
 from gossamer.lab.batched.folder import held
+from gossamer.lab.json_files import read_object
 from gossamer.lab.results.plot import can_draw, map_fitting_curves
 from gossamer.lab.training.distributed import DistributedContext
 from gossamer.lab.training.result import hardware, write_json

@@ -6,7 +6,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from gossamer._json import read_object
+from gossamer.lab.json_files import read_object
 from gossamer.lab.training.result import check_result, with_current_keys
 from gossamer.lab.training.run import Run
 

@@ -15,9 +15,10 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from gossamer._json import read_object
+from gossamer.diagnostics import Health
 from gossamer.io.sparse_file import save
 from gossamer.lab import model_files
+from gossamer.lab.json_files import read_object
 from gossamer.lab.training.checkpoint import Checkpoints, write_atomically
 from gossamer.lab.training.distributed import DistributedContext
 from gossamer.lab.training.run import Run
@@ -29,6 +30,7 @@ MODEL = model_files.MODEL
 SPARSE_MODEL = "model.sparse.safetensors"
 RUN = model_files.RUN
 LAYERS = "layers.json"
+HEALTH = "health.json"
 
 
 def make_result(
@@ -54,7 +56,7 @@ def make_result(
         metric: test,
         f"validation_{metric}": validation,
         "sparsity": counted.sparsity,
-        "nonzeros": total.connections,
+        "nonzeros": total.nonzeros,
         "weights": total.weights,
         "flops": total.flops_sparse,
         "flops_dense": total.flops_dense,
@@ -213,7 +215,7 @@ def read_layers(path: Path) -> Report:
         found = Report(
             tuple(
                 Row(**{key: value for key, value in row.items() if key in names} | {"shape": tuple(row["shape"])})
-                for row in read_object(file)["rows"]
+                for row in map(with_current_keys, read_object(file)["rows"])
             )
         )
         for row in found.rows:
@@ -226,7 +228,7 @@ def read_layers(path: Path) -> Report:
 
 
 def _check_row(row: Row) -> None:
-    whole = (*row.shape, row.weights, row.connections, row.features, row.dead_features)
+    whole = (*row.shape, row.weights, row.nonzeros, row.features, row.dead_features)
     optional = (row.flops_dense, row.flops_sparse)
     if not isinstance(row.name, str) or not isinstance(row.type, str):
         raise TypeError(f"{row.name!r:.40} is no name")
@@ -241,8 +243,15 @@ def write_json(path: Path, values: Mapping[str, Any]) -> None:
     write_atomically(path, lambda file: file.write(text.encode()))
 
 
-def write_all(folder: Path, tensors: Mapping[str, Tensor], counted: Report, result: Mapping[str, Any]) -> None:
-    """Writes all files of a finished run. The result comes last: the run is complete when it exists.
+def write_all(
+    folder: Path,
+    tensors: Mapping[str, Tensor],
+    counted: Report,
+    result: Mapping[str, Any],
+    health: Health | None = None,
+) -> None:
+    """Writes all files of a finished run. The result comes last: the run is complete when it exists. `health` has the
+    diagnostics of the masks, if there were any.
 
     The folder may have been deleted in the meantime: it is created again, with the run.json that was written first.
     """
@@ -251,12 +260,20 @@ def write_all(folder: Path, tensors: Mapping[str, Tensor], counted: Report, resu
         write_json(folder / RUN, result["config"])
         write_model(folder / MODEL, tensors)
         write_json(folder / LAYERS, counted.to_dict())
+        if health is not None:
+            write_json(folder / HEALTH, _without_infinities(asdict(health)))
         write_json(folder / RESULT, result)
     except OSError as error:
         raise OSError(
             f"the last step is done, but the result cannot be written to {folder} ({error}): free some space on the "
             f"disk and run the same command again; {Checkpoints(folder).next_time()}"
         ) from error
+
+
+def _without_infinities(values: dict[str, Any]) -> dict[str, Any]:
+    """The values with None for infinite ones and NaN, which JSON does not have: a run that has finished is kept."""
+    found: dict[str, Any] = json.loads(json.dumps(values), parse_constant=lambda name: None)
+    return found
 
 
 def write_model(path: Path, tensors: Mapping[str, Tensor]) -> None:
