@@ -18,7 +18,6 @@ from gossamer.cli import many
 from gossamer.lab import data, models
 from gossamer.lab.batched import sweeps
 from gossamer.lab.batched.compare import Comparison, compare, parse_variant
-from gossamer.lab.batched.supported import batched_run
 from gossamer.lab.batched.sweeps import record_path
 from gossamer.lab.batched.training import BatchedTraining
 from gossamer.lab.data.sets import ImageSet, Labelled
@@ -179,7 +178,7 @@ def test_a_command_that_is_stopped_says_how_to_go_on(
     monkeypatch.setattr(BatchedTraining, "train_epoch", stopped)
     command = cli.Compare(tmp_path, net="lenet300", data="mnist", epochs=4, seeds=1, validation=16, device="cpu")
     assert cli.run(command) == 130
-    assert "nothing is lost: run the same command again; its runs begin again" in capsys.readouterr().err
+    assert "nothing is lost: run the same command again; its runs start again" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("tiny")
@@ -196,7 +195,7 @@ def test_a_compiler_that_dies_of_the_same_signal_is_a_stop_and_no_error(
     monkeypatch.setattr(BatchedTraining, "train_epoch", killed)
     command = cli.Compare(tmp_path, net="lenet300", data="mnist", epochs=4, seeds=1, validation=16, device="cpu")
     assert cli.run(command) == 130
-    assert "nothing is lost: run the same command again; its runs begin again" in capsys.readouterr().err
+    assert "nothing is lost: run the same command again; its runs start again" in capsys.readouterr().err
     asked.append(False)
     with pytest.raises(subprocess.CalledProcessError):  # which nobody asked for
         cli.run(command)
@@ -291,26 +290,6 @@ def test_a_comparison_that_is_cut_short_resumes_to_the_same_bits(
     same = ["method", "seed", "sparsity", "accuracy", "validation_accuracy", "train_loss", "nonzeros_by_tensor"]
     assert [[each[key] for key in same] for each in again] == [[each[key] for key in same] for each in whole]
     assert not list((tmp_path / "again").glob("*.safetensors"))
-
-
-@pytest.mark.usefixtures("tiny")
-def test_checkpoints_of_other_runs_are_refused_and_other_files_passed_over(tmp_path: Path) -> None:
-    path, images, runs = tmp_path / "batch.safetensors", data.load("mnist"), SMALL.runs()
-
-    def training(runs: list[Run]) -> BatchedTraining:
-        batched = [batched_run(run, len(images.train) // run.batch_size) for run in runs]
-        return BatchedTraining(batched, images, lambda: models.create("lenet300"), device=CPU, dtype=torch.float32)
-
-    begun = training(runs)
-    assert begun.restore(path) == 0
-    begun.train_epoch(0)
-    begun.save(path)
-    assert training(runs).restore(path) == 1
-    with pytest.raises(ValueError, match="of other runs: delete it"):
-        training([replace(run, lr=0.2) for run in runs]).restore(path)
-    path.write_bytes(b"not a checkpoint")
-    with pytest.warns(UserWarning, match="expected the checkpoint of a race in .*; its runs begin again"):
-        assert training(runs).restore(path) == 0
 
 
 @pytest.mark.parametrize(

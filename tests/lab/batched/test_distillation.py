@@ -11,6 +11,7 @@ from torch import nn
 
 from gossamer.lab.batched.supported import batched_run
 from gossamer.lab.batched.training import BatchedTraining
+from gossamer.lab.checkpoint import Checkpoints
 from gossamer.lab.training.run import Run
 
 STEPS, EPOCHS = 8, 5
@@ -56,9 +57,9 @@ def test_training_with_teachers_resumes_after_every_epoch(tmp_path: Path) -> Non
         whole.train_epoch(epoch)
     for epoch in range(EPOCHS):
         cut = fresh(all_kinds())
-        assert cut.restore(tmp_path / "batch") == epoch
+        assert cut.restore(Checkpoints(tmp_path, "batch")) == epoch
         cut.train_epoch(epoch)
-        cut.save(tmp_path / "batch")
+        cut.save(Checkpoints(tmp_path, "batch"))
     assert cut.outcomes() == whole.outcomes()
 
 

@@ -8,8 +8,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TypeVar
 
-from gossamer.lab.batched.checkpoint import remove
-from gossamer.lab.training.checkpoint import remove_unfinished
+from gossamer.lab.checkpoint import Checkpoints, remove_unfinished
 from gossamer.lab.training.folder_lock import only_one
 from gossamer.lab.training.result import writing
 
@@ -62,13 +61,14 @@ class RecordWriter:
         except OSError as error:
             self._failed.append((record, error))
 
-    def finish(self, checkpoint: Path) -> None:
-        """Remove the checkpoint; or keep it, and name the records that are missing."""
+    def finish(self, checkpoints: Checkpoints) -> None:
+        """Remove the checkpoints; or keep them, and name the records that are missing."""
         if not self._failed:
-            remove(checkpoint)
+            checkpoints.clear()
             return
         names = "; ".join(f"{path} ({error})" for path, error in self._failed)
-        kept = f"resume from {checkpoint.name}" if checkpoint.exists() else "start again, as there is no checkpoint"
+        there = checkpoints.paths()
+        kept = f"resume from {there[0].name}" if there else "start again, as there is no checkpoint"
         raise OSError(
             f"the last step is done, but some records cannot be written: {names}: free some space on the disk, or "
             f"remove what is in the way, and run the same command again; these runs then {kept}"

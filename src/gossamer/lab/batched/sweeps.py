@@ -18,11 +18,11 @@ from torch import Tensor, nn
 
 from gossamer.io.sparse_file import save
 from gossamer.lab import data
-from gossamer.lab.batched.checkpoint import ENDING, begun, between
 from gossamer.lab.batched.folder import RecordWriter, held, portions
 from gossamer.lab.batched.loop import LoopOptions, train_batched
 from gossamer.lab.batched.rows import Outcome, settled
 from gossamer.lab.batched.supported import batched_run, check, check_reachable, images_of, shared
+from gossamer.lab.checkpoint import Checkpoints
 from gossamer.lab.data.sets import ImageSet
 from gossamer.lab.results.records import read_record
 from gossamer.lab.training import networks, result
@@ -85,10 +85,21 @@ def record_path(out: Path, run: Run) -> Path:
     return out / f"{run.run_id}.json"
 
 
-def checkpoint_path(out: Path, runs: Sequence[Run]) -> Path:
+def checkpoints_of(runs: Sequence[Run], out: Path) -> Checkpoints:
     """Where a batch of these runs is written while it trains."""
-    name = hashlib.sha256(" ".join(run.run_id for run in runs).encode()).hexdigest()[:12]
-    return out / f"{name}{ENDING}"
+    digest = hashlib.sha256(" ".join(run.run_id for run in runs).encode()).hexdigest()
+    return Checkpoints(out, f"batch-{digest[:12]}")
+
+
+def begun_batches(runs: Mapping[str, Run], out: Path) -> list[list[Run]]:
+    """The batches of these runs, by their identities, that have a checkpoint in a folder."""
+    found = []
+    for name in sorted({path.name.rpartition("-")[0] for path in out.glob("batch-*-*.pt")}):
+        stated = (Checkpoints(out, name).peek() or {}).get("runs")
+        if isinstance(stated, list) and stated and all(isinstance(each, str) and each in runs for each in stated):
+            batch = [runs[each] for each in stated]
+            found += [batch] if checkpoints_of(batch, out).name == name else []
+    return found
 
 
 def missing_in(out: Path, runs: Collection[Run]) -> list[Run]:
@@ -158,7 +169,7 @@ def _train_missing(wanted: Collection[Run], options: _Options) -> None:
             continue
         images = _images(missing[0])
         _check_network(missing, images)
-        there = begun(out, {run.run_id: run for run in alike}, partial(checkpoint_path, out))
+        there = begun_batches({run.run_id: run for run in alike}, out)
         for portion in portions(missing, there, options.together):
             left = len(missing_in(out, alike))
             options.progress(f"a batch of {len(portion)} runs of {portion[0].epochs} epochs, {left} to go")
@@ -166,12 +177,15 @@ def _train_missing(wanted: Collection[Run], options: _Options) -> None:
             options.batch_done()
             left = len(missing_in(out, wanted))
             if stopping and left:
-                raise Interrupted(between(left, out))
+                raise Interrupted(
+                    f"stopped before the last {left} run{'s' * (left != 1)}; the others have their records in {out}: "
+                    "run the same command again to resume"
+                )
 
 
 def _train_portion(runs: Sequence[Run], images: ImageSet, options: _Options) -> bool:
     """Train these runs and write their records; whether a stop was requested after their last step."""
-    first, checkpoint = runs[0], checkpoint_path(options.out, runs)
+    first, checkpoints = runs[0], checkpoints_of(runs, options.out)
     started, writer = time.perf_counter(), RecordWriter()
     with StopSignal() as stop:
         trained = train_together(
@@ -181,7 +195,7 @@ def _train_portion(runs: Sequence[Run], images: ImageSet, options: _Options) -> 
             device=options.device,
             dtype=precision_of(first, options.device),
             progress=options.progress,
-            checkpoint=checkpoint,
+            checkpoints=checkpoints,
             checkpoint_minutes=first.checkpoint_minutes or math.inf,
             stop=lambda: stop.asked,
         )
@@ -193,7 +207,7 @@ def _train_portion(runs: Sequence[Run], images: ImageSet, options: _Options) -> 
             content |= options.further(run, network)
             model = [partial(save, network, path.with_suffix(".safetensors"))] if options.save_models else []
             writer.write(path, [*model, partial(result.write_json, path, content)])
-    writer.finish(checkpoint)
+    writer.finish(checkpoints)
     return stop.asked
 
 

@@ -6,20 +6,19 @@ Methods that are sparse from the first step have rows of their own from the star
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gossamer.lab.batched.checkpoint import fill_, random_state, read_newest, set_random_state, write
 from gossamer.lab.batched.distillation import Teachers
 from gossamer.lab.batched.loader import BatchLoader
 from gossamer.lab.batched.optimizer import BatchedOptimizer, Hyperparameters, MethodGroup
 from gossamer.lab.batched.rows import BatchedRun, Outcome, row_changes, rows_at
 from gossamer.lab.batched.stack import NetworkStack
+from gossamer.lab.checkpoint import Checkpoints, random_states, set_random_states
 from gossamer.lab.data.sets import ImageSet, Labelled
 from gossamer.lab.training.capture import Captured
 from gossamer.lab.training.optimise import weight_decay
@@ -27,6 +26,8 @@ from gossamer.methods.base import Context, Timeline
 from gossamer.methods.dense import Dense
 from gossamer.methods.frozen import Frozen
 from gossamer.schedule import Plan
+
+_FORMAT = 3  # of a checkpoint; earlier ones were safetensors files
 
 
 class BatchedTraining:
@@ -108,32 +109,33 @@ class BatchedTraining:
         self._take_hyperparameters(step)
         self.captured = Captured(self._step(), self.optimizer.stack.device)
 
-    def save(self, path: Path) -> None:
-        """Write a checkpoint."""
+    def save(self, checkpoints: Checkpoints) -> bool:
+        """Write a checkpoint; False, with a warning, if that fails."""
         seconds = self._seconds_before + time.perf_counter() - self._started
-        about = {"steps": self.done, "seconds": seconds, **self._identity()}
-        write(path, {**self._tensors(), **random_state(self.optimizer.stack.device)}, about)
+        state = {
+            "format": _FORMAT,
+            "runs": [each.run.run_id for each in self.runs],
+            "steps": self.done,
+            "seconds": seconds,
+            "tensors": {name: tensor.detach().to("cpu", copy=True) for name, tensor in self._tensors().items()},
+            "random": random_states(self.optimizer.stack.device),
+        }
+        return checkpoints.save(state, self.done)
 
-    def restore(self, path: Path) -> int:
+    def restore(self, checkpoints: Checkpoints) -> int:
         """Resume from the newest checkpoint; returns the number of whole epochs that are done, 0 without one."""
-        found = read_newest(path)
-        if found is None:
+        state = checkpoints.load()
+        if state is None:
             return 0
-        tensors, about = found
-        if {name: about.get(name) for name in self._identity()} != self._identity():
-            raise ValueError(f"the checkpoint in {path} is of other runs: delete it, or choose another file")
-        done = about.get("steps")
-        if type(done) is not int or not 0 < done <= self.steps:
-            raise ValueError(f"expected 1 to {self.steps} steps in the checkpoint {path}, got {done!r}: delete it")
-        seconds = about.get("seconds")
-        if not isinstance(seconds, int | float) or not 0 <= seconds < math.inf:
-            raise ValueError(f"expected the seconds of training in the checkpoint {path}, got {seconds!r}: delete it")
-        self._seconds_before = float(seconds)
+        done, self._seconds_before = check_state(state, [each.run.run_id for each in self.runs], self.steps)
         self.arrange_rows(done - 1)
         self.done = done
-        fill_(self._tensors(), tensors, path)
+        fill_(self._tensors(), state["tensors"])
         self.optimizer.apply_masks()
-        set_random_state(tensors, self.optimizer.stack.device)
+        try:
+            set_random_states(state["random"], self.optimizer.stack.device)
+        except (LookupError, TypeError, ValueError, RuntimeError) as error:
+            raise _unusable(f"other states of random number generators ({error})") from error
         return done // self.loader.steps
 
     def _tensors(self) -> dict[str, Tensor]:
@@ -141,9 +143,6 @@ class BatchedTraining:
         if self.done % self.loader.steps:  # in the middle of an epoch
             found["losses"] = self._losses
         return found
-
-    def _identity(self) -> dict[str, Any]:
-        return {"runs": [each.run.run_id for each in self.runs]}
 
     def phases(self, epoch: int) -> str:
         """The phases in which runs are at the end of an epoch."""
@@ -253,6 +252,43 @@ class BatchedTraining:
                 optimizer.update(gradients, parameters)
 
         return step
+
+
+def check_state(state: Mapping[str, Any], runs: Sequence[str], steps: int) -> tuple[int, float]:
+    """The steps and the seconds in the checkpoint of a batch, which is refused if it cannot be of these runs."""
+    if state.get("format") != _FORMAT:
+        raise ValueError(
+            f"expected the checkpoint of a batch in format {_FORMAT}, got {state.get('format')!r}: go on with the "
+            "version of gossamer that wrote it, or delete it to start again"
+        )
+    if state.get("runs") != list(runs):
+        raise _unusable("one of other runs")
+    done, seconds = state.get("steps"), state.get("seconds")
+    if type(done) is not int or not 0 < done <= steps:
+        raise _unusable(f"{done!r:.40} as its steps, not 1 to {steps}")
+    if not isinstance(seconds, int | float) or not 0 <= seconds < math.inf:
+        raise _unusable(f"{seconds!r:.40} as the seconds of training")
+    tensors = state.get("tensors")
+    if not isinstance(tensors, dict) or not all(isinstance(each, Tensor) for each in tensors.values()):
+        raise _unusable("no tensors")
+    return done, float(seconds)
+
+
+def fill_(wanted: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
+    """Copy the tensors of a checkpoint into those that are wanted; all of them, or none."""
+    wrong = [
+        name
+        for name, tensor in wanted.items()
+        if name not in tensors or (tensors[name].shape, tensors[name].dtype) != (tensor.shape, tensor.dtype)
+    ]
+    if wrong:
+        raise _unusable(f"one with no tensor of the right shape and type for {', '.join(wrong[:4])}")
+    for name, tensor in wanted.items():
+        tensor.copy_(tensors[name])
+
+
+def _unusable(got: str) -> ValueError:
+    return ValueError(f"expected the checkpoint of this batch, got {got}: delete it to start again")
 
 
 def evaluate(stack: NetworkStack, loader: BatchLoader, part: Labelled) -> list[float]:

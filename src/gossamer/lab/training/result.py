@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from gossamer.diagnostics import Health
 from gossamer.io.sparse_file import save
 from gossamer.lab import model_files
+from gossamer.lab.checkpoint import Checkpoints, write_atomically
 from gossamer.lab.json_files import read_object
-from gossamer.lab.training.checkpoint import Checkpoints, write_atomically
 from gossamer.lab.training.distributed import DistributedContext
 from gossamer.lab.training.run import Run
 from gossamer.provenance import commit, cpu_name, versions

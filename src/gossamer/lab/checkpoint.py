@@ -1,9 +1,9 @@
-"""Checkpoints that survive a kill at any moment, a full disk and a corrupted file.
+"""Checkpoints of runs and of batches of runs, which survive a kill at any moment, a full disk and a corrupted file.
 
-A checkpoint is written to a temporary file, forced to the disk and only then given its name, so what has the name is
-complete. Its SHA-256 lies beside it: a file that no longer agrees, or whose digest is damaged, is set aside for the one
-before, and that is said. The two newest are kept. Only files of exactly these names are ever removed. They are plain
-`torch.save` files, readable with `torch.load(path, weights_only=True)`.
+A checkpoint is written to a temporary file, forced to the disk and only then given its name, so a file with that name
+is complete. Its SHA-256 lies beside it: a file that no longer agrees, or whose digest is damaged, is set aside with a
+warning, and the one before is used. The two newest are kept. Only files of exactly these names are ever removed. They
+are plain `torch.save` files, readable with `torch.load(path, weights_only=True)`.
 """
 
 import hashlib
@@ -26,10 +26,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from gossamer.io.container import through_links
 
-_NAME = re.compile(r"checkpoint-(\d{9})\.pt")
-_DIGEST_NAME = re.compile(r"checkpoint-(\d{9})\.sha256")
-_WRITTEN = r"checkpoint-\d{9}\.(pt|sha256)|(run|result|layers)\.json|log\.jsonl|model(\.sparse)?\.safetensors"
-_UNFINISHED = re.compile(rf"\.({_WRITTEN})\.[0-9a-f]{{12}}\.part")
+_OF_A_RUN = r"(run|result|layers|health)\.json|log\.jsonl|model(\.sparse)?\.safetensors"  # what a run writes besides
 _DIGEST = re.compile(rb"[0-9a-f]{64}")
 _KEPT = 2
 _DAMAGED = ".damaged"  # behind the name of a file that was set aside
@@ -43,15 +40,19 @@ _SHARD = "__shard__"  # marks a tensor that other processes have the rest of
 
 
 class Checkpoints:
-    """The checkpoints of one run, in one folder."""
+    """The checkpoints of one run, or of one batch of runs, in one folder: NAME-STEP.pt."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, name: str = "checkpoint") -> None:
+        self.folder, self.name = folder, name
 
     def paths(self) -> list[Path]:
         """The checkpoints that are there, newest first."""
-        found = [path for path in self.folder.glob("checkpoint-*.pt") if _NAME.fullmatch(path.name)]
-        return sorted(found, reverse=True)
+        return sorted(self._own("pt"), reverse=True)
+
+    def _own(self, ending: str) -> list[Path]:
+        """Files with exactly the names that checkpoints, or their digests, have."""
+        name = re.compile(rf"{re.escape(self.name)}-\d{{9}}\.{ending}")
+        return [path for path in self.folder.glob(f"{self.name}-*.{ending}") if name.fullmatch(path.name)]
 
     def next_time(self) -> str:
         """What the same command would do now."""
@@ -60,7 +61,7 @@ class Checkpoints:
 
     def save(self, state: dict[str, Any], step: int) -> bool:
         """Write a checkpoint; False, with a warning, where the disk does not take it: training can go on."""
-        path = self.folder / f"checkpoint-{step:09d}.pt"
+        path = self.folder / f"{self.name}-{step:09d}.pt"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             write_atomically(path, lambda file: torch.save(state, file), before=_write_digest)
@@ -85,8 +86,9 @@ class Checkpoints:
         One that is damaged gets another name: it can be looked at, but is no checkpoint any more, and takes no good
         one's place.
         """
+        written = rf"{re.escape(self.name)}-\d{{9}}\.(pt|sha256)|{_OF_A_RUN}"
         for unfinished in self.folder.glob(".*.part"):
-            if _UNFINISHED.fullmatch(unfinished.name):
+            if re.fullmatch(rf"\.({written})\.[0-9a-f]{{12}}\.part", unfinished.name):
                 unfinished.unlink(missing_ok=True)
         paths = self.paths()
         for path in paths:
@@ -101,10 +103,19 @@ class Checkpoints:
             warnings.warn(f"the checkpoint {path} {problem}; it is now called {aside.name}; {remedy}", stacklevel=2)
         return None
 
+    def peek(self) -> dict[str, Any] | None:
+        """The newest checkpoint that is whole, with nothing moved or removed."""
+        for path in self.paths():
+            if _problem(path) is None:
+                try:
+                    return _read(path)
+                except Exception:  # as in `load`, which says so
+                    continue
+        return None
+
     def clear(self) -> None:
-        """Remove all checkpoints: the run is complete. What is not a checkpoint with a digest is somebody else's."""
-        digests = [path for path in self.folder.glob("checkpoint-*.sha256") if _DIGEST_NAME.fullmatch(path.name)]
-        for digest in digests:
+        """Remove all checkpoints: the run is complete. Files without a digest are not ours."""
+        for digest in self._own("sha256"):
             path = digest.with_suffix(".pt")
             path.with_name(path.name + _DAMAGED).unlink(missing_ok=True)
             _remove(path)
