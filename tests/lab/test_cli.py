@@ -445,7 +445,7 @@ def test_ctrl_c_stops_after_a_checkpoint_and_the_same_command_goes_on(
         assert run("train", "digits", "--out", str(tmp_path), *SHORT) == 130
     said = capsys.readouterr().err
     assert "stopped after step 8 of" in said
-    assert "run the same command again to go on" in said
+    assert "run the same command again to resume" in said
     assert run("train", "digits", "--out", str(tmp_path), *SHORT) == 0
 
 
@@ -458,7 +458,7 @@ def test_a_warning_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
     warned = [line for line in capsys.readouterr().err.splitlines() if "warning" in line]
     assert len(warned) == 1
     assert warned[0].startswith("warning: the checkpoint")
-    assert warned[0].endswith("; beginning again")
+    assert warned[0].endswith("; starting again")
 
 
 def test_numbers_stay_whole_beside_a_long_name() -> None:

@@ -57,10 +57,10 @@ class Checkpoints:
     def next_time(self) -> str:
         """What the same command would do now."""
         kept = self.paths()
-        return f"it goes on from {kept[0].name}" if kept else "it begins again, as there is no checkpoint"
+        return f"it resumes from {kept[0].name}" if kept else "it starts again, as there is no checkpoint"
 
     def save(self, state: dict[str, Any], step: int) -> bool:
-        """Write a checkpoint; False, with a warning, where the disk does not take it: training can go on."""
+        """Write a checkpoint; False, with a warning, if that fails: training can continue."""
         path = self.folder / f"{self.name}-{step:09d}.pt"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -81,10 +81,9 @@ class Checkpoints:
         return True
 
     def load(self) -> dict[str, Any] | None:
-        """The newest checkpoint that is whole, or None where there is none. What a kill left unfinished is removed.
+        """The newest whole checkpoint, or None. Files that a kill left unfinished are removed.
 
-        One that is damaged gets another name: it can be looked at, but is no checkpoint any more, and takes no good
-        one's place.
+        A damaged checkpoint is renamed: it can be inspected, but no longer counts as one of those that are kept.
         """
         written = rf"{re.escape(self.name)}-\d{{9}}\.(pt|sha256)|{_OF_A_RUN}"
         for unfinished in self.folder.glob(".*.part"):
@@ -96,10 +95,10 @@ class Checkpoints:
             if problem is None:
                 try:
                     return _read(path)
-                except Exception as error:  # whatever the reader stumbles over, an older file may be whole
+                except Exception as error:  # whatever is wrong, an older file may be whole
                     problem = f"cannot be read: {_reason(error)}"
             aside = path.replace(path.with_name(path.name + _DAMAGED))
-            remedy = "beginning again" if path == paths[-1] else "going on from the one before"
+            remedy = "starting again" if path == paths[-1] else "using the one before"
             warnings.warn(f"the checkpoint {path} {problem}; it is now called {aside.name}; {remedy}", stacklevel=2)
         return None
 
@@ -109,7 +108,7 @@ class Checkpoints:
             if _problem(path) is None:
                 try:
                     return _read(path)
-                except Exception:  # as in `load`, which says so
+                except Exception:  # `load` warns about it
                     continue
         return None
 
@@ -126,8 +125,8 @@ def write_atomically(
 ) -> str:
     """Let `write` fill a file that has its name only once it is complete and on the disk. Returns its SHA-256.
 
-    `before` is called with the path and the digest just before the file takes its name. Through a link the file that
-    it names is written.
+    `before` is called with the path and the digest just before the file takes its name. If the path is a link, its
+    target is written.
     """
     path = through_links(path)
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}.part")
@@ -154,7 +153,7 @@ def write_atomically(
 
 
 def remove_unfinished(path: Path) -> None:
-    """Remove what kills have left of earlier attempts to write this file, which nobody else writes at the moment."""
+    """Remove unfinished files of earlier attempts to write this one, which no other process writes at the moment."""
     unfinished = re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]{{12}}\.part")
     for each in path.parent.glob(".*.part"):
         if unfinished.fullmatch(each.name):
@@ -252,7 +251,7 @@ def _check_names(pickled: bytes) -> None:
 
 
 def _check_extent(tree: Any, most: int) -> None:
-    """A list that is in itself, or in ten others twice, is a few bytes of a file; told in a message it has no end."""
+    """A list that contains itself, or is in ten others twice, is a few bytes of a file, but endless in a message."""
     extent, left = 0, [tree]
     while left:
         value = left.pop()

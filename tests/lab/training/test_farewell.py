@@ -1,4 +1,4 @@
-"""What a run that stops says of the next time: it goes on from a checkpoint only where there is one."""
+"""What a run that stops says of the next time: it resumes from a checkpoint only where there is one."""
 
 import errno
 import os
@@ -58,7 +58,7 @@ def interrupt() -> None:
         (
             subprocess.CalledProcessError(-signal.SIGINT, ["gcc"]),  # a compiler that died of the same signal
             130,
-            "stopped at once; when the same command is given again it begins again",
+            "stopped at once; when the same command is given again it starts again",
         ),
         (OSError(errno.ENOSPC, "No space left on device"), 2, "No space left on device"),
         (step.LossNotFinite("the loss is not finite"), 2, "the loss is not finite"),
@@ -83,7 +83,7 @@ def test_only_an_error_that_may_come_of_the_signal_is_the_stop_that_was_asked_fo
 
 @pytest.mark.parametrize(
     ("steps", "next_time"),
-    [(0, "it begins again, as there is no checkpoint"), (8, "it goes on from checkpoint-000000016.pt")],
+    [(0, "it starts again, as there is no checkpoint"), (8, "it resumes from checkpoint-000000016.pt")],
 )
 def test_of_a_result_for_which_there_is_no_room(
     images: ImageSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps: int, next_time: str
@@ -95,7 +95,7 @@ def test_of_a_result_for_which_there_is_no_room(
 
 @pytest.mark.parametrize(
     ("steps", "next_time"),
-    [(0, "it begins again, as there is no checkpoint"), (2, "it goes on from checkpoint-000000002.pt")],
+    [(0, "it starts again, as there is no checkpoint"), (2, "it resumes from checkpoint-000000002.pt")],
 )
 @pytest.mark.filterwarnings("always:no checkpoint at step")
 def test_of_a_stop_without_room_for_a_checkpoint(
@@ -112,7 +112,7 @@ def test_of_a_stop_without_room_for_a_checkpoint(
 
 @pytest.mark.parametrize(
     ("made", "next_time"),
-    [([], "it begins again, as there is no checkpoint"), (["checkpoint-000000009.pt"], "from checkpoint-000000009.pt")],
+    [([], "it starts again, as there is no checkpoint"), (["checkpoint-000000009.pt"], "from checkpoint-000000009.pt")],
 )
 def test_of_a_second_interrupt(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], made: list[str], next_time: str

@@ -87,7 +87,7 @@ def test_a_result_file_that_was_damaged(torn: Path) -> None:
 def test_the_command_that_goes_on_can_be_copied_whatever_the_folder_is_called(images: ImageSet, tmp_path: Path) -> None:
     folder = tmp_path / "my runs"
     train(RUN, folder)
-    with pytest.raises(ValueError, match=f"; gossamer train '{folder}/run.json' --out '{folder}' goes on with the run"):
+    with pytest.raises(ValueError, match=f"; gossamer train '{folder}/run.json' --out '{folder}' resumes the run"):
         train(RUN.with_settings(["seed=1"]), folder)
 
 

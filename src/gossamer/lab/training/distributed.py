@@ -221,7 +221,7 @@ def advice_on_lost_processes() -> Iterator[None]:
         first = str(error).splitlines()[0]
         raise RuntimeError(
             f"the other processes of this run cannot be reached ({first}): see whether one of them has said why it "
-            "ended, and run the same command again; it goes on from the last checkpoint, where there is one"
+            "ended, and run the same command again; it resumes from the last checkpoint, where there is one"
         ) from error
 
 

@@ -1,6 +1,6 @@
 """The one training loop. `train` reads from top to bottom: data, model, optimizer, sparsifier, steps, result.
 
-A run can be killed at any moment; the same call goes on from its last checkpoint, and on a CPU ends with the very same
+A run can be killed at any moment; the same call resumes from its last checkpoint, and on a CPU ends with the very same
 bits. The test set is looked at once, after the last step.
 """
 
@@ -58,8 +58,8 @@ _ASK_AFTER = 2.0  # seconds
 @advice_on_lost_workers()
 @advice_on_lost_processes()
 def train(run: Run, out: Path | str, *, observers: Sequence[Observer] = ()) -> dict[str, Any]:
-    """Train `run`, or go on with it, in the folder `out`. Returns what is in result.json; `observers` are told how it
-    goes, beside the log in that folder."""
+    """Train `run`, or resume it, in the folder `out`. Returns the content of result.json; `observers` receive training
+    events, besides the log in that folder."""
     if not isinstance(run, Run):
         raise TypeError(
             f"expected a Run, got {run!r}: Run(model=…), or that of a recipe, gossamer.lab.recipes.find('digits').run"
@@ -233,7 +233,7 @@ def _train(run: Run, folder: Path, observers: Sequence[Observer], held: ExitStac
             validation=validation,
             seconds=clock.seconds(),
             settled=None if sparsifier is None else sparsifier.resolved_settings or None,
-            teacher=None if teacher is None else teacher.told(),
+            teacher=None if teacher is None else teacher.about(),
         )
         tensors = whole_state(model)
 
@@ -243,13 +243,13 @@ def _train(run: Run, folder: Path, observers: Sequence[Observer], held: ExitStac
                 result.write_all(folder, tensors, counted, finished, health)
                 checkpoints.clear()
 
-        context.after_the_leader(write)  # nobody leaves, and closes its connections, while another still writes
+        context.after_the_leader(write)  # no process exits, and closes its connections, while another still writes
         return finished
 
 
 def _farewell(stopped: str, checkpoints: Checkpoints, saved: bool) -> str:
     if saved:
-        return f"{stopped}; a checkpoint is in {checkpoints.folder}: run the same command again to go on"
+        return f"{stopped}; a checkpoint is in {checkpoints.folder}: run the same command again to resume"
     return f"{stopped}, but no checkpoint could be written: run the same command again; {checkpoints.next_time()}"
 
 

@@ -128,7 +128,7 @@ def _refuse_another(folder: Path, run: Run, path: Path) -> None:
         raise ValueError(
             f"{folder} belongs to run {other.run_id}, which differs from run {run.run_id} in "
             f"{', '.join(run.differences_from(other))}: choose another folder, or delete this one; "
-            f"{command} goes on with the run that it belongs to"
+            f"{command} resumes the run that it belongs to"
         )
 
 

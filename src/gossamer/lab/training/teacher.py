@@ -1,12 +1,12 @@
-"""A frozen network beside the one that trains, from whose answers it learns (gossamer.distillation has the loss).
+"""A frozen network from whose outputs the trained network learns (gossamer.distillation has the loss).
 
-`teacher=trunk` is the network itself as it is when the warm-up ends, so it teaches from there on; with schedule=restart
-its learning rate has then come down to zero, and it is a finished dense network. Any other `teacher` is the folder of
-a finished run or a file with a network, which teaches from the first step on.
+`teacher=trunk` is a copy of the network at the end of the warm-up, which teaches from then on; with schedule=restart
+its learning rate has fallen to zero by then, and it is a finished dense network. Any other `teacher` is the folder of a
+finished run or a file with a network, which teaches from the first step on.
 
-A teacher sees the batches of its pupil, augmented alike, in evaluation mode: it answers as it would in use, no dropout
-blurs what it knows, and processes that share a batch get from it what one process gets. Every process has all of it,
-also where the parameters of the pupil are sharded. A language model that teaches carries a hidden state of its own.
+A teacher sees the batches of its student, augmented alike, in evaluation mode: without dropout, and with the same
+outputs whether one process computes a batch or several share it. Every process has a full copy of it, also if the
+parameters of the student are sharded. A language model that teaches has a hidden state of its own.
 """
 
 import hashlib
@@ -30,48 +30,48 @@ from gossamer.schedule import Plan
 
 @dataclass(frozen=True)
 class Lesson:
-    """What a task has that a teacher has to fit."""
+    """What a teacher has to fit."""
 
     example: Tensor
     num_classes: int
-    hidden: RNNState | None  # where answers come with a hidden state, a fresh one
+    hidden: RNNState | None  # a fresh one, if outputs come with a hidden state
 
 
 class Teacher:
-    """Calling it adds what the teacher says to a loss."""
+    """Calling it adds the distillation to a loss."""
 
     def __init__(self, run: Run, context: DistributedContext, lesson: Lesson, warmup: int) -> None:
-        """`run` has to be resolved; `warmup` is the number of steps after which the trunk is ready."""
+        """`run` has to be resolved; `warmup` is the number of steps after which a copy is ready."""
         self._run, self._context, self._classes, self._hidden = run, context, lesson.num_classes, lesson.hidden
         self._ready_at = warmup
         self._forward: Callable[..., Any] | None = None
         self._network: nn.Module | None = None
-        self._told: dict[str, Any] = {"from": run.teacher, "network": run.model}
+        self._about: dict[str, Any] = {"from": run.teacher, "network": run.model}
         if run.teacher == TRUNK:
             if warmup < 1:
                 raise ValueError(
-                    f"teacher={TRUNK}: expected a warm-up in which the trunk learns, got one of no steps: raise "
+                    f"teacher={TRUNK}: expected a warm-up in which the teacher learns, got one of no steps: raise "
                     "settings.warmup, train longer, or give teacher= a file"
                 )
-            self._told["steps"] = warmup
+            self._about["steps"] = warmup
         else:
-            found, self._told["sha256"] = context.after_the_leader(lambda: _opened(run))
-            self._told["network"] = found.name
+            found, self._about["sha256"] = context.after_the_leader(lambda: _opened(run))
+            self._about["network"] = found.name
             self._take(found.model)
             _check(found, self._network, lesson, run)
 
     @property
     def teaches(self) -> bool:
-        """Whether there is somebody to learn from already."""
+        """Whether the teacher is ready."""
         return self._network is not None
 
     def before(self, step: int, model: nn.Module) -> None:
-        """Freeze the trunk where its time has come; all processes have to take part."""
+        """Freeze a copy of the network at the end of the warm-up; all processes have to take part."""
         if self._network is None and step == self._ready_at:
-            self._build_trunk(whole_state(model))
+            self._build_copy(whole_state(model))
 
     def __call__(self, loss: Tensor, logits: Tensor, inputs: Tensor) -> Tensor:
-        """The loss of the pupil, whose logits for `inputs` these are, of the right labels and of the teacher."""
+        """The loss of the student, whose logits for `inputs` these are, from the labels and the teacher."""
         if self._forward is None:
             return loss
         with torch.no_grad(), autocast(self._run, self._context):
@@ -91,23 +91,23 @@ class Teacher:
         if self._hidden is not None:
             self._hidden.clear()
 
-    def told(self) -> dict[str, Any]:
-        """Who it was, for the result of the run."""
-        return dict(self._told)
+    def about(self) -> dict[str, Any]:
+        """Which network it was, for the result of the run."""
+        return dict(self._about)
 
     # --- checkpoints ---
 
     def state(self) -> dict[str, Any]:
-        """What all processes have alike: the trunk, where it is ready; of a file its digest alone."""
+        """What all processes share: the copy of the network, once it is ready; of a file only its digest."""
         trunk = self._network if self._run.teacher == TRUNK else None
-        return {"trunk": None if trunk is None else trunk.state_dict(), "sha256": self._told.get("sha256")}
+        return {"trunk": None if trunk is None else trunk.state_dict(), "sha256": self._about.get("sha256")}
 
     def own_state(self) -> list[Tensor] | None:
-        """What each process has for itself: the hidden state of its slice."""
+        """What each process has of its own: the hidden state of its slice."""
         return None if self._hidden is None else self._hidden.state()
 
     def load_state(self, state: Mapping[str, Any], own: list[Tensor] | None) -> None:
-        digest = self._told.get("sha256")
+        digest = self._about.get("sha256")
         if state["sha256"] != digest:
             raise ValueError(
                 f"expected the teacher with which the run began in {self._run.teacher} (SHA-256 "
@@ -115,14 +115,14 @@ class Teacher:
                 "begin again in another folder"
             )
         if state["trunk"] is not None:
-            self._build_trunk(state["trunk"])
+            self._build_copy(state["trunk"])
         if self._hidden is not None:
             self._hidden.load(own)
 
     # --- the network ---
 
-    def _build_trunk(self, tensors: Mapping[str, Tensor]) -> None:
-        """Built anew, as a copy of the pupil would have the hooks that methods have set on it."""
+    def _build_copy(self, tensors: Mapping[str, Tensor]) -> None:
+        """Built from scratch, as a copy of the student would have the hooks that methods have set on it."""
         with torch.random.fork_rng(devices=[]):  # its first random weights are overwritten, and must not be missing
             network = networks.create(self._run, self._classes)
         network.load_state_dict(tensors)
@@ -134,7 +134,7 @@ class Teacher:
 
 
 def make_teacher(run: Run, context: DistributedContext, lesson: Lesson, plan: Plan | None) -> Teacher | None:
-    """The teacher that a run asks for, None where it learns from the labels alone."""
+    """The teacher of a run, None if it learns from the labels alone."""
     return Teacher(run, context, lesson, plan.warmup if plan is not None else 0) if run.distil else None
 
 
@@ -159,7 +159,7 @@ def _opened(run: Run) -> tuple[model_files.StoredModel, str]:
 
 
 def _check(found: model_files.StoredModel, network: nn.Module | None, lesson: Lesson, run: Run) -> None:
-    """Refuse a teacher that does not answer as its pupil does."""
+    """Refuse a teacher whose outputs do not fit those of its student."""
     assert network is not None
     expected = f"expected a teacher that gives {lesson.num_classes} logits for batches of {run.data}"
     try:
