@@ -136,7 +136,7 @@ def test_signs_that_a_terminal_does_not_know_are_no_error() -> None:
             ["train", "digits", "--out", "OUT", "--set", "epoch=3"],
             "unknown key 'epoch' of a run: did you mean 'epochs'?",
         ),
-        (["train", "digits", "--out", "OUT", "--set", "device=cuda"], "device=cuda was asked for, but torch"),
+        (["train", "digits", "--out", "OUT", "--set", "device=cuda"], "device=cuda was requested, but torch"),
         (["train", "digits", "--out", "OUT", "--set", "lr=1e30"], "the loss is not finite"),
         (["train", "digits", "--out", "OUT", "--set", "model=resnet20"], "resnet20 does not take batches of digits"),
         (["train", "cifar10-resnet20", "--out", "OUT", "--set", "data_root=OUT"], "to name a folder with data sets"),
@@ -443,7 +443,7 @@ def test_ctrl_c_stops_after_a_checkpoint_and_the_same_command_goes_on(
         assert run("train", "digits", "--out", str(tmp_path), *SHORT) == 130
     said = capsys.readouterr().err
     assert "stopped after step 8 of" in said
-    assert "run the same command again to go on" in said
+    assert "run the same command again to resume" in said
     assert run("train", "digits", "--out", str(tmp_path), *SHORT) == 0
 
 
@@ -456,7 +456,7 @@ def test_a_warning_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
     warned = [line for line in capsys.readouterr().err.splitlines() if "warning" in line]
     assert len(warned) == 1
     assert warned[0].startswith("warning: the checkpoint")
-    assert warned[0].endswith("; beginning again")
+    assert warned[0].endswith("; starting over")
 
 
 def test_numbers_stay_whole_beside_a_long_name() -> None:

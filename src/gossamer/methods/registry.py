@@ -84,8 +84,8 @@ def make_options(method: type[Method[Any]], values: Mapping[str, Any]) -> Option
         if name not in values or not _KINDS.keys() >= set(allowed):
             continue  # other types are checked by the method's own options
         if type(values[name]) not in (*allowed, *([int] if float in allowed else [])):
-            said = " or ".join(_KINDS[each] for each in allowed)
-            raise ValueError(f"{name}: expected {said}, got {values[name]!r}")
+            kinds = " or ".join(_KINDS[each] for each in allowed)
+            raise ValueError(f"{name}: expected {kinds}, got {values[name]!r}")
     return method.options(**values)
 
 

@@ -119,9 +119,9 @@ def _descend(
     tl.store(mask_variable + in_state, tl.where(tl.load(finite + run) != 0, new, old), mask=inside)
     if removed is not None or same_removed is not None:
         share = same_removed if removed is None else tl.load(removed + run)
-        gone = tl.load(mask + in_state, mask=inside, other=1) == 0
+        pruned = tl.load(mask + in_state, mask=inside, other=1) == 0
         damped = (gradient.to(tl.float32) * share).to(gradient.dtype)
-        tl.store(places, damped, mask=learns & gone)
+        tl.store(places, damped, mask=learns & pruned)
     if parameters is not None:
         parameter = pick(parameters, which)
         tl.store(parameter + in_tensor, weight.to(parameter.dtype.element_ty), mask=inside)

@@ -38,7 +38,7 @@ def mode_of(run: Run, context: DistributedContext, steps: int) -> Mode:
 
 def test_on_a_cpu_everything_is_plain_and_a_graph_is_refused() -> None:
     assert mode_of(SPARSE, CPU, STEPS) == Mode()
-    with pytest.raises(ValueError, match="capture=true was asked for, but there are no CUDA graphs on device=cpu"):
+    with pytest.raises(ValueError, match="capture=true was requested, but there are no CUDA graphs on device=cpu"):
         modes.resolve(SPARSE.with_settings(["capture=true"]), CPU)
 
 
@@ -102,10 +102,10 @@ def test_what_a_run_says_is_kept(said: str, expected: Mode) -> None:
         (
             SPARSE,
             DistributedContext(torch.device("cuda", 1), rank=1, world=2),
-            "2 processes have to meet in every step",
+            "2 processes synchronize in every step",
         ),
-        (Run(method="scl", decay=0.1, leave_at=0.9), GPU, "with leave_at the host has to look at the sparsity"),
-        (SPARSE.with_settings(["settings.scale=per_sample"]), GPU, "scale=per_sample watches the forward pass"),
+        (Run(method="scl", decay=0.1, leave_at=0.9), GPU, "with leave_at the host reads the sparsity"),
+        (SPARSE.with_settings(["settings.scale=per_sample"]), GPU, "scale=per_sample observes the forward pass"),
         (Run(method="rigl", sparsity=0.5), GPU, "only steps of dense and scl can be replayed, not of method=rigl"),
     ],
 )
@@ -113,7 +113,7 @@ def test_what_cannot_be_captured_is_left_eager_or_refused(run: Run, context: Dis
     left = mode_of(run, context, STEPS)
     assert not left.capture
     assert not left.compile
-    with pytest.raises(ValueError, match=f"capture=true was asked for, but {reason}.*set capture=auto"):
+    with pytest.raises(ValueError, match=f"capture=true was requested, but {reason}.*set capture=auto"):
         modes.resolve(run.with_settings(["capture=true"]), context)
 
 
