@@ -26,7 +26,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "Some GPU")
     entry = {"precision": "bf16", "channels_last": True, "capture": True, "compile_from": STEPS}
     monkeypatch.setattr(modes, "_table", lambda: {"Some GPU": {"resnet20": entry}, "Other GPU": {"resnet56": entry}})
-    monkeypatch.setattr(modes, "triton_is_there", lambda: True)
+    monkeypatch.setattr(modes, "has_triton", lambda: True)
     monkeypatch.setenv("CC", sys.executable)  # any program will do
     (tmp_path / "Python.h").touch()
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
@@ -75,7 +75,7 @@ def test_without_a_compiler_nothing_is_compiled_unasked(monkeypatch: pytest.Monk
 
 @pytest.mark.usefixtures("gpu")
 def test_without_triton_nothing_is_compiled_unasked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(modes, "triton_is_there", lambda: False)
+    monkeypatch.setattr(modes, "has_triton", lambda: False)
     assert not mode_of(SPARSE, GPU, STEPS).compile
     assert mode_of(SPARSE.with_settings(["compile=yes"]), GPU, 1).compile  # torch will say what is missing
 

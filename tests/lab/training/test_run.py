@@ -248,9 +248,7 @@ def test_a_file_of_a_newer_version_is_refused() -> None:
 
 @pytest.mark.parametrize("version", [True, -3, 0, 1.0, "1", None])
 def test_a_file_whose_format_is_none_is_refused(version: object) -> None:
-    with pytest.raises(
-        ValueError, match=f"format: expected {FORMAT}, got {version!r}: write {FORMAT}, or omit it"
-    ):
+    with pytest.raises(ValueError, match=f"format: expected {FORMAT}, got {version!r}: write {FORMAT}, or omit it"):
         Run.from_dict({"format": version})
 
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from gossamer.budget import triton_is_there
+from gossamer.budget import has_triton
 from gossamer.lab.models import MODELS
 from gossamer.lab.training.checks import AUTO
 from gossamer.lab.training.distributed import DistributedContext
@@ -139,7 +139,7 @@ def _can_compile() -> bool:
     """Whether torch.compile can work: it writes Triton kernels, which need a C compiler and the headers of Python."""
     named = os.environ.get("CC")
     compiler = any(map(shutil.which, [named] if named else ["gcc", "clang"]))  # where Triton searches for it
-    return triton_is_there() and compiler and Path(sysconfig.get_path("include"), "Python.h").exists()
+    return has_triton() and compiler and Path(sysconfig.get_path("include"), "Python.h").exists()
 
 
 @cache
