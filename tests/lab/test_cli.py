@@ -96,7 +96,7 @@ def test_a_report_of_a_folder_of_runs(tmp_path: Path, capsys: pytest.CaptureFixt
     (tmp_path / "race").mkdir()
     (tmp_path / "race" / "0.json").write_text(json.dumps({"tier": "screening", "accuracy": 90.0}))
     assert run("report", str(tmp_path / "race")) == 2
-    assert "a comparison has its table beside its records" in " ".join(capsys.readouterr().err.split())
+    assert "a comparison has its table next to its records" in " ".join(capsys.readouterr().err.split())
 
 
 def test_a_report_of_a_sweep_says_what_its_runs_differ_in(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -145,7 +145,7 @@ def test_signs_that_a_terminal_does_not_know_are_no_error() -> None:
         (["sweep", "digits", "--out", "OUT", "--seed", "0"], "got no option with several values: add --seed 0,1,2"),
         (["sweep", "digits", "--out", "OUT", "--epochs", "1,"], "such as seed=0,1,2, got 'epochs=1,'"),
         (["train", "digits", "--out", "OUT", "--epochs", "2.5"], "epochs: expected a whole number, got '2.5'"),
-        (["train", "digits", "--out", "OUT", "--epochs="], "expected a value behind --epochs, got an empty one"),
+        (["train", "digits", "--out", "OUT", "--epochs="], "expected a value after --epochs, got an empty one"),
         (["train", "digits", "--out", "OUT", "--nesterov=2"], "nesterov: expected true or false, got '2'"),
         (["train", "digits", "--out", "OUT", "--optimizer", "sdg"], "expected one of sgd, adamw, got 'sdg'"),
         (
@@ -155,7 +155,7 @@ def test_signs_that_a_terminal_does_not_know_are_no_error() -> None:
         (["train", "digits", "--out", "OUT", "--settings.fraction", "0.1"], "unknown setting 'fraction'"),
         (
             ["train", "digits", "--out", "OUT", "--settings.mask-lr", "1", "--set", "settings.mask_lr=1"],
-            "expected each key once, got settings.mask_lr more than once, as an option or behind --set or --grid: keep",
+            "expected each key once, got settings.mask_lr more than once, as an option or after --set or --grid: keep",
         ),
         (["train", "digits", "--out", "OUT", "--set", "lr=1", "--set", "lr=2"], "expected each key once, got lr more"),
         (["sweep", "digits", "--out", "OUT", "--seed", "0,1", "--grid", "seed=2,3"], "each key once, got seed more"),
@@ -163,15 +163,15 @@ def test_signs_that_a_terminal_does_not_know_are_no_error() -> None:
         (["compare", "--out", "OUT", "--sparsity", "95"], "such as 0.95, got [95.0]"),
         (["speed", "NEW", "--out", "OUT/nowhere/speed.json"], "make it first"),
         (["train", "NEW", "--out", "OUT"], "new.json: expected a run in format 1 or older, got format 7"),
-        (["train", "digits", "--out", ""], "expected a folder behind --out, got an empty name: write --out . for"),
-        (["sweep", "digits", "--out=", "--grid", "seed=0"], "expected a folder behind --out, got an empty name"),
+        (["train", "digits", "--out", ""], "expected a folder after --out, got an empty name: write --out . for"),
+        (["sweep", "digits", "--out=", "--grid", "seed=0"], "expected a folder after --out, got an empty name"),
         (["report", "OUT"], "expected the folder of a finished run, got "),
         (["report", "EMPTY"], "expected a finished run with a result.json in it"),
         (["train", "digits", "--out", "NEW"], "is a file: choose another name"),
         (["train", "digits", "--out", "NEW/deeper"], "is a file: choose another name"),
         (["train", "digits", "--out", "OUT", "--set", ""], "expected key=value, such as lr=0.05, got ''"),
-        (["train", "digits", "--out", "OUT", "--set"], "expected key=value behind --set and --grid, got nothing"),
-        (["sweep", "digits", "--out", "OUT", "--grid"], "expected key=value behind --set and --grid, got nothing"),
+        (["train", "digits", "--out", "OUT", "--set"], "expected key=value after --set and --grid, got nothing"),
+        (["sweep", "digits", "--out", "OUT", "--grid"], "expected key=value after --set and --grid, got nothing"),
         (["sweep", "digits", "--out", "NEW", "--grid", "seed=0"], "which is a file: choose another name (--out)"),
     ],
 )
@@ -227,7 +227,7 @@ def test_a_run_that_has_finished_before_says_so(tmp_path: Path, capsys: pytest.C
     assert run(*command) == 0
     assert said in capsys.readouterr().out
     assert run(*command, "--set", "seed=1") == 2
-    assert f"gossamer train {tmp_path / 'run.json'} --out {tmp_path} goes on" in capsys.readouterr().err
+    assert f"gossamer train {tmp_path / 'run.json'} --out {tmp_path} resumes" in capsys.readouterr().err
 
 
 @pytest.mark.filterwarnings("always:this run has finished")

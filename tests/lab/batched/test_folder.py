@@ -139,7 +139,7 @@ def test_several_processes_are_refused(
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(SystemExit, match="2"):
         cli.main([*command.split(), str(tmp_path / "new")])
-    assert "expected one process, as runs side by side share one device, got WORLD_SIZE=2" in capsys.readouterr().err
+    assert "expected one process, as batched runs share one device, got WORLD_SIZE=2" in capsys.readouterr().err
     assert not torch.distributed.is_initialized()
     assert not (tmp_path / "new").exists()
 

@@ -57,7 +57,7 @@ def interrupt() -> None:
         (
             subprocess.CalledProcessError(-signal.SIGINT, ["gcc"]),  # a compiler that died of the same signal
             130,
-            "stopped at once; when the same command is given again it starts over",
+            "stopped at once; if the same command is run again, it starts over",
         ),
         (OSError(errno.ENOSPC, "No space left on device"), 2, "No space left on device"),
         (step.LossNotFinite("the loss is not finite"), 2, "the loss is not finite"),
