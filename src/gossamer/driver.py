@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from gossamer.diagnostics import Counters, Health, HealthLog
 from gossamer.methods import Context, Method, Request, Timeline
-from gossamer.per_sample.scales import SampleScales
+from gossamer.per_sample.capture import SampleGradients
 from gossamer.prunable import Weight
 from gossamer.schedule import Plan
 from gossamer.sharding import gathered, is_sharded, local, sharded_like
@@ -67,10 +67,9 @@ class Driver:
         # A method that changes w̃ after the step needs a pass of its own before the masks are applied.
         self._projects = kind.project is not Method.project
         self.log = HealthLog(len(weights), plan.warmup, plan.sparsify + plan.stabilise, self.state.device)
-        self.samples: SampleScales | None = None
+        self.samples: SampleGradients | None = None
         if kind.needs_samples(request.options):
-            dense = dict(zip(self.names, self.state.dense_views, strict=True))
-            self.samples = SampleScales(weights, dense, replicas)
+            self.samples = SampleGradients(weights, self.state.dense_views, replicas)
         if not resume:
             self._apply_first()
 
@@ -101,6 +100,22 @@ class Driver:
             self.state.take()
             self.method = self.kind(self._context)
             self._apply_first()
+
+    def changed_since_last_step(self) -> str:
+        """The names of weights that somebody has changed since the last step; none of them has been if it is empty."""
+        tensors = self.state.tensors()
+        if self.method is None:
+            masks = self.state.views(self.mask)
+            wrong = [bool(tensor[~mask].any()) for tensor, mask in zip(tensors, masks, strict=True)]
+        else:
+            shown = self.state.views(self._weights_of_forward())
+            wrong = [not torch.equal(each, view.to(each.dtype)) for each, view in zip(tensors, shown, strict=True)]
+        names = [name for name, each in zip(self.names, wrong, strict=True) if each]
+        return "" if self._agreed(not names) else _listed(names)
+
+    def prune(self, indices: Sequence[int] | None = None) -> None:
+        """Pruned weights become zero in the parameters, whatever these hold."""
+        self.state.mask_parameters(self.mask, indices)
 
     def check_finite(self) -> None:
         """Raise if a weight is NaN or infinite, as masks cannot learn from it. Synchronizes with the device."""
@@ -265,6 +280,8 @@ class Driver:
 
     def _gradients(self) -> list[Tensor | None]:
         gradients = [parameter.grad for parameter in self._parameters]
+        if not self.state.sharded:
+            return gradients
         return [local(each) if each is not None and is_sharded(each) else each for each in gradients]
 
     def _add_penalty(self, unscale: Tensor | None) -> None:

@@ -312,7 +312,7 @@ class Context(Generic[S]):
             dist.all_reduce(sums, group=self.group)
         return sums
 
-    @property
+    @cached_property
     def size(self) -> int:
         """The number of weights of a run over all processes."""
         return sum(view.size for view in self.layout.views) if self.layout.views else self.layout.count

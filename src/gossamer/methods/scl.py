@@ -325,6 +325,7 @@ class SCL(GlobalThreshold[SCLOptions]):
         self._velocity = torch.zeros_like(start) if self._options.mask_momentum else None
         # Of |w̃|: the threshold below which weights are pruned by magnitude, and the usual magnitude.
         self._level = start.new_zeros(len(chosen), 1)
+        self._lengths = torch.tensor(context.layout.sizes)
         self._usual = context.mean_squares(weights).sqrt()
         usual = self._options.estimator == "identity" and self._options.scale in ("none", "global")
         self._can_fuse = usual and not self._options.l2 and self._velocity is None and self._budget.costs is None
@@ -435,7 +436,7 @@ class SCL(GlobalThreshold[SCLOptions]):
         if len(work) > 1:
             return work.square().sum(1, keepdim=True)
         if len(part.tensors) > _MANY:
-            lengths = torch.tensor([self._context.layout.sizes[index] for index in part.tensors])
+            lengths = self._lengths[part.tensors.start : part.tensors.stop]
             return torch.segment_reduce(work[0].square(), "sum", lengths=lengths)[None]
         return torch.stack(torch._foreach_norm([step.work_views[index] for index in part.tensors])).square()[None]
 

@@ -216,8 +216,10 @@ def _train(run: Run, folder: Path, observers: Sequence[Observer], held: ExitStac
                         raise Interrupted(_stop_message(f"stopped after step {step} of {total}", checkpoints, saved))
 
         meter.check()
+        health = None
         if sparsifier is not None:
             sparsifier.finish()
+            health = sparsifier.health()
         validation = evaluate("validation", at_the_end=True) if task.has_validation else None
         test = evaluate("test", at_the_end=True)
         watching.move(step, clock.seconds(), at_once=True)
@@ -239,7 +241,7 @@ def _train(run: Run, folder: Path, observers: Sequence[Observer], held: ExitStac
         def write() -> None:
             if context.leads:
                 check_last_step(tensors, test)
-                result.write_all(folder, tensors, counted, finished)
+                result.write_all(folder, tensors, counted, finished, health)
                 checkpoints.clear()
 
         context.main_process_first(write)  # no process exits and closes its connections while another one writes
