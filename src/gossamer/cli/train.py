@@ -11,11 +11,17 @@ from rich.console import Console
 
 from gossamer.cli.arguments import Assignments, Folder, RecipeName, at_home, joined
 from gossamer.cli.run_options import RunOptions, assignments
+from gossamer.deployment.runtime.memory import processor
+from gossamer.deployment.speed import measure
+from gossamer.deployment.speed.engines import OURS
 from gossamer.lab import tables
+from gossamer.lab.model_files import open_network
 from gossamer.lab.recipes import Recipe, find
+from gossamer.lab.report_pages import SPEED, page_of_run, speed_ratios
 from gossamer.lab.training import train
 from gossamer.lab.training.progress import LiveLine, Observer, PlainLines, TensorBoard
 from gossamer.lab.training.result import MODEL, RESULT, SPARSE_MODEL, read_layers
+from gossamer.report.page import write_page
 
 
 @dataclass(frozen=True)
@@ -48,7 +54,8 @@ class Train:
 
 @dataclass(frozen=True)
 class Quickstart:
-    """Train a small network on digits, dense and 95 % sparse, and compare them. Needs no data and no GPU."""
+    """Train a small network on digits, dense and 95 % sparse, compare them, and write a page about the sparse one.
+    Needs no data and no GPU."""
 
     out: Folder = Path("gossamer-quickstart")
     """Folder for both runs."""
@@ -68,8 +75,38 @@ class Quickstart:
         _say(
             console,
             f"The sparse network is in {plain}, for any PyTorch program, and {smaller:.0f} times smaller in {small}, "
-            "for gossamer.load. Next: gossamer list, then gossamer train RECIPE --out DIR",
+            "for gossamer.load.",
         )
+        _say(console, _timed(folders["digits"]))
+        _say(console, self._page(folders["digits"], dense=results[0][1]))
+        _say(console, "Next: gossamer list, then gossamer train RECIPE --out DIR")
+
+    def _page(self, folder: Path, dense: dict[str, Any]) -> str:
+        path = at_home(self.out) / "report.html"
+        try:
+            write_page(page_of_run(folder, dense), path)
+        except ImportError as error:  # plotly is optional
+            return str(error)
+        return f"A page with its curves and layers, for your browser, is in {path}"
+
+
+def _timed(folder: Path) -> str:
+    """Measure how fast the network of a run is on this machine, and say it in a sentence."""
+    stored = open_network(folder / MODEL)
+    engines = ("torch", "onnxruntime", OURS)
+    measured = measure(
+        stored.model, stored.example, name=stored.name, batches=(1,), engines=engines, seconds=1.0, break_even=False
+    )
+    (folder / SPEED).write_text(measured.to_json())
+    (case,) = measured.to_dict()["cases"]
+    ratios = [f"{ratio:.1f} times as fast as {engine}" for engine, ratio in speed_ratios(case).items()]
+    if not ratios:
+        return f"The speed on this machine could not be measured: {case['rows'][-1]['note']}"
+    busy = " The machine was busy: gossamer speed measures again." if measured.cases[0].busy else ""
+    return (
+        f"On this machine ({processor()}, one thread, one image at a time) gossamer.deploy runs it "
+        f"{' and '.join(ratios)}, which multiply its zeros.{busy}"
+    )
 
 
 def _train(recipe: Recipe, out: Path, changes: Sequence[str] = ()) -> dict[str, Any]:

@@ -143,10 +143,10 @@ def _add_training(page: Page, log: Sequence[Mapping[str, Any]], health: Mapping[
     ]
     if health:
         steps = health["steps"]
-        decay = [(step, value) for step, value in zip(steps, health["decay"], strict=True) if value]
+        decay = [(step, value) for step, value in zip(steps, health["decay"], strict=True) if value is not None]
         flips = list(zip(steps, health["flips"], strict=True))
         charts += [
-            chart("λ₁, the pressure on the masks", [_trace(decay, "λ₁", "var(--warm)")], type="log"),
+            chart("λ₁", [_trace(decay, "λ₁", "var(--warm)")], "the connectivity decay", tickformat="~g"),
             chart("Flips", [_trace(flips, "flips", "var(--warm)")], "masks changed since the last point"),
         ]
     page.add_heading("Training")
