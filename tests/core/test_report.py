@@ -115,11 +115,10 @@ def test_model_and_parameters_are_only_read() -> None:
     torch.testing.assert_close(model.norm.running_mean, torch.zeros(4), rtol=0, atol=0)
 
 
-def test_weights_without_values() -> None:
+def test_weights_without_values_count_as_nonzeros() -> None:
     with torch.device("meta"):
-        model = nn.Linear(3, 4)
-    with pytest.raises(ValueError, match="weight is on the meta device; load"):
-        report(model)
+        on_meta, example = Net(), torch.empty(1, 3, 8, 8)
+    assert report(on_meta, example) == report(Net(), torch.randn(1, 3, 8, 8))
 
 
 @pytest.fixture

@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gossamer.schedule import Phase, Plan, cosine, nonzeros_left
+from gossamer.schedule import Phase, Plan, cosine, cubic_budget
 from gossamer.target import Target, make_target
 
 
@@ -245,7 +245,7 @@ def _budget(step: int, ramp_steps: int, total: int, final: int, ramp: str) -> in
     if ramp == "at_once":
         return final
     # The last step of the ramp is the first one at the full target.
-    return nonzeros_left(min(1.0, (step + 1) / max(1, ramp_steps)), total, final)
+    return cubic_budget(min(1.0, (step + 1) / max(1, ramp_steps)), total, final)
 
 
 def _factor(plan: Plan, step: int, kind: str) -> float:
@@ -311,7 +311,7 @@ class Context(Generic[S]):
             dist.all_reduce(sums, group=self.group)
         return sums
 
-    @property
+    @cached_property
     def size(self) -> int:
         """Weights of a run in all processes."""
         return sum(view.size for view in self.layout.views) if self.layout.views else self.layout.count
@@ -460,7 +460,7 @@ class Method(ABC, Generic[S]):
         return
 
     @classmethod
-    def resolve(cls, options: S, *, mask_steps: int, left: float | None) -> S:
+    def resolve(cls, options: S, *, mask_steps: int, density: float | None) -> S:
         """The settings with every open one chosen, for masks that train for `mask_steps` and keep the share `left`,
         if that is known."""
         return options

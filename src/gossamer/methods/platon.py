@@ -24,8 +24,8 @@ class PLATONOptions(Options):
     def __post_init__(self) -> None:
         expect(
             self,
-            importance_memory=(0 <= self.importance_memory < 1, "a number from 0 to below 1"),
-            uncertainty_memory=(0 <= self.uncertainty_memory < 1, "a number from 0 to below 1"),
+            importance_memory=(0 <= self.importance_memory < 1, "a number of at least 0 and below 1"),
+            uncertainty_memory=(0 <= self.uncertainty_memory < 1, "a number of at least 0 and below 1"),
         )
 
 
@@ -33,6 +33,7 @@ class PLATON(GlobalThreshold[PLATONOptions]):
     name, title, options = "platon", "importance and its uncertainty (PLATON)", PLATONOptions
     reference = "Zhang et al. 2022, PLATON: Pruning Large Transformer Models with Upper Confidence Bound"
     shared = ("importance_memory", "uncertainty_memory")
+    shardable = False  # many scores are equal (zero), and the first of these are kept: shards have another order
 
     def __init__(self, context: Context[PLATONOptions]) -> None:
         options = context.options[0]

@@ -18,6 +18,7 @@ from gossamer.methods.movement import MovementOptions, Scores
 class SoftMovement(GlobalThreshold[MovementOptions]):
     name, title, options = "soft_movement", "movement, one threshold (Sanh)", MovementOptions
     reference = "Sanh et al. 2020, Movement Pruning: Adaptive Sparsity by Fine-Tuning"
+    shardable = False  # many scores are equal (zero), and the first of these are kept: shards have another order
 
     def __init__(self, context: Context[MovementOptions]) -> None:
         self._scores = Scores(context)
