@@ -35,6 +35,8 @@ class Train:
     options: RunOptions
     set: Assignments = ()
     """Changes to the recipe as key=value, the same as the options below: lr=0.05 settings.mask_lr=0.1."""
+    keep_mask_variables: bool = False
+    """Also write the mask variables and dense weights, for `gossamer frontier`."""
     debug: bool = False
     """Show the traceback of an error."""
 
@@ -42,7 +44,8 @@ class Train:
         recipe, out = find(self.recipe), at_home(self.out)
         written_before = _written(out / RESULT)
         changes = joined(self.set)
-        result = _train(recipe, out, [*changes, *assignments(self.options, changes)])
+        changes += assignments(self.options, changes)
+        result = _train(recipe, out, changes, keep_mask_variables=self.keep_mask_variables)
         if leads():
             if _written(out / RESULT) == written_before:
                 _say(console, f"This run had already finished in {out}: nothing was trained.")
@@ -109,12 +112,15 @@ def _timed(folder: Path) -> str:
     )
 
 
-def _train(recipe: Recipe, out: Path, changes: Sequence[str] = ()) -> dict[str, Any]:
+def _train(
+    recipe: Recipe, out: Path, changes: Sequence[str] = (), *, keep_mask_variables: bool = False
+) -> dict[str, Any]:
     on_terminal = Console(stderr=True).is_terminal
     observers: list[Observer] = [(LiveLine if on_terminal else PlainLines)(recipe.name)]
     if TensorBoard.is_installed():
         observers.append(TensorBoard(out))
-    return train(recipe.run.with_settings(changes), out, observers=observers)
+    run = recipe.run.with_settings(changes)
+    return train(run, out, observers=observers, keep_mask_variables=keep_mask_variables)
 
 
 def _say(console: Console, sentence: str) -> None:
