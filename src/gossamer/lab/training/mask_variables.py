@@ -6,7 +6,7 @@ import safetensors.torch
 from torch import Tensor, nn
 
 from gossamer.io.sparse_file import load
-from gossamer.lab.training.checkpoint import write_atomically
+from gossamer.lab.checkpoint import write_atomically
 from gossamer.sparsifier import Sparsifier
 
 MASK_VARIABLES = "mask_variables.safetensors"
