@@ -1,4 +1,5 @@
 import errno
+import importlib.util
 import io
 import json
 import os
@@ -22,7 +23,7 @@ from gossamer.lab.batched import runs_of
 from gossamer.lab.recipes import RECIPES, find
 from gossamer.lab.training import Run
 from gossamer.lab.training.progress import JsonLines, LiveLine, PlainLines, Status
-from gossamer.lab.training.result import read_run
+from gossamer.lab.training.result import read_result_file, read_run
 from gossamer.methods.scl import SCLOptions
 from gossamer.settings import Phases
 
@@ -65,6 +66,14 @@ def test_the_quick_start_compares_dense_and_sparse(
     assert re.search(r"digits .* 95\.00% +2,907 ", shown)
     assert "features.3" in shown
     assert str(tmp_path / "digits" / "model.safetensors") in shown.replace("\n", "")
+    assert re.search(
+        r"On this machine \(.*\) gossamer.deploy runs it [\d.]+ times as fast as torch and [\d.]+ times", shown
+    )
+    if importlib.util.find_spec("plotly") is not None:
+        assert f"is in {tmp_path / 'report.html'}" in shown
+        text = (tmp_path / "report.html").read_text()
+        assert "Speed on this machine" in text
+        assert f"{read_result_file(tmp_path / 'digits-dense')['accuracy']:.2%} dense" in text
 
 
 def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
