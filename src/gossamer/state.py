@@ -84,7 +84,7 @@ class State:
         kept = self._scratch.get(these.start)
         if kept is not None:
             return kept
-        gradient, work = (torch.zeros(1, end - begin, dtype=self.dtype) for _ in range(2))
+        gradient, work = (torch.zeros(1, end - begin, dtype=self.dtype, device=self.device) for _ in range(2))
         places = [(*self._shapes[index], self.offsets[index] - begin) for index in these]
         scratch = Scratch(
             slice(begin, end),
@@ -246,7 +246,8 @@ class ParameterStep(Step):
         present = [
             (g, view) for g, view in zip(self._gradients, self._state.views(matrix), strict=True) if g is not None
         ]
-        torch._foreach_copy_([view for _, view in present], [gradient for gradient, _ in present])
+        if present:
+            torch._foreach_copy_([view for _, view in present], [gradient for gradient, _ in present])
         if self.unscale is not None:
             matrix.mul_(self.unscale)
         if self.found_inf is not None:  # the optimizer will skip this step
@@ -264,12 +265,13 @@ class ParameterStep(Step):
         if not state.on_cpu:
             work, matrix = state.matrix(), state.matrix()
             present = [(g, v) for g, v in zip(self._gradients, state.views(matrix), strict=True) if g is not None]
-            torch._foreach_copy_([view for _, view in present], [gradient for gradient, _ in present])
+            if present:
+                torch._foreach_copy_([view for _, view in present], [gradient for gradient, _ in present])
             self._copies += present
             self._views = [view[None] for view in state.views(work)]
             return [Part(range(len(state.sizes)), [Block(slice(None), matrix, state.dense, work)])]
         tensors, found = state.tensors(), list[Part]()
-        self._views = [torch.empty(0)] * len(tensors)
+        self._views = [torch.empty(0, device=state.device)] * len(tensors)
         index = 0
         while index < len(tensors):
             stop = index
@@ -309,13 +311,13 @@ class ParameterStep(Step):
         own = state.same_as_dense(tensor, index)
         if not own:
             self._foreign.append(index)
-        work = _flat(tensor) if own else torch.empty(size, dtype=state.dtype)
+        work = _flat(tensor) if own else torch.empty(size, dtype=state.dtype, device=state.device)
         self._views[index] = work.as_strided((1, *shape), (0, *strides), work.storage_offset())
         flat = None
         if gradient is not None and same_memory(gradient, strides):
             flat = _flat(gradient)
         elif gradient is not None:
-            flat = torch.empty(size, dtype=gradient.dtype)
+            flat = torch.empty(size, dtype=gradient.dtype, device=state.device)
             view = flat.as_strided(shape, strides)
             view.copy_(gradient)
             self._copies.append((gradient, view))

@@ -420,7 +420,7 @@ class SCL(GlobalThreshold[SCLOptions]):
         if len(work) > 1:
             return work.square().sum(1, keepdim=True)
         if len(part.tensors) > _MANY:
-            lengths = torch.tensor([self._context.layout.sizes[index] for index in part.tensors])
+            lengths = work.new_tensor([self._context.layout.sizes[index] for index in part.tensors], dtype=torch.int64)
             return torch.segment_reduce(work[0].square(), "sum", lengths=lengths)[None]
         return torch.stack(torch._foreach_norm([step.work_views[index] for index in part.tensors])).square()[None]
 
