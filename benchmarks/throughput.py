@@ -124,7 +124,7 @@ def side_by_side(case: Case, runs: int) -> Record:
     """Runs of one network trained together as one stacked network; bf16, one CUDA graph."""
     from side_by_side import seconds_a_step as stacked  # the benchmark beside this one
 
-    steps = 60 if case.entry.connections < 5_000_000 else 15
+    steps = 60 if case.entry.weights < 5_000_000 else 15
     dense, _ = stacked(case.entry.name, runs, steps, Phase.WARMUP, case.device)
     before = memory_now(case.device)
     sparse, _ = stacked(case.entry.name, runs, steps, Phase.SPARSIFY, case.device)

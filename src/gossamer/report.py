@@ -1,8 +1,7 @@
-"""How sparse a model is: connections, density and FLOPs of every tensor, as rows, table, JSON or LaTeX.
+"""How sparse a model is: nonzeros, density and FLOPs of every tensor, as rows, table, JSON or LaTeX.
 
-A report is a plain frozen value. It counts what is in the parameters now (a connection is an entry that is
-not zero), so it needs no masks and works on any model, trained here or not. It never prints: ``print`` it,
-give it to rich, or write ``to_json()`` to a file.
+A report is a frozen dataclass. It counts the nonzeros of the parameters as they are now, so it needs no masks and works
+on any model. It never prints by itself: ``print`` it, pass it to rich, or write ``to_json()`` to a file.
 """
 
 import io
@@ -18,39 +17,41 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor, nn
 
-from gossamer._selectors import Selectors
+from gossamer.deprecation import renamed
 from gossamer.flops import FLOPS_PER_MULTIPLY_ADD, positions
 from gossamer.prunable import Weight, select
+from gossamer.selectors import Selectors
 from gossamer.sharding import whole
 
 
 @dataclass(frozen=True)
 class Row:
-    """One tensor of connections, or the total over all."""
+    """One prunable tensor, or the total of all tensors."""
 
     name: str
     type: str
     shape: tuple[int, ...]
     weights: int
-    connections: int
-    """Weights that are not zero."""
+    nonzeros: int
     flops_dense: int | None
-    """FLOPs of one sample with all weights in use, two a multiply-add; None without example input."""
+    """FLOPs of one sample in the dense network, two per multiply-add; None without an example input."""
     flops_sparse: int | None
-    """FLOPs of one sample when zeros are skipped."""
+    """FLOPs of one sample if zeros are skipped."""
     features: int
     """Output features: rows of a matrix, filters, tokens, gate units."""
     dead_features: int
-    """Output features without any connection."""
+    """Output features whose weights are all zero."""
+
+    connections = renamed("connections", "nonzeros")
 
     @property
     def density(self) -> float:
-        return self.connections / self.weights if self.weights else 0.0
+        return self.nonzeros / self.weights if self.weights else 0.0
 
 
 @dataclass(frozen=True)
 class Report:
-    """What ``gossamer.report`` returns; ``print`` shows its table."""
+    """The result of ``gossamer.report``; ``print`` shows its table."""
 
     rows: tuple[Row, ...]
 
@@ -63,7 +64,7 @@ class Report:
             type="",
             shape=(),
             weights=sum(row.weights for row in self.rows),
-            connections=sum(row.connections for row in self.rows),
+            nonzeros=sum(row.nonzeros for row in self.rows),
             flops_dense=sum(dense) if dense else None,
             flops_sparse=sum(sparse) if sparse else None,
             features=sum(row.features for row in self.rows),
@@ -75,17 +76,19 @@ class Report:
         return self.total.weights
 
     @property
-    def connections(self) -> int:
-        return self.total.connections
+    def nonzeros(self) -> int:
+        return self.total.nonzeros
+
+    connections = renamed("connections", "nonzeros")
 
     @property
     def sparsity(self) -> float:
-        """Share of the weights that are zero."""
+        """Fraction of the weights that are zero."""
         return 1.0 - self.total.density
 
     @property
     def flops_reduction(self) -> float | None:
-        """Share of the FLOPs that zeros save; None without example input or where there are no FLOPs."""
+        """Fraction of the FLOPs that zeros save; None without an example input or without dense FLOPs."""
         total = self.total
         if not total.flops_dense or total.flops_sparse is None:
             return None
@@ -95,7 +98,7 @@ class Report:
         """Everything as plain values."""
         return {
             "weights": self.weights,
-            "connections": self.connections,
+            "nonzeros": self.nonzeros,
             "sparsity": self.sparsity,
             "flops_reduction": self.flops_reduction,
             "total": _as_dict(self.total),
@@ -142,16 +145,16 @@ class Report:
         return "\n".join(line.rstrip() for line in text.getvalue().splitlines()).strip("\n")
 
     def _cells(self) -> list[tuple[str, ...]]:
-        """The table as text: header, one line a tensor, total."""
+        """The cells of the table as text: header, one row per tensor, total."""
         has_flops = any(row.flops_dense is not None for row in self.rows)
-        header = ["tensor", "type", "shape", "weights", "connections", "density", "dead features"]
+        header = ["tensor", "type", "shape", "weights", "nonzeros", "density", "dead features"]
         if has_flops:
             header += ["FLOPs", "sparse FLOPs"]
         lines = [tuple(header)]
         for row in (*self.rows, self.total):
             shape = " x ".join(map(str, row.shape))
             dead = f"{row.dead_features:,} / {row.features:,}"
-            cells = [row.name, row.type, shape, f"{row.weights:,}", f"{row.connections:,}"]
+            cells = [row.name, row.type, shape, f"{row.weights:,}", f"{row.nonzeros:,}"]
             cells += [f"{row.density:.2%}", dead]
             if has_flops:
                 cells += [_short(row.flops_dense), _short(row.flops_sparse)]
@@ -167,19 +170,14 @@ def report(
     exclude: Selectors = None,
     batch_size: int | None = None,
 ) -> Report:
-    """Count the connections of ``model``, and with ``example_input`` the FLOPs of one sample.
+    """Count the nonzeros of ``model`` and, given ``example_input``, the FLOPs of one sample.
 
-    ``example_input`` and ``batch_size`` are those of ``gossamer.flops.positions``: a tensor, a tuple of
-    inputs or a mapping of keyword inputs, batch first. ``include`` and ``exclude`` are those of ``select``;
-    frozen tensors are counted too. A tensor that several layers share has one row.
+    ``example_input`` and ``batch_size`` are as in ``gossamer.flops.positions``: a tensor, a tuple of inputs or a
+    mapping of keyword inputs, batch first. ``include`` and ``exclude`` are as in ``select``. Frozen tensors are counted
+    too. A tensor that several layers share has one row. On the meta device, where weights have no values, all of them
+    count as nonzeros: the report is that of the dense network.
     """
     weights = select(model, include=include, exclude=exclude, for_training=False)
-    on_meta = [weight.name for weight in weights if weight.parameter.is_meta]
-    if on_meta:
-        raise ValueError(
-            f"expected weights with values, but {on_meta[0]} is on the meta device; "
-            "load the model (model.to_empty and load_state_dict) before the report"
-        )
     uses = None if example_input is None else positions(model, weights, example_input, batch_size=batch_size)
     return Report(
         tuple(
@@ -190,41 +188,44 @@ def report(
 
 
 def _row(weight: Weight, counted: tuple[int, int, int], uses: int | None) -> Row:
-    connections, features, dead_features = counted
+    nonzeros, features, dead_features = counted
     size = weight.parameter.numel()
     return Row(
         name=weight.name,
         type=_type_name(weight.uses[0].module),
         shape=tuple(weight.parameter.shape),
         weights=size,
-        connections=connections,
+        nonzeros=nonzeros,
         flops_dense=None if uses is None else FLOPS_PER_MULTIPLY_ADD * uses * size,
-        flops_sparse=None if uses is None else FLOPS_PER_MULTIPLY_ADD * uses * connections,
+        flops_sparse=None if uses is None else FLOPS_PER_MULTIPLY_ADD * uses * nonzeros,
         features=features,
         dead_features=dead_features,
     )
 
 
 def _counts(weights: Sequence[Weight]) -> list[tuple[int, int, int]]:
-    """(connections, features, dead features) of each weight, with one transfer from each device."""
+    """(nonzeros, features, dead features) of each weight, with one transfer from each device."""
     by_device: dict[torch.device, list[tuple[int, Tensor]]] = {}
     features = []
     with torch.no_grad():
         for index, weight in enumerate(weights):
-            per_feature = _connections_per_feature(weight)
+            per_feature = _nonzeros_per_feature(weight)
+            if per_feature.is_meta:
+                each = weight.parameter.numel() // max(1, per_feature.numel())
+                per_feature = torch.full(per_feature.shape, each)
             features.append(per_feature.numel())
             both = torch.stack([per_feature.sum(), (per_feature == 0).sum()])
             by_device.setdefault(both.device, []).append((index, both))
     counts = [(0, 0, 0)] * len(weights)
     for several in by_device.values():
         on_host = torch.stack([both for _, both in several]).tolist()
-        for (index, _), (connections, dead) in zip(several, on_host, strict=True):
-            counts[index] = (connections, features[index], dead)
+        for (index, _), (nonzeros, dead) in zip(several, on_host, strict=True):
+            counts[index] = (nonzeros, features[index], dead)
     return counts
 
 
-def _connections_per_feature(weight: Weight) -> Tensor:
-    """Entries that are not zero, for each output feature; of a sharded tensor, summed over all shards."""
+def _nonzeros_per_feature(weight: Weight) -> Tensor:
+    """Nonzeros of each output feature, summed over all shards of a sharded tensor."""
     parameter: Tensor = weight.parameter.detach()
     if weight.feature_axis == 1 and weight.groups > 1:
         # A grouped transposed convolution stores (in, out / groups, ...): each group has its own features.
@@ -235,7 +236,7 @@ def _connections_per_feature(weight: Weight) -> Tensor:
 
 
 def _type_name(module: nn.Module) -> str:
-    """The name of the torch.nn layer that ``module`` is or derives from, else of its own class."""
+    """The name of the torch.nn layer that ``module`` is or derives from, otherwise of its own class."""
     for base in type(module).__mro__:
         if base is not nn.Module and vars(nn).get(base.__name__) is base:
             return str(base.__name__)

@@ -1,4 +1,4 @@
-"""The zeros of a sparse model: read them as masks, put them into another model, keep them while an optimizer trains."""
+"""The zeros of a sparse model: read them as masks, impose them on another model, keep them during training."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,17 +7,17 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gossamer._hooks import uncompiled
-from gossamer._selectors import Selectors, clean_name, some
+from gossamer.optimizers import uncompiled
 from gossamer.prunable import select
+from gossamer.selectors import Selectors, clean_name, some
 from gossamer.sharding import is_sharded, local
 
 
 def masks(model: nn.Module, *, include: Selectors = None, exclude: Selectors = None) -> dict[str, Tensor]:
-    """Where the prunable weights of a model are nonzero: boolean tensors by parameter name.
+    """The masks of a model by parameter name: boolean tensors that are True where a prunable weight is nonzero.
 
-    Names are without the parts that wrappers (`torch.compile`, DistributedDataParallel) add. Frozen weights are listed
-    too; `include` and `exclude` choose tensors as in `Sparsifier`. Masks of sharded weights are sharded like these.
+    Names lack the prefixes that wrappers (`torch.compile`, DistributedDataParallel) add. Frozen weights are included;
+    `include` and `exclude` select tensors as in `Sparsifier`. Masks of sharded weights are sharded in the same way.
     """
     weights = select(model, include=include, exclude=exclude, for_training=False)
     return {clean_name(weight.name, model): weight.parameter.detach() != 0 for weight in weights}
@@ -26,8 +26,8 @@ def masks(model: nn.Module, *, include: Selectors = None, exclude: Selectors = N
 def impose(model: nn.Module | Mapping[str, Tensor], masks: Mapping[str, Tensor]) -> None:
     """Set the weights of a model (or of a state dict) to zero where the masks are False, in place.
 
-    For copies of a sparse model whose zeros were lost: an average of its weights, a merged LoRA adapter, a checkpoint
-    of an earlier step. Nothing is changed unless every mask has a weight of its name and shape.
+    For copies of a sparse model that have lost its zeros: an average of its weights, a merged LoRA adapter, a
+    checkpoint from an earlier step. Nothing is changed unless every mask has a weight of its name and shape.
     """
     if isinstance(model, nn.Module):
         named = model.named_parameters(remove_duplicate=False)
@@ -58,7 +58,7 @@ def impose(model: nn.Module | Mapping[str, Tensor], masks: Mapping[str, Tensor])
 
 
 class ZerosKept:
-    """The zeros of a model, put back after every step of an optimizer until `remove()`."""
+    """Restores the zeros of a model after every step of an optimizer, until `remove()`."""
 
     def __init__(self, zeros: list[tuple[nn.Parameter, Tensor]], optimizer: Optimizer) -> None:
         self._zeros = zeros
@@ -82,10 +82,10 @@ class ZerosKept:
 def keep_zeros(
     model: nn.Module, optimizer: Optimizer, *, include: Selectors = None, exclude: Selectors = None
 ) -> ZerosKept:
-    """Weights that are zero now stay exactly zero while `optimizer` trains, whatever its momentum or weight decay.
+    """Keep weights that are zero now exactly zero while `optimizer` trains, whatever its momentum or weight decay.
 
-    For fine-tuning a model that is already sparse; a `Sparsifier` in its own run does this by itself. Use the result in
-    a `with` block, or call its `remove()`, to let the weights go.
+    For fine-tuning a model that is already sparse; a `Sparsifier` does this by itself. Use the result in a `with`
+    block, or call its `remove()`, to release the weights.
     """
     weights = select(model, include=include, exclude=exclude)
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 import gossamer
-from gossamer._claims import release
 from gossamer.schedule import Phase
 
 TOTAL = 24  # optimizer steps: 6 of warm-up, 8 to sparsify, 4 to stabilise, 6 of fine-tuning
@@ -134,7 +133,7 @@ def test_a_damaged_state_is_refused_whole_or_the_run_ends_as_it_should(saved: in
     if saved == TOTAL:
         source.sparsifier.finish()
     weights, state = source.everything()
-    release(source.sparsifier)
+    del source
     run = Training().steps(target)
     refused = accepted = 0
     for path, instead in damages(state):
@@ -150,7 +149,6 @@ def test_a_damaged_state_is_refused_whole_or_the_run_ends_as_it_should(saved: in
             continue
         accepted += 1
         ends_as_it_should(run, weights, str(path))
-        release(run.sparsifier)
         run = Training().steps(target)
     assert refused > 10 * accepted / 3 > 0
     run.steps(TOTAL).sparsifier.finish()  # after all the refusals

@@ -118,7 +118,7 @@ def test_list_shows_everything_with_its_count(capsys: pytest.CaptureFixture[str]
     for name in (*models.names(), *data.names(), *(recipe.name for recipe in RECIPES), "scl"):
         assert name in shown
     assert f"{len(RECIPES)} recipes" in shown
-    assert all(f"{entry.connections:,}" in shown for entry in models.MODELS)
+    assert all(f"{entry.weights:,}" in shown for entry in models.MODELS)
 
 
 def test_signs_that_a_terminal_does_not_know_are_no_error() -> None:
@@ -131,7 +131,7 @@ def test_signs_that_a_terminal_does_not_know_are_no_error() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["train", "digitz", "--out", "OUT"], "got 'digitz': did you mean digits"),
+        (["train", "digitz", "--out", "OUT"], "got 'digitz': did you mean 'digits'?"),
         (
             ["train", "digits", "--out", "OUT", "--set", "epoch=3"],
             "unknown key 'epoch' of a run: did you mean 'epochs'?",

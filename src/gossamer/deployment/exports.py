@@ -20,8 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from gossamer._forward import quiet_export
-from gossamer.deployment.graph import trace
+from gossamer.deployment.graph import quiet_export, trace
 from gossamer.io.container import writable
 
 TOLERANCE = 1e-4  # of the largest output: other engines sum in another order

@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gossamer._json import read_object
 from gossamer.io.container import read_header
 from gossamer.io.sparse_file import load
 from gossamer.lab import models
+from gossamer.lab.json_files import read_object
 from gossamer.lab.models.digits_cnn import QUICK_START, DigitsNet
 
 # What `gossamer train` leaves in its folder: the network, and what it is.

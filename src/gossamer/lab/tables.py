@@ -20,7 +20,7 @@ _NUMBERS = 70  # characters for the numbers of a row, on a terminal of 80
 
 def of_results(results: Sequence[tuple[str, Mapping[str, Any]]]) -> Table:
     """One row a result. That of a run which has diverged side by side with others has numbers that mean nothing."""
-    table = _table("", "test", "validation", "sparsity", "connections", "FLOPs", "time", left=1)
+    table = _table("", "test", "validation", "sparsity", "nonzeros", "FLOPs", "time", left=1)
     for name, result in results:
         metric = "perplexity" if "perplexity" in result else "accuracy"
         if result.get("diverged"):
@@ -57,12 +57,12 @@ def of_rows(head: Sequence[str], rows: Sequence[Sequence[str]], title: str | Non
 
 def of_layers(report: Report, title: str) -> Table:
     """One row a tensor, narrower than the report's own table."""
-    table = _table("tensor", "weights", "connections", "density", "dead features", "FLOPs", left=1, title=title)
+    table = _table("tensor", "weights", "nonzeros", "density", "dead features", "FLOPs", left=1, title=title)
     for row in (*report.rows, report.total):
         table.add_row(
             Text(row.name),
             f"{row.weights:,}",
-            f"{row.connections:,}",
+            f"{row.nonzeros:,}",
             f"{row.density:.2%}",
             f"{row.dead_features} / {row.features}",
             _short(row.flops_sparse),
@@ -85,9 +85,9 @@ def against_paper(recipe: Recipe, result: Mapping[str, Any]) -> str:
 
 def of_everything() -> tuple[Table, ...]:
     """The models, data sets, methods and recipes, each with their number."""
-    zoo = _table("model", "data", "connections", "", left=2, title=f"{len(models.names())} models")
+    zoo = _table("model", "data", "weights", "", left=2, title=f"{len(models.names())} models")
     for entry in models.MODELS:
-        zoo.add_row(entry.name, entry.data, f"{entry.connections:,}", entry.description)
+        zoo.add_row(entry.name, entry.data, f"{entry.weights:,}", entry.description)
     sets = _table("data set", "", left=2, title=f"{len(data.names())} data sets")
     for name, description in data.table():
         sets.add_row(name, description)

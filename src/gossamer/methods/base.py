@@ -23,13 +23,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from types import MappingProxyType
 from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gossamer.schedule import Phase, Plan, cosine, nonzeros_left
+from gossamer.schedule import Phase, Plan, cosine, cubic_budget
 from gossamer.target import Target, make_target
 
 
@@ -159,7 +160,8 @@ class Series:
             self.now.copy_(self.at(step))
 
     def tabulate(self, steps: int) -> None:
-        self.fill(torch.tensor([list(self._function(step)) for step in range(steps)]))
+        values = [list(self._function(step)) for step in range(steps)]
+        self.fill(torch.tensor(values, dtype=self._like.dtype))
 
     def fill(self, table: Tensor) -> None:
         """Take the values of all steps, (steps, runs)."""
@@ -244,7 +246,7 @@ def _budget(step: int, ramp_steps: int, total: int, final: int, ramp: str) -> in
     if ramp == "at_once":
         return final
     # The last step of the ramp is the first one at the full target.
-    return nonzeros_left(min(1.0, (step + 1) / max(1, ramp_steps)), total, final)
+    return cubic_budget(min(1.0, (step + 1) / max(1, ramp_steps)), total, final)
 
 
 def _factor(plan: Plan, step: int, kind: str) -> float:
@@ -310,7 +312,7 @@ class Context(Generic[S]):
             dist.all_reduce(sums, group=self.group)
         return sums
 
-    @property
+    @cached_property
     def size(self) -> int:
         """Weights of a run in all processes."""
         return sum(view.size for view in self.layout.views) if self.layout.views else self.layout.count
@@ -441,6 +443,7 @@ class Method(ABC, Generic[S]):
     exact: ClassVar[bool] = True  # the final masks meet the budget exactly; otherwise nobody checks them
     masked_forward: ClassVar[bool] = True  # the forward pass uses w̃ ⊙ m; otherwise what apply_masks writes
     penalizes: ClassVar[bool] = False  # changes the gradient of parameters that are not prunable
+    usual_phases: ClassVar[Mapping[str, str]] = MappingProxyType({})  # durations that suit it better than the default
     rewinds: ClassVar[bool] = False  # has the learning rate of a second training after its cut
     shardable: ClassVar[bool] = False  # works on weights that are spread over processes (FSDP2)
     solves_targets: ClassVar[bool] = False  # knows flops= and decay= besides sparsity=
@@ -459,7 +462,7 @@ class Method(ABC, Generic[S]):
         return
 
     @classmethod
-    def resolve(cls, options: S, *, mask_steps: int, left: float | None) -> S:
+    def resolve(cls, options: S, *, mask_steps: int, density: float | None) -> S:
         """The settings with every open one chosen, for masks that train for `mask_steps` and keep the share `left`,
         if that is known."""
         return options

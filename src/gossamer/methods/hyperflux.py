@@ -19,11 +19,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from gossamer.methods.adam import Adam
 from gossamer.methods.base import Context, Options, Step, expect, is_rate, min_nonzeros, scale_pruned_
 from gossamer.methods.budgets import BudgetedMethod, GlobalBudget
 from gossamer.methods.noise import uniform
 
-_FIRST, _SECOND, _EPSILON = 0.9, 0.999, 1e-8  # Adam's
 _UPDATES = 100  # of the controller, in the sparsify phase
 _LENGTH = 12_500  # steps of that phase for which the learning rate is meant
 _SPREAD, _DEPTH = 2.5, 1.5  # the largest t at the start, and where pressure ends below zero, in starts
@@ -63,7 +63,7 @@ class Hyperflux(BudgetedMethod[HyperfluxOptions]):
         drawn = uniform(context.seeds, torch.zeros_like(context.timeline.clock), layout.count, weights.dtype)
         self._t = start * (1.0 + (_SPREAD - 1.0) * drawn)
         self._deepest = -_DEPTH * start
-        self._mean, self._square = torch.zeros_like(weights), torch.zeros_like(weights)
+        self._adam = Adam(weights)
         self._base, self._rising, self._falling = (torch.zeros_like(self._step) for _ in range(3))
         self._final = torch.tensor(context.keep, device=weights.device)
         self._fewest = max(1, sum(min_nonzeros(layout.sizes, context.min_density)))
@@ -73,12 +73,7 @@ class Hyperflux(BudgetedMethod[HyperfluxOptions]):
         gradient, weights, clock = step.gradient, step.weights, self._timeline.clock
         pressure = self._base**1.5 / weights.shape[1]
         flux = gradient * weights * 0.25 + pressure * (self._t > self._deepest)
-        number = (clock + 1).to(weights.dtype)
-        self._mean.lerp_(flux, 1.0 - _FIRST)
-        self._square.mul_(_SECOND).addcmul_(flux, flux, value=1.0 - _SECOND)
-        mean = self._mean / (1.0 - _FIRST**number)
-        square = self._square / (1.0 - _SECOND**number)
-        self._t.sub_(mean / (square.sqrt() + _EPSILON) * self._timeline.now(self._rate))
+        self._t.sub_(self._adam.direction(flux, clock) * self._timeline.now(self._rate))
         self.weight_gradient(gradient, weights)
         self._budget.score.copy_(self._t)
         # Under pressure as many as are not below zero, then exactly the budget, whatever the sign of t.
@@ -111,5 +106,5 @@ class Hyperflux(BudgetedMethod[HyperfluxOptions]):
         return self.mask
 
     def state(self) -> dict[str, Tensor]:
-        own = {"t": self._t, "mean": self._mean, "square": self._square, "base": self._base}
-        return {**super().state(), **own, "rising": self._rising, "falling": self._falling}
+        own = {"t": self._t, "base": self._base, "rising": self._rising, "falling": self._falling}
+        return {**super().state(), **self._adam.state(), **own}

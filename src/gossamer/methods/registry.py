@@ -1,6 +1,5 @@
 """Methods by name. `register` adds one; the built-in ones are registered in the same way, in `gossamer.methods`."""
 
-import difflib
 import importlib
 import inspect
 import re
@@ -11,6 +10,7 @@ from pathlib import Path
 from types import MappingProxyType, NoneType
 from typing import Any, TypeVar, get_args, get_type_hints
 
+from gossamer.hints import did_you_mean
 from gossamer.methods.base import Method, Options
 
 M = TypeVar("M", bound=type[Method[Any]])
@@ -68,8 +68,7 @@ def find(name: str) -> type[Method[Any]]:
             f"method={name} is not loaded, and reading a file never imports code: name it on the command line "
             f"(--method {name}), or call gossamer.methods.load({name!r}) before"
         )
-    near = difflib.get_close_matches(name, [*METHODS], n=1)
-    hint = f"did you mean {near[0]!r}?" if near else f"the methods are {', '.join(METHODS)}"
+    hint = did_you_mean(name, METHODS, f"the methods are {', '.join(METHODS)}")
     raise ValueError(f"unknown method {name!r}: {hint} (your own is 'my_module:MyMethod')")
 
 
@@ -78,9 +77,7 @@ def make_options(method: type[Method[Any]], values: Mapping[str, Any]) -> Option
     known = [field.name for field in fields(method.options)]
     for name in values:
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            there = f"its settings are {', '.join(known)}" if known else "it has none"
-            hint = f"did you mean {near[0]!r}?" if near else there
+            hint = did_you_mean(name, known, f"its settings are {', '.join(known)}" if known else "it has none")
             raise ValueError(f"unknown setting {name!r} of {method.name}: {hint}")
     for name, kind in get_type_hints(method.options).items():
         allowed = get_args(kind) or (kind,)

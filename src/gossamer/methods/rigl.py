@@ -57,6 +57,11 @@ def nonzeros_of_tensors(layout: Layout, keep: int, distribution: str) -> list[in
     return shares(layout.sizes, keep, erdos_renyi(layout, keep) if distribution == "erk" else even)
 
 
+def regrowth(step: int, length: int) -> float:
+    """The share of α that is exchanged after this many of `length` steps."""
+    return 0.5 * (1.0 + math.cos(math.pi * step / length))
+
+
 class RigL(PrunedAtZero[RigLOptions]):
     name, title, options = "rigl", "drop by magnitude, grow by gradient (RigL)", RigLOptions
     reference = "Evci et al. 2020, Rigging the Lottery: Making All Tickets Winners"
@@ -81,7 +86,7 @@ class RigL(PrunedAtZero[RigLOptions]):
         return step % self._every == 0 and step < self._length
 
     def update_topology(self, weights: Tensor, step: int) -> Tensor:
-        decay = 0.5 * (1.0 + math.cos(math.pi * step / self._length))
+        decay = regrowth(step, self._length)
         runs = list(zip(self._counts, self._fractions, strict=True))
         grown = [[int(fraction * decay * count) for count in counts] for counts, fraction in runs]
         kept = [[a - b for a, b in zip(*each, strict=True)] for each in zip(self._counts, grown, strict=True)]

@@ -220,10 +220,10 @@ def default_mask_lr(steps: int) -> float:
     return min(max(0.003, 60.0 / max(1, steps)), 0.015)
 
 
-def default_pruned_grad_scale(left: float | None) -> float:
+def default_pruned_grad_scale(density: float | None) -> float:
     """The default share of their gradient that pruned weights follow: the sparser the target, the smaller (a power law
     through the measurements of section 27 of docs/lab-book.md); one half where the target is not known."""
-    return 0.5 if left is None else math.pow(left, 0.4)
+    return 0.5 if density is None else math.pow(density, 0.4)
 
 
 # --- the method -----------------------------------------------------------------------------------------------------
@@ -289,7 +289,7 @@ class SCL(GlobalThreshold[SCLOptions]):
     def __init__(self, context: Context[SCLOptions]) -> None:
         self._context, timeline, weights = context, context.timeline, context.weights
         chosen = [
-            self.resolve(request.options, mask_steps=timeline.length, left=target.left)
+            self.resolve(request.options, mask_steps=timeline.length, density=target.density)
             for request, target in zip(context.requests, context.targets, strict=True)
         ]
         self._options, self._decay = chosen[0], context.targets[0].decay
@@ -313,6 +313,7 @@ class SCL(GlobalThreshold[SCLOptions]):
         self._velocity = torch.zeros_like(start) if self._options.mask_momentum else None
         # Of |w̃|: the threshold below which weights are pruned, as far as their size counts, and the usual size.
         self._level = start.new_zeros(len(chosen), 1)
+        self._lengths = torch.tensor(context.layout.sizes, device=weights.device)
         self._usual = context.mean_squares(weights).sqrt()
         usual = self._options.estimator == "identity" and self._options.scale in ("none", "global")
         self._can_fuse = usual and not self._options.l2 and self._velocity is None and self._budget.costs is None
@@ -330,12 +331,12 @@ class SCL(GlobalThreshold[SCLOptions]):
                     raise ValueError(f'scale="batch" cannot see the features of {name} in shards: use scale="global"')
 
     @classmethod
-    def resolve(cls, options: SCLOptions, *, mask_steps: int, left: float | None) -> SCLOptions:
+    def resolve(cls, options: SCLOptions, *, mask_steps: int, density: float | None) -> SCLOptions:
         return replace(
             options,
             mask_lr=default_mask_lr(mask_steps) if options.mask_lr is None else options.mask_lr,
             pruned_grad_scale=(
-                default_pruned_grad_scale(left) if options.pruned_grad_scale is None else options.pruned_grad_scale
+                default_pruned_grad_scale(density) if options.pruned_grad_scale is None else options.pruned_grad_scale
             ),
         )
 
@@ -420,7 +421,7 @@ class SCL(GlobalThreshold[SCLOptions]):
         if len(work) > 1:
             return work.square().sum(1, keepdim=True)
         if len(part.tensors) > _MANY:
-            lengths = work.new_tensor([self._context.layout.sizes[index] for index in part.tensors], dtype=torch.int64)
+            lengths = self._lengths[part.tensors.start : part.tensors.stop]
             return torch.segment_reduce(work[0].square(), "sum", lengths=lengths)[None]
         return torch.stack(torch._foreach_norm([step.work_views[index] for index in part.tensors])).square()[None]
 

@@ -195,7 +195,7 @@ def test_all_methods_and_variants_of_some(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_a_setting_that_is_nearly_one_is_asked_about() -> None:
-    with pytest.raises(ValueError, match=r"got 'scl:mask_rl=1'; did you mean mask_lr\?$"):
+    with pytest.raises(ValueError, match=r"got 'scl:mask_rl=1': did you mean 'mask_lr'\?$"):
         entrant("scl:mask_rl=1")
 
 

@@ -143,7 +143,7 @@ def test_commands_that_keep_nothing_promise_nothing(
 
 def test_a_network_that_is_not_there_is_refused_before_data_is_looked_for(tmp_path: Path) -> None:
     run = Run(data_root=str(tmp_path / "nowhere"), device="cpu")
-    with pytest.raises(ValueError, match="expected the name of a model, got 'resnet21'; did you mean resnet20"):
+    with pytest.raises(ValueError, match="expected the name of a model, got 'resnet21': did you mean 'resnet20'"):
         train(run.with_settings(["model=resnet21"]), tmp_path / "out")
     with pytest.raises(ValueError, match=r"resnet20 does not take model_options\.width"):
         train(run.with_settings(["model_options.width=3"]), tmp_path / "out")

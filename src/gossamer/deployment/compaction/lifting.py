@@ -21,9 +21,9 @@ from torch.fx.experimental.symbolic_shapes import is_concrete_int
 from torch.nn.modules.conv import _ConvNd
 from torch.utils._pytree import tree_leaves, tree_map
 
-from gossamer._forward import arguments, undisturbed
 from gossamer.deployment.compaction.nodes import copied
 from gossamer.deployment.graph import Graph, aten, bound, module_path, remove_unused, shape_of
+from gossamer.forward import arguments, undisturbed
 
 
 @dataclass(frozen=True)

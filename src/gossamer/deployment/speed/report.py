@@ -14,6 +14,8 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
+from gossamer.deprecation import renamed
+
 #: What is called a gain; less is noise on a shared machine.
 GAIN = 1.03
 #: Third quartile over first, above which a measurement says more about the machine than about the engine.
@@ -110,7 +112,7 @@ class SpeedReport:
 
     network: str
     weights: int
-    connections: int
+    nonzeros: int
     flops_dense: int
     flops_sparse: int
     dense_file: int
@@ -121,9 +123,11 @@ class SpeedReport:
     about: dict[str, Any]
     """Versions, hardware, commit, settings."""
 
+    connections = renamed("connections", "nonzeros")
+
     @property
     def sparsity(self) -> float:
-        return 1 - self.connections / max(1, self.weights)
+        return 1 - self.nonzeros / max(1, self.weights)
 
     @property
     def flops_sparsity(self) -> float:
@@ -143,7 +147,7 @@ class SpeedReport:
 
     def __rich__(self) -> Group:
         head = (
-            f"{self.network}: {self.connections:,} of {self.weights:,} weights ({self.sparsity:.1%} zeros), "
+            f"{self.network}: {self.nonzeros:,} of {self.weights:,} weights ({self.sparsity:.1%} zeros), "
             f"{self.flops_sparsity:.1%} of FLOPs saved; on disk {_bytes(self.dense_file)} dense, "
             f"{_bytes(self.sparse_file)} sparse"
         )

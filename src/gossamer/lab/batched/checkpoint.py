@@ -6,7 +6,6 @@ a wrong table. The file before is kept beside the newest, and taken where that o
 
 import json
 import os
-import re
 import time
 import warnings
 import zlib
@@ -21,7 +20,7 @@ from torch import Tensor
 
 from gossamer.io.container import Section, read_header
 from gossamer.io.reader import read_plain
-from gossamer.lab.training.checkpoint import write_atomically
+from gossamer.lab.training.checkpoint import remove_unfinished, write_atomically
 
 T = TypeVar("T")
 ENDING = ".race.safetensors"
@@ -124,10 +123,9 @@ def before(path: Path) -> Path:
 
 def remove(path: Path) -> None:
     """Remove the checkpoints of a race, and what a kill has left unfinished: its outcomes are safe."""
-    unfinished = re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]{{12}}\.part")
-    left = [each for each in path.parent.glob(f".{path.name}.*.part") if unfinished.fullmatch(each.name)]
-    for each in (path, before(path), *left):
+    for each in (path, before(path)):
         each.unlink(missing_ok=True)
+    remove_unfinished(path)
 
 
 def begun(out: Path, runs: Mapping[str, T], path_of: Callable[[Sequence[T]], Path]) -> list[list[T]]:

@@ -1,9 +1,9 @@
 """What runs in a comparison, as it is named: a method, perhaps with settings, or a preset of learned masks."""
 
 import dataclasses
-import difflib
 from typing import Any, get_args, get_origin, get_type_hints
 
+from gossamer.hints import did_you_mean
 from gossamer.lab.batched.entries import Member
 from gossamer.lab.batched.training import Training
 from gossamer.lab.training.parsing import parse
@@ -33,9 +33,8 @@ def entrant(text: str) -> tuple[str, dict[str, Any]]:
         key, equals, value = assignment.partition("=")
         (key,) = with_current_names({key: value}, warn=True)
         if not equals or key not in kinds:
-            near = difflib.get_close_matches(key, [*kinds], n=1) if equals else []
-            hint = f"; did you mean {near[0]}?" if near else ""
-            raise ValueError(f"expected {name}:SETTING=VALUE with one of {', '.join(kinds)}, got {text!r}{hint}")
+            hint = did_you_mean(key, kinds, f"the settings are {', '.join(kinds)}")
+            raise ValueError(f"expected {name}:SETTING=VALUE, got {text!r}: {hint}")
         if lists := [each for each in get_args(kinds[key]) if get_origin(each) is tuple]:
             kind = get_args(lists[0])[0]
             settings[key] = tuple(parse(kind, key, part) for part in value.split("/"))

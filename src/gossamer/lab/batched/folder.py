@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from gossamer.lab.batched.checkpoint import remove
+from gossamer.lab.training.checkpoint import remove_unfinished
 from gossamer.lab.training.folder_lock import only_one
 from gossamer.lab.training.result import writing
 
@@ -51,6 +52,8 @@ class Leaving:
         """Take steps of the run with this record, which is written last; none more once one has failed."""
         if record.exists() or any(record == path for path, _ in self._failed):
             return
+        for path in (record, record.with_suffix(".safetensors")):
+            remove_unfinished(path)
         try:
             for step in steps:
                 step()

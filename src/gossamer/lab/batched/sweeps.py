@@ -15,7 +15,6 @@ from typing import Any, Unpack
 import torch
 from torch import nn
 
-from gossamer._json import read_object
 from gossamer.io.sparse_file import save
 from gossamer.lab import data
 from gossamer.lab.batched.checkpoint import ENDING, begun, between
@@ -24,6 +23,7 @@ from gossamer.lab.batched.folder import Leaving, held, portions
 from gossamer.lab.batched.lanes import Outcome, settled
 from gossamer.lab.batched.stackable import check, check_reachable, common_of, images_of, lane_of, shared
 from gossamer.lab.data.sets import ImageSet
+from gossamer.lab.json_files import read_object
 from gossamer.lab.training import networks, result
 from gossamer.lab.training.distributed import DistributedContext, check_one_process, join
 from gossamer.lab.training.run import Run
@@ -215,7 +215,7 @@ def _settled(run: Run, outcome: Outcome) -> dict[str, float] | None:
     if run.method == "dense":
         return None
     left = None if run.decay is not None else 1.0 - outcome.sparsity
-    return settled(find(run.method), run.options, mask_steps=outcome.mask_steps, left=left) or None
+    return settled(find(run.method), run.options, mask_steps=outcome.mask_steps, density=left) or None
 
 
 def _images(run: Run) -> ImageSet:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Literal, TypeAlias, overload
 
+from gossamer.hints import did_you_mean
 from gossamer.lab.data.cifar import CIFAR10, CIFAR100, load_cifar
 from gossamer.lab.data.digits import load_digits
 from gossamer.lab.data.folder import FolderSet, load_folder
@@ -74,5 +74,5 @@ def load(name: str, root: Path | str | None = None) -> DataSet:
     for entry in DATA_SETS:
         if entry.name == name:
             return entry.load(root)
-    nearest = difflib.get_close_matches(name, names(), n=3) or names()
-    raise ValueError(f"expected the name of a data set, got {name!r}; did you mean {', '.join(nearest)}?")
+    hint = did_you_mean(name, names(), f"the data sets are {', '.join(names())}", most=3)
+    raise ValueError(f"expected the name of a data set, got {name!r}: {hint}")

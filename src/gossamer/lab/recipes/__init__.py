@@ -1,8 +1,8 @@
 """Recipes by name: every exhibit of the paper as a value, with the paper's numbers beside it."""
 
-import difflib
 from pathlib import Path
 
+from gossamer.hints import did_you_mean
 from gossamer.lab.recipes import cifar, digits, imagenet, mnist, wikitext
 from gossamer.lab.recipes.recipe import Published, Recipe
 from gossamer.lab.training.result import RESULT, RUN, read_run
@@ -38,6 +38,5 @@ def find(name: str) -> Recipe:
         return Recipe(own_name, f"from {name}", read_run(path))
     if name and path.is_dir():
         raise ValueError(f"expected the name of a recipe or the folder of a run, got {name}, which has no {RUN}")
-    near = difflib.get_close_matches(name.lower(), names(), n=3)
-    hint = f"did you mean {', '.join(near)}?" if near else f"the recipes are {', '.join(names())}"
+    hint = did_you_mean(name.lower(), names(), f"the recipes are {', '.join(names())}", most=3)
     raise ValueError(f"expected the name of a recipe or a .json file, got {name!r}: {hint}")

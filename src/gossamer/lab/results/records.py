@@ -6,7 +6,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from gossamer._json import read_object
+from gossamer.lab.json_files import read_object
 from gossamer.settings import with_current_names
 
 Record = dict[str, Any]

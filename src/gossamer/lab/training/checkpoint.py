@@ -142,6 +142,14 @@ def write_atomically(
         temporary.unlink(missing_ok=True)
 
 
+def remove_unfinished(path: Path) -> None:
+    """Remove what kills have left of earlier attempts to write this file, which nobody else writes at the moment."""
+    unfinished = re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]{{12}}\.part")
+    for each in path.parent.glob(".*.part"):
+        if unfinished.fullmatch(each.name):
+            each.unlink(missing_ok=True)
+
+
 class _Hashing:
     """A file that hashes what is written to it, in one pass."""
 

@@ -230,7 +230,7 @@ def _train(run: Run, folder: Path, observers: Sequence[Observer], held: ExitStac
             test=test,
             validation=validation,
             seconds=clock.seconds(),
-            settled=None if sparsifier is None else sparsifier.settled or None,
+            settled=None if sparsifier is None else sparsifier.resolved_settings or None,
             teacher=None if teacher is None else teacher.told(),
         )
         tensors = whole_state(model)

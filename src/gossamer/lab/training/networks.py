@@ -1,12 +1,11 @@
 """The network of a run by name, checked against its data before anything is trained."""
 
-import difflib
-
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gossamer._forward import undisturbed
+from gossamer.forward import undisturbed
+from gossamer.hints import did_you_mean
 from gossamer.lab import models
 from gossamer.lab.data import kind_of
 from gossamer.lab.models.indrnn import IndRNN, limit_recurrence_
@@ -36,8 +35,7 @@ def check_options(run: Run) -> None:
     allowed = options_of(run.model)
     for name in run.model_options:
         if name not in allowed:
-            near = difflib.get_close_matches(name, allowed, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"it takes {', '.join(allowed) or 'none'}"
+            hint = did_you_mean(name, allowed, f"its options are {', '.join(allowed)}" if allowed else "it has none")
             raise ValueError(f"{run.model} does not take model_options.{name}: {hint}")
 
 

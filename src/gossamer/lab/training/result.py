@@ -15,9 +15,9 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from gossamer._json import read_object
 from gossamer.io.sparse_file import save
 from gossamer.lab import model_files
+from gossamer.lab.json_files import read_object
 from gossamer.lab.training.checkpoint import Checkpoints, write_atomically
 from gossamer.lab.training.distributed import DistributedContext
 from gossamer.lab.training.run import Run
@@ -53,7 +53,7 @@ def make_result(
         metric: test,
         f"validation_{metric}": validation,
         "sparsity": counted.sparsity,
-        "connections": total.connections,
+        "connections": total.nonzeros,
         "weights": total.weights,
         "flops": total.flops_sparse,
         "flops_dense": total.flops_dense,
@@ -197,7 +197,7 @@ def read_layers(path: Path) -> Report:
         found = Report(
             tuple(
                 Row(**{key: value for key, value in row.items() if key in names} | {"shape": tuple(row["shape"])})
-                for row in read_object(file)["rows"]
+                for row in map(_with_current_names, read_object(file)["rows"])
             )
         )
         for row in found.rows:
@@ -209,8 +209,12 @@ def read_layers(path: Path) -> Report:
     return found
 
 
+def _with_current_names(row: dict[str, Any]) -> dict[str, Any]:
+    return {"nonzeros" if name == "connections" else name: value for name, value in row.items()}
+
+
 def _check_row(row: Row) -> None:
-    whole = (*row.shape, row.weights, row.connections, row.features, row.dead_features)
+    whole = (*row.shape, row.weights, row.nonzeros, row.features, row.dead_features)
     optional = (row.flops_dense, row.flops_sparse)
     if not isinstance(row.name, str) or not isinstance(row.type, str):
         raise TypeError(f"{row.name!r:.40} is no name")

@@ -17,7 +17,7 @@ from typing import Any
 
 from gossamer.lab.training.checks import AUTO, TRUNK, problems_of
 from gossamer.lab.training.parsing import Scalar, guess, parse, typed
-from gossamer.lab.training.setting_names import did_you_mean, options_if_known, setting_types
+from gossamer.lab.training.setting_names import options_if_known, setting_types, similar_key
 from gossamer.methods import Options, find, load
 from gossamer.methods.scl import SCL
 from gossamer.settings import Phases, choose, with_current_names
@@ -359,5 +359,5 @@ def full_key(name: str) -> str | None:
 
 def _check_key(name: str, method: str, model: str) -> None:
     if name not in field_types():
-        hint = did_you_mean(name, field_types(), method=method, model=model)
+        hint = similar_key(name, field_types(), method=method, model=model)
         raise ValueError(f"unknown key {name!r} of a run: {hint}")
