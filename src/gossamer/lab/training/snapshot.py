@@ -5,6 +5,7 @@ language model, and with sharded parameters everything) is written for each, so 
 of processes.
 """
 
+import warnings
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -21,6 +22,7 @@ from gossamer.lab.training.optimise import Plateau, load_optimizer_state
 from gossamer.lab.training.run import Run
 from gossamer.lab.training.task import Task
 from gossamer.lab.training.teacher import Teacher
+from gossamer.provenance import cpu_name
 from gossamer.sparsifier import Sparsifier
 
 _FORMAT = 1
@@ -71,7 +73,7 @@ def save(
     ranks = context.gather(own)
     written = True
     if context.leads:
-        told = {"format": _FORMAT, "run": run.to_dict(), "step": step, "seconds": seconds}
+        told = {"format": _FORMAT, "run": run.to_dict(), "step": step, "seconds": seconds, "machine": _machine()}
         told["plateau"] = asdict(parts.plateau)
         written = checkpoints.save({**told, "position": asdict(parts.task.source.state), **alike, "ranks": ranks}, step)
     return bool(context.share(written))
@@ -125,4 +127,26 @@ def _restore(
     ):
         raise TypeError("position and plateau are not numbers")
     set_random_states(own["random"], context.device)
+    if context.leads and context.device.type == "cpu":
+        _warn_of_another_machine(state.get("machine"))
     return float(state["seconds"])
+
+
+def _machine() -> dict[str, int | str]:
+    """What decides, on a CPU, in which order numbers are added up, and so the last bits of a result."""
+    return {"threads": torch.get_num_threads(), "processor": cpu_name()}
+
+
+def _warn_of_another_machine(before: Any) -> None:
+    now = _machine()
+    if not isinstance(before, dict) or before.keys() != now.keys():  # a checkpoint of an earlier version
+        return
+    changes = [
+        f"{name} {value} instead of {before[name]!s:.80}" for name, value in now.items() if before[name] != value
+    ]
+    if changes:
+        warnings.warn(
+            f"this run resumes with {', '.join(changes)}: sums are added up in another order, so its last bits will "
+            "differ from those of an uninterrupted run",
+            stacklevel=2,
+        )
