@@ -227,6 +227,11 @@ def replace_parameter(run: Training) -> None:
     run.model[0].weight = nn.Parameter(run.model[0].weight.detach().clone())  # type: ignore[index]
 
 
+def replace_use(run: Training) -> None:
+    """Of a weight that two layers share: the other one keeps it."""
+    run.model[2].weight = nn.Parameter(torch.ones(10, 10))  # type: ignore[index]
+
+
 def replace_layer(run: Training) -> None:
     run.model[0] = nn.Linear(10, 12)  # type: ignore[index]
 
@@ -1042,6 +1047,10 @@ def rows() -> Iterator[Fault]:
     yield Fault("a new optimizer that nobody knows", at(9, another_optimizer), warns=EARLY)
     yield Fault("no gradients at all", nothing_to_learn_from)
     yield Fault("the same gradient twice", at(9, repeat_last_step))
+    yield Fault("a tied weight replaced in one layer", at(9, replace_use), REPLACED, given={"model": tied})
+    yield Fault(
+        "nan in a bias after the last step", at(TOTAL, poison_bias(math.nan)), "ended with .* finite .*: 2.bias"
+    )
     yield Fault("steps past the plan", train_past_the_end)
     yield Fault("finished twice", step_after_finish)
     yield Fault("advanced after the end", advance_after_finish, "finish\\(\\) was called")
