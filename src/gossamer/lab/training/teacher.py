@@ -55,7 +55,7 @@ class Teacher:
         if run.teacher == TRUNK:
             if warmup < 1:
                 raise ValueError(
-                    f"teacher={TRUNK}: expected a warm-up in which the trunk learns, got one of no steps: raise "
+                    f"teacher={TRUNK}: expected a warm-up in which the teacher learns, got one of no steps: raise "
                     "settings.warmup, train longer, or set teacher= to a file"
                 )
             self._description["steps"] = warmup
