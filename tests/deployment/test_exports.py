@@ -109,7 +109,7 @@ def test_a_model_that_cannot_be_traced_is_told_in_a_sentence(
     export: Callable[..., Any], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("onnxscript")
-    with pytest.raises(ValueError, match=r"but of Branches it says: Could not guard on data-dependent.*one by one"):
+    with pytest.raises(ValueError, match=r"but for Branches it reports: Could not guard on data-dependent.*one by one"):
         export(Branches(), torch.randn(2, 3), tmp_path / "model")
     assert capfd.readouterr().err == ""
 

@@ -412,7 +412,7 @@ def test_a_model_that_is_gone_is_named() -> None:
     assert torch.ops.gossamer.run([x], name)[0].shape == (2, 10)
     del native
     gc.collect()
-    with pytest.raises(RuntimeError, match=rf"expected '{name}' of this process, got no such model"):
+    with pytest.raises(RuntimeError, match=rf"expected '{name}' in this process, got no such model"):
         torch_op.find(name)
 
 
