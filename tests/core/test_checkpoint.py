@@ -384,7 +384,7 @@ def test_without_zstandard_it_says_so(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_a_place_that_cannot_be_written_to_is_told(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"expected a folder to write f to, got .*nowhere: make it first"):
+    with pytest.raises(FileNotFoundError, match=r"expected a folder to write f to, got .*nowhere: create it first"):
         save(nn.Linear(2, 2), tmp_path / "nowhere" / "f")
     with pytest.raises(IsADirectoryError, match="which is a folder"):
         save(nn.Linear(2, 2), tmp_path)

@@ -90,10 +90,10 @@ def test_a_folder_that_is_not_there_is_told_before_the_work(tmp_path: Path) -> N
     model = nn.Linear(2, 2)
     for write in (exports.to_onnx, exports.to_torch):
         with pytest.raises(
-            FileNotFoundError, match=r"expected a folder to write model to, got .*nowhere: make it first"
+            FileNotFoundError, match=r"expected a folder to write model to, got .*nowhere: create it first"
         ):
             write(model, torch.zeros(2, 2), tmp_path / "nowhere" / "model")
-    with pytest.raises(FileNotFoundError, match="make it first"):
+    with pytest.raises(FileNotFoundError, match="create it first"):
         exports.to_dense(model, tmp_path / "nowhere" / "model")
     with pytest.raises(IsADirectoryError, match="which is a folder"):
         exports.to_dense(model, tmp_path)
