@@ -368,9 +368,9 @@ def test_wrong_model_is_told_everything_and_left_alone(tmp_path: Path) -> None:
 
 
 def test_wrong_arguments_and_tensors(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="expected values out of float32, float16, bfloat16, int8, got 'int4'"):
+    with pytest.raises(ValueError, match="expected values to be one of float32, float16, bfloat16, int8, got 'int4'"):
         save({}, tmp_path / "f", values="int4")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="expected compress out of auto, none, zlib, zstd, got 'lz4'"):
+    with pytest.raises(ValueError, match="expected compress to be one of auto, none, zlib, zstd, got 'lz4'"):
         save({}, tmp_path / "f", compress="lz4")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"(?s)a: not an ordinary dense tensor.*b: str is not a tensor"):
         save({"a": torch.eye(3).to_sparse(), "b": "x"}, tmp_path / "f")  # type: ignore[dict-item]

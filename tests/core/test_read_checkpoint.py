@@ -73,7 +73,7 @@ def test_hugging_face_folders_whole_and_split(tmp_path: Path) -> None:
     assert not is_checkpoint(tmp_path)
     same(read_checkpoint(split), tensors())
     index.write_text(json.dumps({"weight_map": {"one.weight": "../whole/model.safetensors"}}))
-    with pytest.raises(ValueError, match="expected files beside"):
+    with pytest.raises(ValueError, match="expected files next to"):
         read_checkpoint(split)
     index.write_text(json.dumps({"weight_map": ["model.safetensors"]}))
     with pytest.raises(ValueError, match="expected a weight_map"):

@@ -217,7 +217,7 @@ def test_an_image_that_is_gone_is_named(tmp_path: Path, kind: str, workers: int)
         dataset = load_folder(write_archive(tmp_path / "images.tar", files()))
         (tmp_path / "images.tar").unlink()
         named = r"images\.tar:\w+/\d\.png"
-    with pytest.raises(OSError, match=rf"^\S+{named} was there .* cannot be read now \(No such file.*; put it back"):
+    with pytest.raises(OSError, match=rf"^\S+{named} was there .* cannot be read now \(No such file.*; restore it"):
         list(FolderBatches(dataset, dataset.train, 10, training=True, size=8, resize=8, workers=workers))
 
 
