@@ -5,7 +5,7 @@
     python benchmarks/all_methods.py --out DIR --net digits_cnn --data digits --epochs 8 --seeds 2   # a check on a CPU
 
 At 95 % zeros, methods of whole filters at 70 %, each method is trained with the weight decay of our recipes, with one
-that falls with the square root of the connections that are left and in the variants below; what is best on held-out
+that falls with the square root of the density and in the variants below; what is best on held-out
 images it has at the other sparsities too. Methods go on in the order of that accuracy, a few at a time, those of whole
 filters last. One record a run, as of `gossamer compare`: the same command goes on where it was stopped.
 """
@@ -24,7 +24,7 @@ from gossamer.lab.results.records import read_run
 from gossamer.methods import METHODS, find
 from gossamer.provenance import commit
 
-FIRST, WHOLE_FIRST = 0.95, 0.7  # of single connections, of whole filters
+FIRST, WHOLE_FIRST = 0.95, 0.7  # of unstructured methods, of whole filters
 OTHERS = (0.5, 0.7, 0.9, 0.98)
 FALLING = "weight_decay_power=0.5"
 SINGLE = [name for name in METHODS if name != "dense" and not find(name).structured]
