@@ -96,10 +96,9 @@ def open_network(
 
 
 def knows_its_network(path: Path) -> bool:
-    """Whether a safetensors file, or the run.json beside it, says which network it belongs to."""
-    with path.open("rb") as file:
-        _, metadata = read_header(path, file)
-    return "network" in metadata or path.with_name(RUN).is_file()
+    """Whether a safetensors file, or the run.json beside it, names a network of the list."""
+    name, _ = _named(path, None, ("", {}))
+    return name in models.names()
 
 
 def _named(
