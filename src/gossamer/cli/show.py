@@ -139,7 +139,7 @@ def _is_model(path: Path) -> bool:
 
 
 def _runs_in(path: Path) -> list[Path]:
-    """The path itself if it is a run, finished or not; else the runs in the folder."""
+    """The path itself if it is a run, finished or not; otherwise the runs in the folder."""
     if not path.is_dir() or (path / RESULT).exists() or (path / RUN).exists():
         return [path]
     folders = sorted(child for child in path.iterdir() if (child / RESULT).is_file())

@@ -26,7 +26,7 @@ from gossamer.report.page import write_page
 
 @dataclass(frozen=True)
 class Train:
-    """Train a recipe, or resume it after a stop or a kill. What no option says is as in the recipe."""
+    """Train a recipe, or resume it after a stop or a kill. Options override the recipe."""
 
     recipe: RecipeName
     """Name of a recipe (see `gossamer list`), or a JSON file such as a run.json."""
@@ -66,9 +66,7 @@ class Quickstart:
     """Show the traceback of an error."""
 
     def carry_out(self, console: Console) -> None:
-        torch.set_num_threads(
-            1
-        )  # a network this small gains nothing from a second one, and loses much on a busy machine
+        torch.set_num_threads(1)  # a second thread does not help a network this small, and costs much on a busy machine
         folders = {name: at_home(self.out) / name for name in ("digits-dense", "digits")}
         results = [(name, _train(find(name), folder)) for name, folder in folders.items()]
         console.print(tables.of_results(results))
