@@ -102,7 +102,7 @@ class Driver:
             self._apply_first()
 
     def changed_since_last_step(self) -> str:
-        """The names of weights that somebody has changed since the last step; none of them has been if it is empty."""
+        """The names of weights that were changed since the last step, outside the Sparsifier."""
         tensors = self.state.tensors()
         if self.method is None:
             masks = self.state.views(self.mask)
