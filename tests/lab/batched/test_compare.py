@@ -178,7 +178,7 @@ def test_a_command_that_is_stopped_says_how_to_go_on(
     monkeypatch.setattr(BatchedTraining, "train_epoch", stopped)
     command = cli.Compare(tmp_path, net="lenet300", data="mnist", epochs=4, seeds=1, validation=16, device="cpu")
     assert cli.run(command) == 130
-    assert "nothing is lost: run the same command again; its runs start again" in capsys.readouterr().err
+    assert "nothing is lost: run the same command again; its runs start over" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("tiny")
@@ -195,7 +195,7 @@ def test_a_compiler_that_dies_of_the_same_signal_is_a_stop_and_no_error(
     monkeypatch.setattr(BatchedTraining, "train_epoch", killed)
     command = cli.Compare(tmp_path, net="lenet300", data="mnist", epochs=4, seeds=1, validation=16, device="cpu")
     assert cli.run(command) == 130
-    assert "nothing is lost: run the same command again; its runs start again" in capsys.readouterr().err
+    assert "nothing is lost: run the same command again; its runs start over" in capsys.readouterr().err
     asked.append(False)
     with pytest.raises(subprocess.CalledProcessError):  # which nobody asked for
         cli.run(command)

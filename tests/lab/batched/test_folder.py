@@ -189,7 +189,7 @@ def test_a_disk_that_takes_nothing_in_the_end_is_named_with_every_file(
     monkeypatch.setattr(sweeps.result, "write_json", full)
     with (
         pytest.warns(UserWarning, match="no checkpoint at step 20"),
-        pytest.raises(OSError, match=r"these runs then start again, as there is no checkpoint$") as error,
+        pytest.raises(OSError, match=r"these runs then start over, as there is no checkpoint$") as error,
     ):
         sweep_there(tmp_path)
     assert all(str(sweeps.record_path(tmp_path, run)) in str(error.value) for run in RUNS)

@@ -185,7 +185,7 @@ def test_a_comparison_stops_after_its_step_and_goes_on_to_the_same_records(
 @pytest.mark.parametrize(
     ("minutes", "lost", "next_time"),
     [
-        (5.0, "12 steps are lost", "its runs start again, as there is no checkpoint of them"),
+        (5.0, "12 steps are lost", "its runs start over, as there is no checkpoint of them"),
         (1e-9, "2 steps are lost", "its runs resume from the checkpoint of step 10"),
     ],
 )

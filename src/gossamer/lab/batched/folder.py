@@ -68,7 +68,7 @@ class RecordWriter:
             return
         names = "; ".join(f"{path} ({error})" for path, error in self._failed)
         there = checkpoints.paths()
-        kept = f"resume from {there[0].name}" if there else "start again, as there is no checkpoint"
+        kept = f"resume from {there[0].name}" if there else "start over, as there is no checkpoint"
         raise OSError(
             f"the last step is done, but some records cannot be written: {names}: free some space on the disk, or "
             f"remove what is in the way, and run the same command again; these runs then {kept}"

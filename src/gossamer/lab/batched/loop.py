@@ -64,7 +64,7 @@ class _Keeper:
 
     def _next_time(self) -> str:
         if not self._kept:
-            return "its runs start again, as there is no checkpoint of them"
+            return "its runs start over, as there is no checkpoint of them"
         return f"its runs resume from the checkpoint of step {self._kept}"
 
 

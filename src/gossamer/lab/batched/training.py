@@ -256,7 +256,7 @@ def check_state(state: Mapping[str, Any], runs: Sequence[str], steps: int) -> tu
     if state.get("format") != _FORMAT:
         raise ValueError(
             f"expected the checkpoint of a batch in format {_FORMAT}, got {state.get('format')!r}: go on with the "
-            "version of gossamer that wrote it, or delete it to start again"
+            "version of gossamer that wrote it, or delete it to start over"
         )
     if state.get("runs") != list(runs):
         raise _unusable("one of other runs")
@@ -285,7 +285,7 @@ def fill_(wanted: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
 
 
 def _unusable(got: str) -> ValueError:
-    return ValueError(f"expected the checkpoint of this batch, got {got}: delete it to start again")
+    return ValueError(f"expected the checkpoint of this batch, got {got}: delete it to start over")
 
 
 def evaluate(stack: NetworkStack, loader: BatchLoader, part: Labelled) -> list[float]:
