@@ -91,16 +91,18 @@ class Driver:
         """Begin again if the parameters hold other weights than they were given: another optimizer, the loading of a
         checkpoint or the user may have changed them since."""
         self._check_device()
-        shown = self._weights_of_forward()
-        same = all(
-            torch.equal(tensor, view.to(tensor.dtype))
-            for tensor, view in zip(self.state.tensors(), self.state.views(shown), strict=True)
-        )
-        if not self._agreed(same):
+        if not self._agreed(self._shows()):
             assert self._context is not None
             self.state.take()
             self.method = self.kind(self._context)
             self._apply_first()
+
+    def _shows(self) -> bool:
+        """Whether the parameters hold the weights of the forward pass."""
+        if self._forward is None:
+            return self.state.holds_masked(self.mask)
+        views = self.state.views(self._weights_of_forward())
+        return all(map(torch.equal, self.state.tensors(), views))
 
     def check_finite(self) -> None:
         """Raise if a weight is NaN or infinite: masks cannot learn from it. Synchronizes with the device."""
@@ -254,8 +256,7 @@ class Driver:
         self.show()
 
     def _weights_of_forward(self) -> Tensor:
-        if self._forward is None:
-            return torch.where(self.mask, self.state.dense, self.state.dense.new_zeros(()))
+        assert self._forward is not None
         self.training.apply_masks(self.state.dense, self._forward)
         return self._forward
 
@@ -366,7 +367,12 @@ class Driver:
 
 def not_finite(tensors: Iterable[tuple[str, Tensor]]) -> list[str]:
     """The names of tensors with NaN or infinite entries. Synchronizes with the device."""
-    return [name for name, tensor in tensors if not bool(torch.isfinite(tensor).all())]
+    # The largest size, as this needs no memory; it is NaN where any entry is.
+    return [
+        name
+        for name, tensor in tensors
+        if tensor.numel() and not bool(torch.isfinite(torch.linalg.vector_norm(tensor, torch.inf)))
+    ]
 
 
 def _listed(names: Sequence[str]) -> str:

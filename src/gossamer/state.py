@@ -258,6 +258,20 @@ class State:
             self._mask_(scratch.gradient, mask[:, scratch.columns])
             torch._foreach_copy_(part, scratch.gradient_views)
 
+    def holds_masked(self, mask: Tensor) -> bool:
+        """Whether the parameters hold w = w̃ ⊙ m. Synchronizes with the device."""
+        zero = self.dense.new_zeros(())
+        for index, tensor in enumerate(self.tensors()):
+            if self.same_as_dense(tensor, index):
+                columns = slice(self.offsets[index], self.offsets[index] + self.sizes[index])
+                whole = _flat(tensor), mask[0, columns], self.dense[0, columns]
+            else:
+                whole = tensor[None], self.view(mask, index)[None], self.dense_views[index][None]
+            for here, kept, there in zip(*(torch.split(each, _PIECE) for each in whole), strict=True):
+                if not torch.equal(here, torch.where(kept, there, zero).to(here.dtype)):
+                    return False
+        return True
+
     def _mask_(self, tensor: Tensor, mask: Tensor) -> None:
         torch.where(mask, tensor, tensor.new_zeros(()), out=tensor)
 
