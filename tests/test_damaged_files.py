@@ -78,8 +78,8 @@ def test_brackets_in_names_are_shown_as_they_are() -> None:
     assert name in shown(tables.of_results([(name, RESULTS), (name, RESULTS | {"diverged": True})]))
     assert name in shown(tables.of_rows([name, "test"], [[name, "1"]], title=name))
     found = report(nn.ModuleDict({"[/x]": nn.Linear(2, 2)}))
-    assert "[/x].weight" in shown(found)
-    assert "[/x].weight" in shown(tables.of_layers(found, name))
+    assert "[/x]" in shown(found)
+    assert "[/x]" in shown(found.table(name))
 
 
 def test_a_damaged_result_is_refused_with_a_sentence(tmp_path: Path) -> None:
@@ -104,7 +104,7 @@ def test_damaged_layers_are_refused_with_a_sentence(tmp_path: Path) -> None:
     for _ in range(300):
         (tmp_path / LAYERS).write_text(json.dumps(mutated_json(whole, rng)))
         try:
-            shown(tables.of_layers(read_layers(tmp_path), "x"))
+            shown(read_layers(tmp_path).table("x"))
         except ValueError as error:
             told.append(str(error))
     assert len(told) > 50

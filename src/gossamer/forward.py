@@ -1,4 +1,4 @@
-"""One look at what a model computes, leaving no trace: modes, random state and buffers come back as found."""
+"""Forward passes without side effects: modes, random state and buffers are restored afterwards."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 
 def arguments(example_input: object) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Positional and keyword arguments of a call: of a tuple, a mapping, or one lone value.
+    """Positional and keyword arguments of a call, from a tuple, a mapping or a single value.
 
     A named tuple (such as a PackedSequence) is one value.
     """
@@ -25,7 +25,7 @@ def arguments(example_input: object) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 @contextmanager
 def undisturbed(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode without gradients; afterwards modes, random state and buffers are as they were."""
+    """Evaluation mode without gradients; restores modes, random state and buffers afterwards."""
     modes = [(module, module.training) for module in model.modules()]
     buffers = [
         (module, name, buffer, buffer._version, buffer.clone())
@@ -44,50 +44,50 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
                 module.training = mode
             for module, name, buffer, version, saved in buffers:
                 module._buffers[name] = buffer
-                if buffer._version != version:  # an untouched buffer may be part of a waiting backward pass
+                if buffer._version != version:  # an unchanged buffer may belong to a pending backward pass
                     buffer.copy_(saved)
 
 
 def check_example(model: nn.Module, example_input: object) -> None:
-    """Runs the example once, so that one that does not fit raises the model's own error instead of a tracer's."""
+    """Run the example once, so that a wrong one raises the error of the model instead of an error of the tracer."""
     positional, named = arguments(example_input)
     try:
         with undisturbed(model):
             model(*positional, **named)
     except Exception as error:
-        told = " ".join(str(error).split())[:200]
+        message = " ".join(str(error).split())[:200]
         raise ValueError(
             f"expected an example input that {type(model).__name__} takes, got one for which it raises "
-            f"{type(error).__name__}: {told}"
+            f"{type(error).__name__}: {message}"
         ) from error
 
 
 def _to_evaluation(model: nn.Module) -> None:
     try:
         model.eval()
-    except NotImplementedError:  # torch.export's modules have no modes: what they do is fixed
+    except NotImplementedError:  # modules from torch.export have a fixed mode
         for module in model.modules():
             module.training = False
 
 
 def first_input(values: object) -> Tensor | PackedSequence | None:
-    """The first tensor or packed sequence among ``values``, however deep."""
+    """The first tensor or packed sequence in the nested ``values``."""
     leaves = tree_leaves(values, is_leaf=lambda value: isinstance(value, PackedSequence))
     return next((leaf for leaf in leaves if isinstance(leaf, Tensor | PackedSequence)), None)
 
 
 def batch_size_of(value: Tensor | PackedSequence | None) -> int:
-    """Samples in ``value`` where the batch is its first axis."""
+    """The number of samples in ``value`` if the batch is its first axis."""
     if isinstance(value, PackedSequence):
         return int(value.batch_sizes[0])
     return int(value.shape[0]) if value is not None and value.ndim else 1
 
 
 def batch_size_at(module: nn.Module, value: Tensor) -> int | None:
-    """Samples in ``value`` by the convention of the layer that receives it; None where it has none.
+    """The number of samples in ``value`` by the convention of the layer that receives it; None if it has none.
 
-    Layers without a batch axis in front tell it: time-first recurrent and attention layers, and all layers
-    that got a single sample.
+    Recurrent and attention layers may have the batch on their second axis, and all layers accept a single sample
+    without a batch axis.
     """
     if isinstance(module, nn.RNNBase | nn.MultiheadAttention):
         return int(value.shape[0 if module.batch_first else 1]) if value.ndim == 3 else 1

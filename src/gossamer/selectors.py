@@ -1,8 +1,8 @@
-"""What ``include=`` and ``exclude=`` mean: selectors, and the parameters they match.
+"""The selectors of ``include=`` and ``exclude=``, and the parameters that they match.
 
-A selector is a name pattern, a module class or a module. A parameter is known by its own names (several when
-it is tied) and by the modules around it; wrappers such as DistributedDataParallel or ``torch.compile`` put
-parts of their own into names, so each name is known with and without these.
+A selector is a name pattern, a module class or a module. It is matched against the names of a parameter (several if it
+is tied) and against the modules that contain it. Wrappers such as DistributedDataParallel or ``torch.compile`` insert
+parts into names, so each name is tried with and without them.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,28 +17,28 @@ from gossamer.hints import did_you_mean
 Selector: TypeAlias = str | type[nn.Module] | nn.Module
 Selectors: TypeAlias = Selector | Sequence[Selector] | None
 
-# Names that wrappers (compile, activation checkpointing) put between a module and its parent.
+# Names that wrappers (compile, activation checkpointing) insert between a module and its parent.
 _WRAPPER_PARTS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 
 
 @dataclass(frozen=True, eq=False)
-class Place:
-    """All that a selector can match of one parameter."""
+class ParameterPath:
+    """The names and enclosing modules of a parameter, which selectors match."""
 
     names: tuple[str, ...]
     scopes: tuple[tuple[str, nn.Module], ...]
 
     @staticmethod
-    def of(names: Sequence[str], modules: Mapping[str, nn.Module], model: nn.Module) -> "Place":
-        """The place of the parameter called ``names``; ``modules`` maps every module name of ``model``."""
+    def of(names: Sequence[str], modules: Mapping[str, nn.Module], model: nn.Module) -> "ParameterPath":
+        """The path of the parameter called ``names``; ``modules`` maps every module name of ``model``."""
         scopes = {scope: modules[scope] for name in names for scope in _enclosing(name)}
-        return Place(
+        return ParameterPath(
             spellings(names, model),
             tuple((each, module) for scope, module in scopes.items() for each in spellings([scope], model)),
         )
 
     def matches(self, selector: Selector) -> bool:
-        """Whether ``selector`` matches the parameter or a module around it."""
+        """Whether ``selector`` matches the parameter or a module that contains it."""
         if isinstance(selector, str):
             scope_names = (name for name, _ in self.scopes if name)
             return any(fnmatchcase(name, selector) for name in (*self.names, *scope_names))
@@ -47,14 +47,14 @@ class Place:
         return any(isinstance(module, selector) for _, module in self.scopes)
 
     def is_spelled_by(self, selector: Selector) -> bool:
-        """Whether ``selector`` is a pattern for this very parameter; a bare last ``*`` spells nothing."""
+        """Whether ``selector`` is a pattern for the parameter's own name; a final ``*`` component does not count."""
         if not isinstance(selector, str) or selector.rpartition(".")[2] == "*":
             return False
         return any(fnmatchcase(name, selector) for name in self.names)
 
 
 def as_tuple(selectors: Selectors, argument: str) -> tuple[Selector, ...]:
-    """The selectors of one argument, checked. A module is one selector even where it can be iterated."""
+    """The validated selectors of an argument. A module is one selector even if it is iterable."""
     if selectors is None:
         return ()
     several = (selectors,) if isinstance(selectors, str | type | nn.Module) else _listed(selectors, argument)
@@ -75,25 +75,25 @@ def _wrong_type(got: object, argument: str) -> TypeError:
     kind = got.__name__ if isinstance(got, type) else f"a {type(got).__name__}"
     return TypeError(
         f"{argument} takes a name pattern, a module class, a module, or a list of these, got {kind}; "
-        "to match a parameter give its name"
+        "to match a parameter, pass its name"
     )
 
 
 def spellings(names: Sequence[str], model: nn.Module) -> tuple[str, ...]:
-    """``names`` as they are and as a user knows them, without what wrappers have put in."""
+    """``names`` as they are, and without the parts that wrappers insert."""
     return tuple(dict.fromkeys(each for name in names for each in (name, clean_name(name, model))))
 
 
 def clean_name(name: str, model: nn.Module) -> str:
-    """``name`` as a user knows it, without what wrappers around (parts of) ``model`` have put in."""
+    """``name`` without the parts that wrappers around (parts of) ``model`` insert."""
     parts = [part for part in name.split(".") if part not in _WRAPPER_PARTS]
-    outermost = model._modules.get("_orig_mod", model)  # of a compiled model, what was compiled
+    outermost = model._modules.get("_orig_mod", model)  # the model inside a compiled one
     wrapped = isinstance(outermost, nn.DataParallel | nn.parallel.DistributedDataParallel)
     return ".".join(parts[1:] if wrapped and parts[:1] == ["module"] else parts)
 
 
 def _enclosing(name: str) -> Iterator[str]:
-    """Names of the modules around the parameter ``name``, outermost (the model itself, "") first."""
+    """Names of the modules that contain the parameter ``name``, outermost (the model itself, "") first."""
     parts = name.split(".")[:-1]
     for end in range(len(parts) + 1):
         yield ".".join(parts[:end])
@@ -113,13 +113,13 @@ def shown(selector: Selector) -> str:
     return selector.__name__ if isinstance(selector, type) else f"{type(selector).__name__}(...)"
 
 
-def near_names(pattern: str, model: nn.Module) -> str:
-    """The names of ``model`` that a user may have meant by ``pattern``, as the end of a sentence."""
-    names = all_names(model)
+def name_hint(pattern: str, model: nn.Module) -> str:
+    """A hint with the names of ``model`` that are similar to ``pattern``."""
+    names = [name for name in all_names(model) if name != pattern]
     return did_you_mean(pattern, names, f"names of the model are {some(names)}", most=5)
 
 
 def some(names: Sequence[str], most: int = 6) -> str:
-    """The first few of ``names``, and how many there are."""
-    more = f", ... ({len(names)} in all)" if len(names) > most else ""
+    """The first few of ``names``, and their number if there are more."""
+    more = f", ... ({len(names)} in total)" if len(names) > most else ""
     return ", ".join(names[:most]) + more

@@ -1,12 +1,12 @@
-"""The dense weights of one run as one long vector, and how they move between it and the model's parameters.
+"""The dense weights of one run as one vector, and the copies between it and the parameters of the model.
 
-All weights lie side by side in one row of a (1, weights) matrix, so that the budget sees all of them at once and a
-step takes a handful of kernels however many layers there are. For each tensor there is a view into every such matrix
-with the tensor's own shape. Methods that treat every weight alike get columns in the order of the parameters' memory;
-the others in a fixed order, output features first and input channels last, which is also the order of batched training.
+All weights form one row of a (1, weights) matrix, so that the budget covers them all at once and a step takes a few
+kernels however many layers there are. Every such matrix has a view per tensor with the tensor's shape. The columns
+follow the parameters' memory for methods that treat all weights alike. For other methods, the order is fixed: output
+features first and input channels last, as in batched training.
 
-Outside the optimizer's step the parameters hold w = w̃ ⊙ m; during it they hold w̃ (`put`). Extra memory of a learned
-mask: w̃, m̃ and one byte per weight.
+Between steps the parameters hold w = w̃ ⊙ m; during the optimizer's step they hold w̃ (`put`). The extra memory of a
+learned mask is w̃, m̃ and one byte per weight.
 """
 
 import math
@@ -24,16 +24,16 @@ from gossamer.methods.blocks import Blocks
 from gossamer.prunable import Weight
 from gossamer.sharding import is_sharded, local, shard_axis
 
-_PIECE = 1 << 20  # weights treated together on a CPU: 4 MiB of each kind
-_KEPT_PIECE = 1 << 18  # the same where a pass has fewer operations
-_SMALL = 1 << 12  # tensors up to this size are treated together on a CPU
+_PIECE = 1 << 20  # weights per pass on a CPU: 4 MiB per buffer
+_KEPT_PIECE = 1 << 18  # the same for passes with fewer operations
+_SMALL = 1 << 12  # tensors up to this size are grouped on a CPU
 _LAYOUTS = {4: (torch.channels_last,), 5: (torch.channels_last_3d,)}
 _FUSED_TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True, eq=False)
 class Scratch:
-    """Memory for the gradients and the work of neighbouring small tensors, and their views."""
+    """Buffers for the gradients and intermediate values of adjacent small tensors, with views."""
 
     columns: slice
     gradient: Tensor
@@ -52,7 +52,7 @@ class Scratch:
 
 
 class State:
-    """w̃ of all prunable weights, and what lies in memory like it."""
+    """w̃ of all prunable weights, and other buffers with the same layout."""
 
     def __init__(self, weights: Sequence[Weight], *, any_order: bool, gains: tuple[slice | None, ...] = ()) -> None:
         parameters: list[Tensor] = [weight.parameter for weight in weights]
@@ -74,7 +74,7 @@ class State:
         self._scratch: dict[int, Scratch] = {}
 
     def tensors(self) -> list[Tensor]:
-        """The parameters, or the parts of them that this process has. To be written to without gradients."""
+        """The parameters, or their local shards. Write to them only without autograd."""
         if not self.sharded:
             return self._parameters
         return [local(each) if is_sharded(each) else each for each in self._parameters]
@@ -87,10 +87,11 @@ class State:
         return matrix.as_strided(*self._shapes[index], self.offsets[index])
 
     def views(self, matrix: Tensor) -> list[Tensor]:
+        """One view per tensor, in the tensor's shape."""
         return [self.view(matrix, index) for index in range(len(self.sizes))]
 
     def scratch(self, these: range) -> "Scratch":
-        """Memory for some neighbouring tensors, kept from step to step unless it is large."""
+        """Buffers for adjacent tensors, reused from step to step unless they are large."""
         begin, end = self.offsets[these.start], self.offsets[these.stop - 1] + self.sizes[these.stop - 1]
         kept = self._scratch.get(these.start)
         if kept is not None:
@@ -147,7 +148,8 @@ class State:
         return self.device.type == "cpu"
 
     def alike(self, tensors: Sequence[Tensor | None]) -> bool:
-        """Whether GPU kernels can read the tensors, one per weight or None: all lie in memory as the views do."""
+        """Whether GPU kernels can read the tensors (one per weight, or None): all have the memory layout of the
+        views."""
         there = [(tensor, shape) for tensor, shape in zip(tensors, self._shapes, strict=True) if tensor is not None]
         types = {tensor.dtype for tensor, _ in there}
         return (
@@ -160,12 +162,12 @@ class State:
         return _on_gpu(self.dense) and self.dtype == torch.float32 and self.alike(tensors)
 
     def take(self, indices: Sequence[int] | None = None) -> None:
-        """w̃ becomes what the parameters hold."""
+        """Copy the parameters to w̃."""
         tensors, chosen = self.tensors(), range(len(self.sizes)) if indices is None else indices
         torch._foreach_copy_([self.dense_views[i] for i in chosen], [tensors[i] for i in chosen])
 
     def put(self, matrix: Tensor | None = None, indices: Sequence[int] | None = None) -> None:
-        """The parameters get w̃, or another matrix."""
+        """Copy w̃, or another matrix, to the parameters."""
         tensors, chosen = self.tensors(), range(len(self.sizes)) if indices is None else indices
         if isinstance(chosen, range) and matrix is None:
             part = slice(chosen.start, chosen.stop)
@@ -175,7 +177,7 @@ class State:
             torch._foreach_copy_([tensors[i] for i in chosen], views)
 
     def take_and_mask(self, mask: Tensor, indices: Sequence[int]) -> None:
-        """w̃ becomes what the parameters hold, and they get w = w̃ ⊙ m."""
+        """Copy the parameters to w̃, and set them to w = w̃ ⊙ m."""
         tensors = self.tensors()
         if len(indices) == len(tensors) and self.has_kernels(tensors):
             from gossamer.state_triton import mask_on_gpu_  # needs Triton
@@ -190,7 +192,7 @@ class State:
             index, part = these.start, slice(these.start, these.stop)
             if len(these) == 1 and self.same_as_dense(tensors[index], index):
                 columns = slice(self.offsets[index], self.offsets[index] + self.sizes[index])
-                _keep_and_mask_(_flat(tensors[index]), self.dense[0, columns], mask[0, columns])
+                _copy_and_mask_(_flat(tensors[index]), self.dense[0, columns], mask[0, columns])
             elif len(these) == 1:
                 self.dense_views[index].copy_(tensors[index])
                 self._put_masked(these, mask)
@@ -200,11 +202,11 @@ class State:
                 self._put_masked(these, mask)
 
     def release(self) -> None:
-        """Drop w̃, once masks are final."""
+        """Free w̃ once masks are final."""
         self.dense, self.dense_views, self._scratch = self.dense.new_empty(1, 0), [], {}
 
     def put_masked(self, mask: Tensor, indices: Sequence[int] | None = None) -> None:
-        """The parameters get w = w̃ ⊙ m."""
+        """Set the parameters to w = w̃ ⊙ m."""
         if self.on_cpu:
             for these in self._groups_of(range(len(self.sizes)) if indices is None else indices):
                 self._put_masked(these, mask)
@@ -231,7 +233,7 @@ class State:
         torch._foreach_copy_(tensors, scratch.gradient_views)
 
     def _columns(self, indices: Sequence[int]) -> Iterator[slice]:
-        """The columns of some tensors, neighbours together."""
+        """The columns of some tensors, with adjacent ones merged."""
         ends = [self.offsets[index] + self.sizes[index] for index in indices]
         start = 0
         for place in range(1, len(indices) + 1):
@@ -240,7 +242,7 @@ class State:
                 start = place
 
     def mask_parameters(self, mask: Tensor, indices: Sequence[int] | None = None) -> None:
-        """Pruned weights become zero in the parameters, whatever these hold."""
+        """Zero the pruned weights in the parameters, whatever their values."""
         chosen, tensors = range(len(self.sizes)) if indices is None else indices, self.tensors()
         if not chosen:
             return
@@ -258,19 +260,24 @@ class State:
             self._mask_(scratch.gradient, mask[:, scratch.columns])
             torch._foreach_copy_(part, scratch.gradient_views)
 
-    def holds_masked(self, mask: Tensor) -> bool:
-        """Whether the parameters hold w = w̃ ⊙ m. Synchronizes with the device."""
+    def differing(self, mask: Tensor) -> list[int]:
+        """The tensors whose parameters do not hold w = w̃ ⊙ m or, once w̃ is dropped, whose pruned weights are not zero.
+        Synchronizes with the device."""
+        return [index for index, tensor in enumerate(self.tensors()) if self._differs(tensor, mask, index)]
+
+    def _differs(self, tensor: Tensor, mask: Tensor, index: int) -> bool:
+        kept, dense = self.view(mask, index), self.dense_views[index] if self.dense_views else tensor
+        whole = tensor[None], kept[None], dense[None]
+        if self.same_as_dense(tensor, index):  # in pieces, without memory of the size of the tensor
+            columns = slice(self.offsets[index], self.offsets[index] + self.sizes[index])
+            whole = _flat(tensor), mask[0, columns], self.dense[0, columns] if self.dense_views else _flat(tensor)
         zero = self.dense.new_zeros(())
-        for index, tensor in enumerate(self.tensors()):
-            if self.same_as_dense(tensor, index):
-                columns = slice(self.offsets[index], self.offsets[index] + self.sizes[index])
-                whole = _flat(tensor), mask[0, columns], self.dense[0, columns]
-            else:
-                whole = tensor[None], self.view(mask, index)[None], self.dense_views[index][None]
-            for here, kept, there in zip(*(torch.split(each, _PIECE) for each in whole), strict=True):
-                if not torch.equal(here, torch.where(kept, there, zero).to(here.dtype)):
-                    return False
-        return True
+        for here, stays, there in zip(*(torch.split(each, _PIECE) for each in whole), strict=True):
+            if not self.dense_views and bool((here.ne(0) & ~stays).any()):
+                return True
+            if self.dense_views and not torch.equal(here, torch.where(stays, there, zero).to(here.dtype)):
+                return True
+        return False
 
     def _mask_(self, tensor: Tensor, mask: Tensor) -> None:
         torch.where(mask, tensor, tensor.new_zeros(()), out=tensor)
@@ -280,7 +287,7 @@ class State:
 
 
 def make_layout(weights: Sequence[Weight], *, any_order: bool, gains: tuple[slice | None, ...] = ()) -> Layout:
-    """Which columns are which tensor: in the order of the parameters' memory, or output features first."""
+    """The columns of each tensor: in the order of the parameters' memory, or output features first."""
     tensors = [local(weight.parameter) for weight in weights]
     views = tuple(
         TensorView(
@@ -298,7 +305,7 @@ def make_layout(weights: Sequence[Weight], *, any_order: bool, gains: tuple[slic
 
 
 class ParameterStep(Step):
-    """A step of one run whose gradients lie beside the parameters."""
+    """A step of a single run, whose gradients belong to the parameters."""
 
     def __init__(
         self,
@@ -315,8 +322,8 @@ class ParameterStep(Step):
         self._copied: list[Tensor] = []  # gradients, and copies of them to be written back
         self._copies: list[Tensor] = []
         self._views: list[Tensor] = []
-        self._foreign: list[int] = []  # tensors on a CPU whose own memory is not the scratch memory
-        self._small: dict[int, range] = {}  # by the first column of a block, the tensors in it
+        self._foreign: list[int] = []  # tensors on a CPU that need separate scratch memory
+        self._small: dict[int, range] = {}  # the tensors of a block, by its first column
 
     @cached_property
     def gradient(self) -> Tensor:
@@ -362,7 +369,7 @@ class ParameterStep(Step):
         ]
 
     def _together(self, these: range) -> Part:
-        """Small tensors in one block."""
+        """Small tensors in one block, as the overhead of a torch call exceeds the work on one of them."""
         state = self._state
         scratch = state.scratch(these)
         gradient, work = scratch.gradient, scratch.work
@@ -380,7 +387,7 @@ class ParameterStep(Step):
         return Part(these, [Block(columns, gradient if present else None, state.dense[:, columns], work)])
 
     def _alone(self, index: int, tensor: Tensor) -> Part:
-        """A tensor in pieces that stay in the cache; its parameter's own memory is the scratch memory."""
+        """A tensor in pieces that fit the cache; the memory of its parameter serves as scratch memory."""
         state, gradient = self._state, self._gradients[index]
         size, offset, (shape, strides) = state.sizes[index], state.offsets[index], state._shapes[index]
         own = state.same_as_dense(tensor, index)
@@ -416,7 +423,7 @@ class ParameterStep(Step):
         return self._views
 
     def release(self, block: Block) -> None:
-        """Leave w̃ in the parameter here, while this piece of memory is in the cache."""
+        """Write w̃ to the parameter while this piece of memory is in the cache."""
         if not self._state.on_cpu:
             return
         self.restored = True
@@ -435,14 +442,14 @@ class ParameterStep(Step):
         return None
 
     def write_back_gradients(self) -> None:
-        """Give the optimizer the gradients as the method left them."""
+        """Write the gradients of the method back to the parameters."""
         if "gradient" in self.__dict__ and self.unscale is not None:
             self.gradient.div_(self.unscale)
         if self._copies:
             torch._foreach_copy_(self._copied, self._copies)
 
     def write_back(self) -> None:
-        """Give the optimizer the gradients as the method left them, and the parameters w̃."""
+        """Write the gradients of the method and w̃ back to the parameters."""
         self.write_back_gradients()
         if not self.restored:
             self._state.put()
@@ -455,7 +462,7 @@ def _on_gpu(matrix: Tensor) -> bool:
 
 
 def same_memory(tensor: Tensor, strides: Sequence[int]) -> bool:
-    """Whether a tensor has these strides; along an axis of length one a stride means nothing."""
+    """Whether a tensor has these strides; strides of axes of length one do not matter."""
     pairs = zip(tensor.stride(), strides, tensor.shape, strict=True)
     return all(stride == ours or length == 1 for stride, ours, length in pairs)
 
@@ -465,12 +472,12 @@ def _flat(tensor: Tensor) -> Tensor:
 
 
 def common_device(tensors: Sequence[Tensor]) -> torch.device:
-    """The device of all the tensors."""
+    """The common device of the tensors."""
     devices = {tensor.device for tensor in tensors}
     if len(devices) != 1:
         raise ValueError(
             f"expected all the weights on one device, got {', '.join(sorted(map(str, devices)))}: "
-            "spread the model with fully_shard instead, or exclude what lies elsewhere"
+            "shard the model with fully_shard instead, or exclude weights on other devices"
         )
     return devices.pop()
 
@@ -480,14 +487,14 @@ def _strides(tensor: Tensor, feature_axis: int, any_order: bool) -> tuple[int, .
 
 
 def _dense_strides(tensor: Tensor) -> tuple[int, ...]:
-    """The strides of the tensor where they are those of a usual memory format, else row-major ones."""
+    """The strides of the tensor if it has a standard memory format, otherwise row-major strides."""
     if any(tensor.is_contiguous(memory_format=layout) for layout in _LAYOUTS.get(tensor.dim(), ())):
         return tensor.stride()
     return tuple(math.prod(tensor.shape[axis + 1 :]) for axis in range(tensor.dim()))
 
 
 def _order(dimensions: int, feature_axis: int) -> list[int]:
-    """The axes with output features first and, of images, input channels last."""
+    """The axes with output features first and, for images, input channels last."""
     axes = [feature_axis, *(axis for axis in range(dimensions) if axis != feature_axis)]
     return [axes[0], *axes[2:], axes[1]] if dimensions == 4 else axes
 
@@ -504,14 +511,14 @@ def _features_first(shape: Sequence[int], feature_axis: int) -> tuple[int, ...]:
     return tuple(strides)
 
 
-def _keep_and_mask_(weights: Tensor, kept: Tensor, mask: Tensor) -> None:
-    """Copy the vector `weights` to `kept` and zero what is masked in it, in pieces that stay in the cache.
+def _copy_and_mask_(weights: Tensor, copy: Tensor, mask: Tensor) -> None:
+    """Copy the vector `weights` to `copy` and zero its masked entries, in pieces that fit the cache.
 
-    The masking multiplies the bits of the numbers, as integers, by 0 or 1: pruned weights become +0, whatever their
-    sign was and even if they were NaN.
+    Masking multiplies the bit patterns, as integers, by 0 or 1, so pruned weights become +0, even if they were
+    negative or NaN.
     """
     bits = torch.int32 if weights.element_size() == 4 else torch.int64
-    vectors = (torch.split(vector, _KEPT_PIECE) for vector in (weights, kept, mask))
-    for here, there, connected in zip(*vectors, strict=True):
-        there.copy_(here)
-        here.view(bits).mul_(connected)
+    vectors = (torch.split(vector, _KEPT_PIECE) for vector in (weights, copy, mask))
+    for part, target, kept in zip(*vectors, strict=True):
+        target.copy_(part)
+        part.view(bits).mul_(kept)

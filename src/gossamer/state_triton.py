@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, override"
-"""Keeping w̃ and leaving w = w̃ ⊙ m in the parameters, on CUDA GPUs in one pass over memory."""
+"""Saving w̃ and writing w = w̃ ⊙ m to the parameters in one pass over memory, for CUDA GPUs."""
 
 from collections.abc import Sequence
 
@@ -24,7 +24,7 @@ def _mask(parameters, dense, mask, blocks, first, multiple: tl.constexpr, block:
 
 
 def mask_on_gpu_(blocks: Blocks, parameters: Sequence[Tensor], mask: Tensor, dense: Tensor | None) -> None:
-    """Keep what the parameters hold in `dense`, if given, and zero what is masked in them."""
+    """Copy the parameters to `dense`, if given, and zero their masked entries."""
     with torch.cuda.device_of(mask):
         for grid, first, these in launches(blocks):
             _mask[grid](

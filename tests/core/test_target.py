@@ -90,10 +90,10 @@ def test_a_request_that_is_no_number_is_refused(request_: dict[str, object]) -> 
         make_target([10], positions=[1], floors=[0], **wanted)  # type: ignore[arg-type]
 
 
-def test_the_share_that_shall_be_left() -> None:
+def test_density_of_a_target() -> None:
     def target(**request: float) -> float | None:
         asked: dict[str, Any] = {"sparsity": None, "flops": None, "decay": None, **request}
-        return make_target([30, 10], positions=[2, 4], floors=[0, 0], **asked).left
+        return make_target([30, 10], positions=[2, 4], floors=[0, 0], **asked).density
 
     assert target(sparsity=0.75) == 0.25
     assert target(flops=0.5) == 0.5

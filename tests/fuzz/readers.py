@@ -225,7 +225,7 @@ def _read_result(content: bytes, folder: Path) -> None:
 
 def _read_layers(content: bytes, folder: Path) -> None:
     (folder / result.LAYERS).write_bytes(content)
-    _show(tables.of_layers(result.read_layers(folder), "x"))
+    _show(result.read_layers(folder).table("x"))
 
 
 def _read_record(content: bytes, folder: Path) -> object:

@@ -13,7 +13,6 @@ from rich.text import Text
 from gossamer.lab import data, models
 from gossamer.lab.recipes import RECIPES, Published, Recipe
 from gossamer.methods import METHODS
-from gossamer.report import Report
 
 _NUMBERS = 70  # characters for the numbers of a row, on a terminal of 80
 
@@ -53,21 +52,6 @@ def of_rows(head: Sequence[str], rows: Sequence[Sequence[str]], title: str | Non
     for row in rows:
         table.add_row(*map(Text, row))
     return _with_whole_numbers(table)
-
-
-def of_layers(report: Report, title: str) -> Table:
-    """One row a tensor, narrower than the report's own table."""
-    table = _table("tensor", "weights", "nonzeros", "density", "dead features", "FLOPs", left=1, title=title)
-    for row in (*report.rows, report.total):
-        table.add_row(
-            Text(row.name),
-            f"{row.weights:,}",
-            f"{row.nonzeros:,}",
-            f"{row.density:.2%}",
-            f"{row.dead_features} / {row.features}",
-            _short(row.flops_sparse),
-        )
-    return table
 
 
 def against_paper(recipe: Recipe, result: Mapping[str, Any]) -> str:

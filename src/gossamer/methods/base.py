@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gossamer.schedule import Phase, Plan, cosine, nonzeros_left
+from gossamer.schedule import Phase, Plan, cosine, cubic_budget
 from gossamer.target import Target, make_target
 
 _LARGE = 1 << 24  # weights whose squares have room beside them
@@ -247,7 +247,7 @@ def _budget(step: int, ramp_steps: int, total: int, final: int, ramp: str) -> in
     if ramp == "at_once":
         return final
     # The last step of the ramp is the first one at the full target.
-    return nonzeros_left(min(1.0, (step + 1) / max(1, ramp_steps)), total, final)
+    return cubic_budget(min(1.0, (step + 1) / max(1, ramp_steps)), total, final)
 
 
 def _factor(plan: Plan, step: int, kind: str) -> float:
@@ -463,7 +463,7 @@ class Method(ABC, Generic[S]):
         return
 
     @classmethod
-    def resolve(cls, options: S, *, mask_steps: int, left: float | None) -> S:
+    def resolve(cls, options: S, *, mask_steps: int, density: float | None) -> S:
         """The settings with every open one chosen, for masks that train for `mask_steps` and keep the share `left`,
         if that is known."""
         return options

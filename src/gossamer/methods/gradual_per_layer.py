@@ -15,7 +15,7 @@ from torch import Tensor
 from gossamer.methods.base import Context, Options, expect
 from gossamer.methods.budgets import keep_largest_, shares
 from gossamer.methods.timing import PrunedInStages
-from gossamer.schedule import nonzeros_left
+from gossamer.schedule import cubic_budget
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class GradualPerLayer(PrunedInStages[PerLayerOptions]):
     def _prune(self, weights: Tensor, step: int) -> None:
         """Leave each tensor its share of the budget."""
         total, sizes = self._layout.count, self._layout.sizes
-        left = [nonzeros_left(step / self._last, total, keep) for keep in self._keep]
+        left = [cubic_budget(step / self._last, total, keep) for keep in self._keep]
         counts = [shares(sizes, each, [each / total] * len(sizes)) for each in left]
         keep_largest_(self.mask, self._layout, weights.abs().masked_fill_(~self.mask, -torch.inf), counts)
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from gossamer.methods.base import Context, Options, PrunedAtZero, Step, expect
 from gossamer.methods.budgets import largest
 from gossamer.methods.rigl import regrowth
-from gossamer.schedule import nonzeros_left
+from gossamer.schedule import cubic_budget
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class GraNetOptions(Options):
     def __post_init__(self) -> None:
         expect(
             self,
-            fraction=(0 <= self.fraction <= 1, "a share from 0 to 1"),
+            fraction=(0 <= self.fraction <= 1, "a number from 0 to 1"),
             every=(self.every >= 1, "at least 1 step"),
         )
 
@@ -54,7 +54,7 @@ class GraNet(PrunedAtZero[GraNetOptions]):
 
     def update_topology(self, weights: Tensor, step: int) -> Tensor:
         ramp = min(1.0, step / max(1, self._ramp))
-        budgets = [nonzeros_left(ramp, self._count, keep) for keep in self._keep]
+        budgets = [cubic_budget(ramp, self._count, keep) for keep in self._keep]
         share = regrowth(step, self._length)
         grown = [
             min(int(fraction * share * budget), self._count - budget)

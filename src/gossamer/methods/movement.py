@@ -16,7 +16,7 @@ from torch import Tensor
 from gossamer.methods.adam import Adam
 from gossamer.methods.base import Context, Method, Options, Step, expect, is_rate
 from gossamer.methods.budgets import keep_largest_, shares
-from gossamer.schedule import nonzeros_left
+from gossamer.schedule import cubic_budget
 
 _EVERY = 16  # steps between two choices of the masks
 
@@ -78,6 +78,6 @@ class Movement(Method[MovementOptions]):
     def _choose(self, ramp: float) -> None:
         """Keep the largest scores of each tensor, its share of the budget at this point of the ramp."""
         total, sizes = self._layout.count, self._layout.sizes
-        budgets = [nonzeros_left(ramp, total, keep) for keep in self._keep]
+        budgets = [cubic_budget(ramp, total, keep) for keep in self._keep]
         counts = [shares(sizes, each, [each / total] * len(sizes)) for each in budgets]
         keep_largest_(self.mask, self._layout, self._score, counts)

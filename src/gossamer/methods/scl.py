@@ -220,10 +220,10 @@ def default_mask_lr(steps: int) -> float:
     return min(max(0.003, 60.0 / max(1, steps)), 0.015)
 
 
-def default_pruned_grad_scale(left: float | None) -> float:
+def default_pruned_grad_scale(density: float | None) -> float:
     """The default share of their gradient that pruned weights follow: the sparser the target, the smaller (a power law
     through the measurements of section 27 of docs/lab-book.md); one half where the target is not known."""
-    return 0.5 if left is None else math.pow(left, 0.4)
+    return 0.5 if density is None else math.pow(density, 0.4)
 
 
 # --- the method -----------------------------------------------------------------------------------------------------
@@ -258,19 +258,22 @@ class SCLOptions(Options):
             anneal=one_of(self.anneal, ANNEALS),
             alpha=(0 < self.alpha < math.inf, "a number above 0"),
             mask_lr=(self.mask_lr is None or 0 < self.mask_lr < math.inf, "a number above 0, or none"),
-            mask_momentum=(0 <= self.mask_momentum < 1, "a number from 0 to below 1"),
-            mask_decay=(0 <= self.mask_decay < 1, "a share from 0 to below 1"),
+            mask_momentum=(0 <= self.mask_momentum < 1, "a number of at least 0 and below 1"),
+            mask_decay=(0 <= self.mask_decay < 1, "a number of at least 0 and below 1"),
             mask_decay_cap=(
                 1 <= self.mask_decay_cap < math.inf or self.mask_decay_cap == 0,
                 "a number of at least 1, or 0",
             ),
-            pruned_grad_scale=(0 <= (self.pruned_grad_scale or 0) <= 1, "a share from 0 to 1, or none"),
+            pruned_grad_scale=(0 <= (self.pruned_grad_scale or 0) <= 1, "a number from 0 to 1, or none"),
             start_value=(self.start_value is None or 0 < self.start_value < math.inf, "a number above 0, or none"),
             l2=(
                 is_rate(self.l2) and not (self.l2 and self.scale == "per_sample"),
                 "a number of at least 0, and 0 with scale='per_sample'",
             ),
-            min_density=(self.min_density is None or 0 <= self.min_density < 1, "a share from 0 to below 1, or none"),
+            min_density=(
+                self.min_density is None or 0 <= self.min_density < 1,
+                "a number of at least 0 and below 1, or none",
+            ),
         )
 
     @property
@@ -289,7 +292,7 @@ class SCL(GlobalThreshold[SCLOptions]):
     def __init__(self, context: Context[SCLOptions]) -> None:
         self._context, timeline, weights = context, context.timeline, context.weights
         chosen = [
-            self.resolve(request.options, mask_steps=timeline.length, left=target.left)
+            self.resolve(request.options, mask_steps=timeline.length, density=target.density)
             for request, target in zip(context.requests, context.targets, strict=True)
         ]
         self._options, self._decay = chosen[0], context.targets[0].decay
@@ -331,12 +334,12 @@ class SCL(GlobalThreshold[SCLOptions]):
                     raise ValueError(f'scale="batch" cannot see the features of {name} in shards: use scale="global"')
 
     @classmethod
-    def resolve(cls, options: SCLOptions, *, mask_steps: int, left: float | None) -> SCLOptions:
+    def resolve(cls, options: SCLOptions, *, mask_steps: int, density: float | None) -> SCLOptions:
         return replace(
             options,
             mask_lr=default_mask_lr(mask_steps) if options.mask_lr is None else options.mask_lr,
             pruned_grad_scale=(
-                default_pruned_grad_scale(left) if options.pruned_grad_scale is None else options.pruned_grad_scale
+                default_pruned_grad_scale(density) if options.pruned_grad_scale is None else options.pruned_grad_scale
             ),
         )
 

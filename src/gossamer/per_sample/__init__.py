@@ -1,5 +1,1 @@
-"""Exact per-sample scales of the mask gradient, without storing per-sample gradients."""
-
-from gossamer.per_sample.watcher import SampleMoments, refuse_unknown
-
-__all__ = ["SampleMoments", "refuse_unknown"]
+"""The literal scale of the paper: one gradient per sample, squared and summed during the ordinary backward pass."""

@@ -207,8 +207,8 @@ def test_what_is_not_known_is_refused() -> None:
     with pytest.raises(ValueError, match="expected the state of method='gradual', got 'dpf'"):
         training.sparsifier.load_state_dict(Training("dpf").sparsifier.state_dict())
     for asked, message in (
-        ({"sparsity": 1}, r"share from 0 to below 1, such as 0\.95, got 1"),
-        ({"decay": 0.1}, "method='dpf' meets sparsity= alone"),
+        ({"sparsity": 1}, r"at least 0 and below 1, such as 0\.95, got 1"),
+        ({"decay": 0.1}, "method='dpf' supports only sparsity="),
         ({"sparsity": 0.5, "preset": "paper"}, "preset='paper' is for method='scl', got method='dpf'"),
         ({"sparsity": 0.5, "mask_lr": 0.1}, "unknown setting 'mask_lr' of method='dpf'"),
     ):
@@ -226,7 +226,7 @@ def test_what_a_method_refuses_is_refused_at_once() -> None:
         ("slimming", 0.01, "slimming needs a batch norm behind every convolution, got none behind 0.weight"),
         ("soft_filter", 0.9, "sparsity=0.9 cannot be met by whole filters"),
         ("l1_filter", 0.9, "sparsity=0.9 cannot be met by whole filters"),
-        ("dpf", 0.999, "sparsity=0.999 leaves 1 connections, but min_density keeps 2"),
+        ("dpf", 0.999, "sparsity=0.999 keeps 1 of .* weights, but min_density requires 2"),
     ):
         with pytest.raises(ValueError, match=message):
             gossamer.Sparsifier(model, optimizer, method=method, sparsity=sparsity, total_steps=STEPS)

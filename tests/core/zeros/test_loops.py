@@ -133,7 +133,9 @@ def test_a_model_moved_to_another_device_says_what_to_do(steps: int) -> None:
         driver.final_mask = meta
     else:
         driver.method.mask = meta  # the same as seen from the model, which on a CPU has nowhere to go
-    with pytest.raises(RuntimeError, match=r"the weights are on cpu now, but their masks on meta: .* build all three"):
+    with pytest.raises(
+        RuntimeError, match=r"the weights are on cpu now, but their masks on meta: .* rebuild all three"
+    ):
         run.optimizer.step()
 
 

@@ -23,7 +23,7 @@ from gossamer.lab.models.wide_resnet import WideResNet
 from gossamer.methods import METHODS
 from gossamer.methods.lottery import rewound
 from gossamer.methods.scl import SCLOptions
-from gossamer.schedule import Plan, nonzeros_left
+from gossamer.schedule import Plan, cubic_budget
 from gossamer.settings import Phases
 
 CPU = torch.device("cpu")
@@ -204,7 +204,7 @@ def test_removed_for_good_means_zero_for_good() -> None:
         assert not (learner.mask & ~before).any()
         assert (stack.variables[:, :total][~learner.mask] == 0).all()
         assert int(learner.mask[1].sum()) == keep
-        assert int(learner.mask[0].sum()) == nonzeros_left((number + 1) / 16, total, keep)
+        assert int(learner.mask[0].sum()) == cubic_budget((number + 1) / 16, total, keep)
         before = learner.mask.clone()
 
 

@@ -337,7 +337,7 @@ def test_teachers_that_are_not_there_are_refused() -> None:
         ({"temperature": 0.0}, "temperature: expected a number above 0, got 0.0"),
         ({"phases": (0.5, 0.6, 0.0, 0.0)}, "phases: expected four shares of at least 0 with the sum 1"),
         ({"restart": 0.0}, "restart: expected a learning rate above 0, got 0.0"),
-        ({"hold": 1.0}, "hold: expected a share from 0 to below 1, got 1.0"),
+        ({"hold": 1.0}, "hold: expected a number of at least 0 and below 1, got 1.0"),
         ({"teacher": "me"}, "teacher: expected one of dense, trunk, got 'me'"),
     ],
 )
@@ -355,7 +355,11 @@ def test_names_of_settings_do_not_clash_and_defaults_leave_no_trace() -> None:
 
 
 def test_the_docs_name_every_setting() -> None:
-    page = (Path(__file__).parents[3] / "docs" / "methods.md").read_text().partition("## Beside the method")[2]
+    page = (
+        (Path(__file__).parents[3] / "docs" / "methods.md")
+        .read_text()
+        .partition("## Training settings of a comparison")[2]
+    )
     assert [name for name in NAMES if f"`{name}`" not in page] == []
 
 

@@ -131,6 +131,7 @@ def test_the_result_says_what_was_done(images: ImageSet, tmp_path: Path) -> None
     assert written["versions"]["torch"] == torch.__version__
     assert 0 <= written["validation_accuracy"] <= 1
     assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "health.json",
         "layers.json",
         "log.jsonl",
         "model.safetensors",

@@ -292,7 +292,7 @@ def record(
 
 def _settled(member: Member, outcome: Outcome) -> dict[str, Any]:
     left = None if member.decay is not None else 1.0 - outcome.sparsity
-    found = settled(member.method_type, member.options, mask_steps=outcome.mask_steps, left=left)
+    found = settled(member.method_type, member.options, mask_steps=outcome.mask_steps, density=left)
     return {"settled": found} if found else {}
 
 

@@ -41,7 +41,7 @@ class Member:
             )
         for name, what, good in (
             ("seed", "a whole number from 0 to below 2^63", 0 <= self.seed < 2**63),
-            ("sparsity", "a share from 0 to below 1", 0 <= self.sparsity < 1),
+            ("sparsity", "a number of at least 0 and below 1", 0 <= self.sparsity < 1),
             ("weight_decay", "a number of at least 0", 0 <= self.weight_decay < math.inf),
             ("decay", "a number of at least 0, or none", self.decay is None or 0 <= self.decay < math.inf),
             ("decay", f"none with method={method.name}", self.decay is None or method.solves_targets),

@@ -101,9 +101,11 @@ class Outcome:
     seconds_before: float = field(default=0.0, compare=False)  # of all runs together, in sittings that were cut short
 
 
-def settled(method: type[Method[Any]], options: Options, *, mask_steps: int, left: float | None) -> dict[str, float]:
+def settled(method: type[Method[Any]], options: Options, *, mask_steps: int, density: float | None) -> dict[str, float]:
     """The values in use of settings that a run may leave open, for its record."""
-    chosen, usual = (method.resolve(each, mask_steps=mask_steps, left=left) for each in (options, method.options()))
+    chosen, usual = (
+        method.resolve(each, mask_steps=mask_steps, density=density) for each in (options, method.options())
+    )
     open_ones = [each.name for each in fields(chosen) if each.default is None and getattr(usual, each.name) is not None]
     return {name: getattr(chosen, name) for name in open_ones}
 

@@ -308,7 +308,9 @@ def _weight_decay(lane: Lane, training: Training, step: int) -> float:
     if later is not None and lane.is_frozen(step):
         return later
     left = 1.0 - lane.sparsity
-    return sparse_weight_decay(lane.weight_decay, left=left, power=training.weight_decay_power)  # a trunk has power 0
+    return sparse_weight_decay(
+        lane.weight_decay, density=left, power=training.weight_decay_power
+    )  # a trunk has power 0
 
 
 def _plain(lane: Lane, test: list[float], held_out: list[float] | None, row: int) -> dict[str, float | None]:

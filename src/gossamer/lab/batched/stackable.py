@@ -79,7 +79,7 @@ def check_reachable(runs: list[Run], layout: Layout) -> None:
 
 def check_floor(layout: Layout, sparsity: float, floor: float) -> None:
     if not 0 <= sparsity < 1:
-        raise ValueError(f"expected sparsity to be a share from 0 to below 1, such as 0.95, got {sparsity}")
+        raise ValueError(f"expected sparsity to be a number of at least 0 and below 1, such as 0.95, got {sparsity}")
     least, left = sum(min_nonzeros(layout.sizes, floor)), layout.keep(sparsity)
     if least > left:
         raise ValueError(

@@ -215,7 +215,7 @@ def _settled(run: Run, outcome: Outcome) -> dict[str, float] | None:
     if run.method == "dense":
         return None
     left = None if run.decay is not None else 1.0 - outcome.sparsity
-    return settled(find(run.method), run.options, mask_steps=outcome.mask_steps, left=left) or None
+    return settled(find(run.method), run.options, mask_steps=outcome.mask_steps, density=left) or None
 
 
 def _images(run: Run) -> ImageSet:

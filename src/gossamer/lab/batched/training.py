@@ -65,7 +65,7 @@ class Training:
                 raise ValueError(f"phases: expected four shares of at least 0 with the sum 1, got {self.phases}")
             object.__setattr__(self, "phases", shares)
         if self.hold is not None and not 0.0 <= self.hold < 1.0:
-            raise ValueError(f"hold: expected a share from 0 to below 1, got {self.hold}")
+            raise ValueError(f"hold: expected a number of at least 0 and below 1, got {self.hold}")
         for name in ("restart", "peak_rate"):
             rate = getattr(self, name)
             if rate is not None and not 0 < rate < math.inf:

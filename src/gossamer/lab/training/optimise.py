@@ -71,7 +71,7 @@ def weight_decay(run: Run, plan: Plan | None, step: int) -> float:
         return run.weight_decay
     left = 1.0 if run.sparsity is None else 1.0 - run.sparsity
     left = left if run.flops is None else run.flops
-    return sparse_weight_decay(run.weight_decay, left=left, power=run.weight_decay_power)
+    return sparse_weight_decay(run.weight_decay, density=left, power=run.weight_decay_power)
 
 
 def set_weight_decay(optimizer: Optimizer, value: float) -> None:

@@ -7,7 +7,7 @@ import shlex
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
+from gossamer.diagnostics import Health
 from gossamer.io.sparse_file import save
 from gossamer.lab import model_files
 from gossamer.lab.json_files import read_object
@@ -29,6 +30,7 @@ MODEL = model_files.MODEL
 SPARSE_MODEL = "model.sparse.safetensors"
 RUN = model_files.RUN
 LAYERS = "layers.json"
+HEALTH = "health.json"
 
 
 def make_result(
@@ -227,8 +229,15 @@ def write_json(path: Path, values: Mapping[str, Any]) -> None:
     write_atomically(path, lambda file: file.write(text.encode()))
 
 
-def write_all(folder: Path, tensors: Mapping[str, Tensor], counted: Report, result: Mapping[str, Any]) -> None:
-    """Writes all files of a finished run. The result comes last: the run is complete when it exists.
+def write_all(
+    folder: Path,
+    tensors: Mapping[str, Tensor],
+    counted: Report,
+    result: Mapping[str, Any],
+    health: Health | None = None,
+) -> None:
+    """Writes all files of a finished run. The result comes last: the run is complete when it exists. `health` has the
+    diagnostics of the masks, if there were any.
 
     The folder may have been deleted in the meantime: it is created again, with the run.json that was written first.
     """
@@ -237,12 +246,20 @@ def write_all(folder: Path, tensors: Mapping[str, Tensor], counted: Report, resu
         write_json(folder / RUN, result["config"])
         write_model(folder / MODEL, tensors)
         write_json(folder / LAYERS, counted.to_dict())
+        if health is not None:
+            write_json(folder / HEALTH, _without_infinities(asdict(health)))
         write_json(folder / RESULT, result)
     except OSError as error:
         raise OSError(
             f"the last step is done, but the result cannot be written to {folder} ({error}): free some space on the "
             f"disk and run the same command again; {Checkpoints(folder).next_time()}"
         ) from error
+
+
+def _without_infinities(values: dict[str, Any]) -> dict[str, Any]:
+    """The values with None for infinite ones and NaN, which JSON does not have: a run that has finished is kept."""
+    found: dict[str, Any] = json.loads(json.dumps(values), parse_constant=lambda name: None)
+    return found
 
 
 def write_model(path: Path, tensors: Mapping[str, Tensor]) -> None:
