@@ -67,7 +67,8 @@ def train(weights: int, momentum: float) -> None:
     """One run with each phase, on one sample."""
     depth = max(1, round(weights / WIDTH**2))
     before = peak()
-    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(depth)))
+    stack = [module for _ in range(depth) for module in (nn.Linear(WIDTH, WIDTH, bias=False), nn.Tanh())]
+    model = nn.Sequential(*stack)
     total = depth * WIDTH**2
     optimizer = torch.optim.SGD(model.parameters(), lr=0.001, momentum=momentum)
     phases = {"warmup": "2it", "sparsify": "3it", "stabilise": "2it"}

@@ -148,7 +148,8 @@ def report(
 
     ``example_input`` and ``batch_size`` are as in ``gossamer.flops.positions``: a tensor, a tuple of inputs or a
     mapping of keyword inputs, batch first. ``include`` and ``exclude`` are as in ``select``. Frozen tensors are counted
-    too. A tensor that several layers share has one row. A weight that torch.nn.utils.prune computes from
+    too. A tensor that several layers share has one row. On the meta device, where weights have no values, all of them
+    count as nonzeros: the report is that of the dense network. A weight that torch.nn.utils.prune computes from
     ``weight_orig`` and ``weight_mask`` is counted as their product.
 
     ``model`` may also be a state dict. Its floating-point tensors of two or more dimensions are counted, except biases
@@ -168,7 +169,7 @@ def report(
         _row(each, counted, None if uses is None or each.weight is None else uses[each.weight.name])
         for each, counted in zip(entries, _counts(entries), strict=True)
     )
-    return Report(tuple(rows), {each.name: each.tensor for each in entries})
+    return Report(tuple(rows), {each.name: each.tensor for each in entries if not each.tensor.is_meta})
 
 
 @dataclass(frozen=True, eq=False)
@@ -194,12 +195,6 @@ def _entries_of_model(model: nn.Module, include: Selectors, exclude: Selectors) 
         include = (*(as_tuple(include, "include") or ("*",)), *pruned)
         exclude = (*as_tuple(exclude, "exclude"), *(name.removesuffix("_orig") for name in pruned))
     weights = select(model, include=include, exclude=exclude, for_training=False)
-    on_meta = [weight.name for weight in weights if weight.parameter.is_meta]
-    if on_meta:
-        raise ValueError(
-            f"expected weights with values, but {on_meta[0]} is on the meta device; "
-            "load the model (model.to_empty and load_state_dict) before the report"
-        )
     entries = []
     for weight in weights:
         mask = masks.get(weight.name)
@@ -262,6 +257,9 @@ def _counts(entries: Sequence[_Entry]) -> list[tuple[int, int, int]]:
     with torch.no_grad():
         for index, entry in enumerate(entries):
             per_feature = _nonzeros_per_feature(entry)
+            if per_feature.is_meta:
+                each = entry.tensor.numel() // max(1, per_feature.numel())
+                per_feature = torch.full(per_feature.shape, each)
             features.append(per_feature.numel())
             both = torch.stack([per_feature.sum(), (per_feature == 0).sum()])
             by_device.setdefault(both.device, []).append((index, both))
