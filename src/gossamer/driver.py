@@ -243,7 +243,7 @@ class Driver:
         if self.method is None:
             return
         self.check_finite()
-        self.final_mask = self.method.finalize(self.state.dense).clone()
+        self.final_mask = self.method.finalize(self.state.dense)
         self.state.put_masked(self.final_mask)
         self._final_count = self._count_final(self.final_mask)
         self.log.counters(wait=True)

@@ -3,7 +3,9 @@
 ``python benchmarks/scale.py`` measures time and memory.
 """
 
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -46,6 +48,30 @@ def test_training_without_values_is_refused_with_a_sentence(warmup: str) -> None
     for attempt in (optimizer.step, sparsifier.finish, lambda: sparsifier.load_state_dict(state)):
         with pytest.raises(RuntimeError, match=r"weight is on the meta device, .* give the model values"):
             attempt()
+
+
+def _peak() -> int:
+    """The highest resident size since the last call."""
+    status = Path("/proc/self/status").read_text()
+    Path("/proc/self/clear_refs").write_text("5")
+    return 1024 * int(status.partition("VmHWM:")[2].partition("kB")[0])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel keeps the highest resident size on Linux")
+def test_no_phase_takes_more_memory_than_dense_weights_mask_variables_and_masks() -> None:
+    model = nn.Linear(5000, 5000, bias=False)
+    weights = model.weight.numel()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    phases = {"warmup": "2it", "sparsify": "3it", "stabilise": "2it"}
+    sparsifier = gossamer.Sparsifier(model, optimizer, sparsity=0.9, total_steps=9, **phases)
+    model.weight.grad = 0.1 * torch.randn(5000, 5000)
+    _peak()
+    before, peaks = _peak(), list[float]()
+    for step in (*[optimizer.step] * 9, sparsifier.finish):
+        step()
+        peaks.append((_peak() - before) / weights)
+    assert max(peaks) > 8.9  # 4 bytes, 4 and 1
+    assert max(peaks) < 9 + 3  # and pieces of at most 64 MiB
 
 
 class Calls(TorchDispatchMode):
