@@ -381,10 +381,7 @@ class Sparsifier:
 
     def _check_weights_of_last_step(self) -> None:
         """Raise if the model holds other weights than the last step left, such as those of an earlier checkpoint."""
-        if self._driver is None or self.in_step or any(map(evaluates, self._owners)):
-            return  # a step that was interrupted is repaired
-        wrong = self._driver.changed_since_last_step()
-        if wrong:
+        if wrong := self._changed_weights():
             raise RuntimeError(
                 f"{wrong} changed since the last step: an earlier checkpoint was loaded (load_best_model_at_end), or "
                 "averaged weights were put in. The final masks do not fit such weights. Load the weights of the last "
@@ -392,9 +389,20 @@ class Sparsifier:
                 "weights by the masks of now, call sparsifier.impose(model) before finish()"
             )
 
-    @property
-    def _owners(self) -> list[Optimizer]:
-        return [owner for owner, _ in self._owned]
+    def _changed_weights(self) -> str:
+        if self._driver is None or self.in_step or any(evaluates(owner) for owner, _ in self._owned):
+            return ""  # a step that was interrupted is repaired
+        return self._driver.changed_since_last_step()
+
+    def weights_changed(self) -> bool:
+        """Whether the model holds other weights than the last step left, such as averages or an earlier checkpoint."""
+        return bool(self._changed_weights())
+
+    def restore_weights(self) -> None:
+        """Put the weights of the last step back, under the masks. Once masks are final, only the zeros come back."""
+        if self._driver is not None and self.phase is not Phase.WARMUP:
+            with torch.no_grad():
+                self._driver.apply_masks()
 
     def impose(self, other: nn.Module) -> None:
         """Apply the masks to another model with the same names, such as an average of the weights."""

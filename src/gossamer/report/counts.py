@@ -258,8 +258,7 @@ def _counts(entries: Sequence[_Entry]) -> list[tuple[int, int, int]]:
         for index, entry in enumerate(entries):
             per_feature = _nonzeros_per_feature(entry)
             if per_feature.is_meta:
-                each = entry.tensor.numel() // max(1, per_feature.numel())
-                per_feature = torch.full(per_feature.shape, each)
+                per_feature = torch.full(per_feature.shape, entry.tensor.numel() // max(1, per_feature.numel()))
             features.append(per_feature.numel())
             both = torch.stack([per_feature.sum(), (per_feature == 0).sum()])
             by_device.setdefault(both.device, []).append((index, both))
