@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 import gossamer
-from gossamer.lab.batched import checkpoint as batched
+from gossamer.lab.checkpoint import Checkpoints
 from gossamer.lab.training import result
-from gossamer.lab.training.checkpoint import Checkpoints
 
 
 @dataclass(frozen=True)
@@ -86,18 +85,6 @@ def _read_model(folder: Path) -> int | None:
     return _check(tensors, int(tensors["w"][0, 0]))
 
 
-def _write_sweep(folder: Path, version: int) -> None:
-    """The checkpoint of a sweep, whose predecessor stays beside it."""
-    batched.write(folder / f"x{batched.ENDING}", _tensors(version), {"version": version})
-
-
-def _read_sweep(folder: Path) -> int | None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of those that are passed over
-        found = batched.read_newest(folder / f"x{batched.ENDING}")
-    return None if found is None else _check(found[0], int(found[1]["version"]))
-
-
 def _write_record(folder: Path, version: int) -> None:
     result.write_json(folder / "run.json", {"version": version, "long": [version] * 100})
 
@@ -117,7 +104,6 @@ WRITERS: Mapping[str, Writer] = MappingProxyType(
         for writer in (
             Writer("checkpoint", _write_checkpoint, _read_checkpoint),
             Writer("checkpoint of the same step", _write_again, _read_again),
-            Writer("checkpoint of a sweep", _write_sweep, _read_sweep),
             Writer("saved model", _write_model, _read_model),
             Writer("sweep record", _write_record, _read_record),
         )
@@ -157,7 +143,7 @@ def _unordered_digest(folder: Path, version: int) -> None:
     """A checkpoint that takes its name before its digest is there, and whose predecessor is removed before that."""
     import hashlib
 
-    from gossamer.lab.training.checkpoint import write_atomically
+    from gossamer.lab.checkpoint import write_atomically
 
     stream = io.BytesIO()
     state: dict[str, Any] = {"step": version, **_tensors(version)}

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from gossamer.io.checkpoints import read_checkpoint
 from gossamer.lab.json_files import read_object
+from gossamer.lab.results.comparisons import by_epochs, displayed, subjects
 from gossamer.lab.results.plot import Line, Panel, lowest, panels
-from gossamer.lab.results.races import by_epochs, shown, subjects
 from gossamer.lab.training.result import HEALTH, MODEL, SPARSE_MODEL, is_number, read_layers, read_result_file
 from gossamer.methods import METHODS
 from gossamer.report.page import Chart, Page, View, facts_of, sizes_of, thinned
@@ -434,12 +434,12 @@ def panels_of_comparison(files: Sequence[Path]) -> list[tuple[str, Panel]]:
         for records in subjects(folder).values():
             for tier in ("final", "screening"):
                 for epochs, every in by_epochs(records, tier)[:1]:
-                    first = every[0]
-                    heading = f"{first['net']} on {first['data']}, {tier}: {epochs} epochs"
-                    found += [(f"{heading}, {panel.title}", panel) for panel in panels(shown(every)[0])]
+                    config = every[0]["config"]
+                    heading = f"{config['model']} on {config['data']}, {tier}: {epochs} epochs"
+                    found += [(f"{heading}, {panel.title}", panel) for panel in panels(displayed(every)[0])]
     return found
 
 
 def _is_comparison(folder: Path) -> bool:
     path = next(iter(sorted(folder.glob("*.json"))), None)
-    return path is not None and {"tier", "net"} <= read_object(path).keys()
+    return path is not None and {"tier", "config"} <= read_object(path).keys()

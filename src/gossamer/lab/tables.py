@@ -18,7 +18,7 @@ _NUMBERS = 70  # characters for the numbers of a row, on a terminal of 80
 
 
 def of_results(results: Sequence[tuple[str, Mapping[str, Any]]]) -> Table:
-    """One row a result. That of a run which has diverged side by side with others has numbers that mean nothing."""
+    """One row per result. A batched run that has diverged has numbers without meaning."""
     table = _table("", "test", "validation", "sparsity", "nonzeros", "FLOPs", "time", left=1)
     for name, result in results:
         metric = "perplexity" if "perplexity" in result else "accuracy"
@@ -30,7 +30,7 @@ def of_results(results: Sequence[tuple[str, Mapping[str, Any]]]) -> Table:
             _metric(metric, result[metric]),
             _metric(metric, result.get(f"validation_{metric}")),
             f"{result['sparsity']:.2%}",
-            f"{result['connections']:,}",
+            f"{result['nonzeros']:,}",
             _short(result.get("flops")),
             _time(result["seconds"]),
         )

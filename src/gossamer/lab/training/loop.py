@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
+from gossamer.lab.checkpoint import Checkpoints
 from gossamer.lab.data.batches import seed_for
 from gossamer.lab.data.folder import advice_on_lost_workers
 from gossamer.lab.training import modes, networks, result, snapshot
-from gossamer.lab.training.checkpoint import Checkpoints
 from gossamer.lab.training.distributed import (
     DistributedContext,
     advice_on_lost_processes,
