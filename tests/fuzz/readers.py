@@ -12,7 +12,9 @@ import socket
 import struct
 import tarfile
 import tempfile
+import warnings
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
@@ -137,7 +139,16 @@ def _checkpoint_seeds() -> list[bytes]:
             checkpoints = Checkpoints(Path(folder))
             snapshot.save(checkpoints, _RUN, DistributedContext(torch.device("cpu")), parts, step=steps, seconds=1.0)
             found.append(checkpoints.paths()[0].read_bytes())
+        _finish(parts)
     return found
+
+
+def _finish(parts: snapshot.Parts) -> None:
+    """A Sparsifier that is discarded before would warn."""
+    with warnings.catch_warnings(), suppress(RuntimeError):  # of weights that are not finite
+        warnings.simplefilter("ignore")
+        assert parts.sparsifier is not None
+        parts.sparsifier.finish()
 
 
 def _write_checkpoint(content: bytes, folder: Path, step: int, name: str = "checkpoint") -> None:
@@ -150,11 +161,12 @@ def _read_checkpoint(content: bytes, folder: Path) -> object:
     """The damage agrees with its digest; a run goes on from it, or says why not. One that cannot be read is set
     aside."""
     _write_checkpoint(content, folder, 2)
-    random_state = torch.get_rng_state()
+    random_state, parts = torch.get_rng_state(), _parts()
     try:
-        return snapshot.restore(Checkpoints(folder), _RUN, DistributedContext(torch.device("cpu")), _parts())
+        return snapshot.restore(Checkpoints(folder), _RUN, DistributedContext(torch.device("cpu")), parts)
     finally:
         torch.set_rng_state(random_state)
+        _finish(parts)
 
 
 def _read_digest(content: bytes, folder: Path) -> None:

@@ -362,7 +362,7 @@ def test_what_whole_filters_cannot_do_is_left_out_and_told_once(tmp_path: Path) 
         ({"methods": ("dense", "l1_filter")}, "nothing is left to compare: l1_filter: sparsity=0.9 cannot"),
         (
             {"net": "lenet5", "methods": ("dense", "slimming"), "sparsity": (0.01,)},
-            "nothing is left to compare: slimming: slimming needs a batch norm behind every conv",
+            "nothing is left to compare: slimming: slimming needs a batch norm after every conv",
         ),
         (
             {"methods": ("scl:decay=0.01",)},
