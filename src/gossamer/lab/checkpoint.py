@@ -25,6 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from gossamer.io.container import through_links
+from gossamer.provenance import cpu_name
 
 _OF_A_RUN = r"(run|result|layers|health)\.json|log\.jsonl|model(\.sparse)?\.safetensors"  # what a run writes besides
 _DIGEST = re.compile(rb"[0-9a-f]{64}")
@@ -301,6 +302,29 @@ def set_random_states(states: dict[str, Any], device: torch.device | None = None
     random.setstate((version, tuple(internal), gauss))
     kind, keys, position, has_gauss, cached = states["numpy"]
     np.random.set_state((kind, np.asarray(keys, dtype=np.uint32), position, has_gauss, cached))
+
+
+# --- the machine ---
+
+
+def machine() -> dict[str, int | str]:
+    """What decides, on a CPU, in which order numbers are added up, and so the last bits of a result."""
+    return {"threads": torch.get_num_threads(), "processor": cpu_name()}
+
+
+def warn_of_another_machine(before: Any) -> None:
+    now = machine()
+    if not isinstance(before, dict) or before.keys() != now.keys():  # a checkpoint of an earlier version
+        return
+    changes = [
+        f"{name} {value} instead of {before[name]!s:.80}" for name, value in now.items() if before[name] != value
+    ]
+    if changes:
+        warnings.warn(
+            f"training resumes with {', '.join(changes)}: sums are added up in another order, so its last bits will "
+            "differ from those of an uninterrupted run",
+            stacklevel=3,
+        )
 
 
 # --- sharded tensors ---

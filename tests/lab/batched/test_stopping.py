@@ -304,6 +304,19 @@ def test_impossible_checkpoints_are_refused(tmp_path: Path, changes: dict[str, A
         fresh().restore(checkpoints)
 
 
+def test_a_batch_that_resumes_on_another_machine_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        at_step(patch, 7)
+        with pytest.raises(Interrupted):
+            sweep([BASE], tmp_path, device="cpu")
+    checkpoints = checkpoints_of([BASE], tmp_path)
+    state = checkpoints.load()
+    assert state is not None
+    checkpoints.save({**state, "machine": {**state["machine"], "threads": 3}}, state["steps"])
+    with pytest.warns(UserWarning, match="resumes with threads 1 instead of 3: .* last bits"):
+        sweep([BASE], tmp_path, device="cpu")
+
+
 @pytest.mark.parametrize("wrong", [{}, {"step": torch.zeros(2)}, {"step": torch.zeros(())}])
 def test_all_tensors_are_filled_or_none(wrong: dict[str, torch.Tensor]) -> None:
     wanted = {"mask": torch.zeros(2), "step": torch.tensor(0)}

@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 import torch
-from gossamer.lab.training.checkpoint import Checkpoints
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional
 
 import gossamer
+from gossamer.lab.checkpoint import Checkpoints
 from gossamer.lab.data import Batches, ImageSet, TextSet
 from gossamer.lab.models import create
 from gossamer.lab.training import Interrupted, LossNotFinite, Run, networks, result, train

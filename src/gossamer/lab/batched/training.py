@@ -18,7 +18,13 @@ from gossamer.lab.batched.loader import BatchLoader
 from gossamer.lab.batched.optimizer import BatchedOptimizer, Hyperparameters, MethodGroup
 from gossamer.lab.batched.rows import BatchedRun, Outcome, row_changes, rows_at
 from gossamer.lab.batched.stack import NetworkStack
-from gossamer.lab.checkpoint import Checkpoints, random_states, set_random_states
+from gossamer.lab.checkpoint import (
+    Checkpoints,
+    machine,
+    random_states,
+    set_random_states,
+    warn_of_another_machine,
+)
 from gossamer.lab.data.sets import ImageSet, Labelled
 from gossamer.lab.training.capture import Captured
 from gossamer.lab.training.optimise import weight_decay
@@ -117,6 +123,7 @@ class BatchedTraining:
             "runs": [each.run.run_id for each in self.runs],
             "steps": self.done,
             "seconds": seconds,
+            "machine": machine(),
             "tensors": {name: tensor.detach().to("cpu", copy=True) for name, tensor in self._tensors().items()},
             "random": random_states(self.optimizer.stack.device),
         }
@@ -136,6 +143,8 @@ class BatchedTraining:
             set_random_states(state["random"], self.optimizer.stack.device)
         except (LookupError, TypeError, ValueError, RuntimeError) as error:
             raise _unusable(f"other states of random number generators ({error})") from error
+        if self.optimizer.stack.device.type == "cpu":
+            warn_of_another_machine(state.get("machine"))
         return done // self.loader.steps
 
     def _tensors(self) -> dict[str, Tensor]:
