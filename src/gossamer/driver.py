@@ -101,6 +101,22 @@ class Driver:
             self.method = self.kind(self._context)
             self._apply_first()
 
+    def changed_since_last_step(self) -> str:
+        """The names of weights that somebody has changed since the last step; none of them has been if it is empty."""
+        tensors = self.state.tensors()
+        if self.method is None:
+            masks = self.state.views(self.mask)
+            wrong = [bool(tensor[~mask].any()) for tensor, mask in zip(tensors, masks, strict=True)]
+        else:
+            shown = self.state.views(self._weights_of_forward())
+            wrong = [not torch.equal(each, view.to(each.dtype)) for each, view in zip(tensors, shown, strict=True)]
+        names = [name for name, each in zip(self.names, wrong, strict=True) if each]
+        return "" if self._agreed(not names) else _listed(names)
+
+    def prune(self, indices: Sequence[int] | None = None) -> None:
+        """Pruned weights become zero in the parameters, whatever these hold."""
+        self.state.mask_parameters(self.mask, indices)
+
     def check_finite(self, *, together: bool = True) -> None:
         """Raise if a weight is NaN or infinite, as masks cannot learn from it. Synchronizes with the device.
 

@@ -1,5 +1,6 @@
 """Facts about optimizers: the weights they own, compiled steps, loss scaling, CUDA graphs and nested calls."""
 
+import functools
 import sys
 from collections.abc import Callable, Sequence
 from types import FrameType
@@ -28,6 +29,58 @@ def unscaling(optimizer: Optimizer) -> Tensor | None:
     """The factor that unscales gradients, if a GradScaler leaves that to a fused optimizer; otherwise None."""
     scale = getattr(optimizer, "grad_scale", None)
     return None if scale is None else scale.double().reciprocal().float()
+
+
+# Wrappers that hand the step on to the optimizer inside, and have no hooks of their own.
+_WRAPPERS = ("accelerate", "lightning", "lightning_fabric", "pytorch_lightning")
+
+
+def unwrapped(optimizer: Optimizer) -> Optimizer:
+    """The optimizer that takes the steps, inside the wrappers of accelerate and Lightning."""
+    while type(optimizer).__module__.partition(".")[0] in _WRAPPERS and hasattr(optimizer, "optimizer"):
+        optimizer = optimizer.optimizer
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(
+            f"expected a torch.optim.Optimizer or a list of them, got a {type(optimizer).__name__}: "
+            "give the optimizer itself, of a wrapper the one inside"
+        )
+    if not hasattr(optimizer, "_optimizer_step_pre_hooks"):
+        raise TypeError(
+            f"expected an optimizer that runs the hooks of torch.optim.Optimizer, got a {type(optimizer).__name__}, "
+            "whose class does not call super().__init__(): add that call, or give the optimizer inside if its step() "
+            "is the last to change the weights"
+        )
+    return optimizer
+
+
+class follow_modes:
+    """Calls `changed` after each `train()` and `eval()` of an optimizer that has them, as schedule-free ones do."""
+
+    def __init__(self, optimizer: Optimizer, changed: Callable[[Optimizer], None]) -> None:
+        self._optimizer, self._names = optimizer, list[str]()
+        for name in ("train", "eval"):
+            original = getattr(optimizer, name, None)
+            if callable(original) and name not in vars(optimizer):
+                setattr(optimizer, name, self._followed(original, changed))
+                self._names.append(name)
+
+    def _followed(self, original: Callable[..., object], changed: Callable[[Optimizer], None]) -> Callable[..., object]:
+        @functools.wraps(original)
+        def call(*args: object, **kwargs: object) -> object:
+            result = original(*args, **kwargs)
+            changed(self._optimizer)
+            return result
+
+        return call
+
+    def remove(self) -> None:
+        for name in self._names:
+            vars(self._optimizer).pop(name, None)
+
+
+def evaluates(optimizer: Optimizer) -> bool:
+    """Whether a schedule-free optimizer has put the weights of evaluation into the parameters."""
+    return any(group.get("train_mode") is False for group in optimizer.param_groups) and hasattr(optimizer, "eval")
 
 
 def capturing() -> bool:
@@ -64,12 +117,6 @@ def _is_step_of(frame: FrameType, optimizer: Optimizer) -> bool:
 
 def owned_by(optimizers: Sequence[Optimizer], weights: Sequence[Weight]) -> list[tuple[Optimizer, list[int]]]:
     """The indices of the weights that each optimizer updates. Raises unless exactly one optimizer updates each."""
-    for optimizer in optimizers:
-        if not isinstance(optimizer, Optimizer):
-            raise TypeError(
-                f"expected a torch.optim.Optimizer or a list of them, got a {type(optimizer).__name__}: "
-                "pass the optimizer itself, not a wrapper around it"
-            )
     owners: list[list[int]] = [[] for _ in weights]
     for number, optimizer in enumerate(optimizers):
         held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}

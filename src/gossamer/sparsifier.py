@@ -26,14 +26,23 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from gossamer.deprecation import renamed
-from gossamer.diagnostics import Counters, Health
+from gossamer.diagnostics import Counters, Health, HealthLog
 from gossamer.driver import Driver, not_finite
 from gossamer.flops import positions
 from gossamer.methods import Method, Request, load
 from gossamer.methods.base import min_nonzeros
 from gossamer.methods.budgets import BudgetedMethod
 from gossamer.methods.slimming import gains_of
-from gossamer.optimizers import capturing, is_nested, owned_by, uncompiled, unscaling
+from gossamer.optimizers import (
+    capturing,
+    evaluates,
+    follow_modes,
+    is_nested,
+    owned_by,
+    uncompiled,
+    unscaling,
+    unwrapped,
+)
 from gossamer.per_sample.capture import check_layers
 from gossamer.prunable import Use, Weight, select
 from gossamer.schedule import Phase, Plan, make_plan
@@ -43,9 +52,11 @@ from gossamer.sharding import is_sharded, local, shard_group
 from gossamer.state import common_device, make_layout
 from gossamer.state_dict import FORMAT, check_state, check_tensors
 from gossamer.target import make_target
-from gossamer.zeros import impose
+from gossamer.watch import watch, watch_zeros
+from gossamer.zeros import impose, share_of_zeros
 
 _LEAVE_EVERY = 20  # at most this many mask steps between two checks whether the sparsify phase can end
+_SPARSE_ALREADY = 0.05  # sparsity from which on the start of a plan looks like a run that should have been resumed
 _WARN_EVERY = 64  # steps between two reads of the number of steps with non-finite gradients, on an accelerator
 # Each weight has at most one Sparsifier: two would overwrite each other's masks.
 _CLAIMS: WeakKeyDictionary[object, frozenset[int]] = WeakKeyDictionary()  # Sparsifier -> ids of its parameters
@@ -100,7 +111,7 @@ class Sparsifier:
         self.weights: tuple[Weight, ...] = tuple(
             replace(weight, name=clean_name(weight.name, model)) for weight in selected
         )
-        optimizers = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
+        optimizers = [unwrapped(each) for each in (optimizer if isinstance(optimizer, Sequence) else [optimizer])]
         # An optimizer that updates none of the weights (AdamW next to Muon, say) is ignored.
         self._owned = [(owner, indices) for owner, indices in owned_by(optimizers, self.weights) if indices]
         self._group = shard_group([weight.parameter for weight in self.weights])
@@ -155,12 +166,14 @@ class Sparsifier:
         self._warned_of_skipped = 0
         self._topology_done = 0  # the step of the last topology update
         self._started = False  # whether this object has taken its first step
-        self.step = 0
+        self.step, self.in_step = 0, False
         self.phase = self.plan.at(0).phase
         _claim(self, self.weights)
+        watch(self, self.weights)
         before, after = uncompiled(self._before_step), uncompiled(self._after_step)
         self._handles = [each.register_step_pre_hook(before) for each, _ in self._owned]
         self._handles += [each.register_step_post_hook(after) for each, _ in self._owned]
+        self._modes = [follow_modes(each, uncompiled(self._after_change_of_mode)) for each, _ in self._owned]
         if self.phase.masks_train and not self._on_meta:
             self._begin()
 
@@ -222,7 +235,10 @@ class Sparsifier:
     def health(self, *, layers: bool = True) -> Health:
         """The progress of mask learning; cheap without `layers`. With sharded weights, call it in all processes."""
         if self._driver is None:
-            raise RuntimeError(f"masks have not begun to train: step {self.step} of {self.plan.warmup} of the warm-up")
+            log = HealthLog(len(self.weights), self.plan.warmup, 1, torch.device("cpu"))
+            weights = self.weights if layers else ()
+            masks = (torch.ones(weight.parameter.shape, dtype=torch.bool) for weight in weights)
+            return log.read(weights, masks, [None] * len(weights), self.step, self._steps_per_epoch)
         return self._driver.health(self.step, self._steps_per_epoch, layers=layers)
 
     def metrics(self) -> dict[str, float]:
@@ -297,6 +313,7 @@ class Sparsifier:
         if not self._started or moment.phase is not self.phase:
             self._check_model()
             self._started = True
+        self._warn_of_unplanned_steps()
         self._warn_of_skipped_steps(at_last=not moment.phase.masks_train)
         with torch.no_grad():
             self._update_topology()  # after a replayed step
@@ -322,6 +339,7 @@ class Sparsifier:
             return
         self._check_values()
         self._check_model()
+        self._check_weights_of_last_step()
         early = self.plan.at(self.step).phase is not Phase.FINETUNE
         if early:
             budget = self._target.decay is None
@@ -338,6 +356,8 @@ class Sparsifier:
             with torch.no_grad():
                 self._driver.finalize()
                 self._driver.apply_masks()  # in case a step was interrupted
+        self._forget_pruned(~self._driver.mask if self._driver is not None else None)
+        watch_zeros(self.weights)
         try:
             self._check_finite("the run ended with")
         finally:
@@ -346,10 +366,12 @@ class Sparsifier:
     def _remove_hooks(self) -> None:
         for handle in self._handles:
             handle.remove()
+        for modes in self._modes:
+            modes.remove()
         _CLAIMS.pop(self, None)
         self.phase = Phase.FINISHED
         # Release training state, so that a finished object can be copied and pickled.
-        self._handles, self._owned, self._others, self._model = [], [], [], None
+        self._handles, self._modes, self._owned, self._others, self._model = [], [], [], [], None
         self._loss_scale = self._learning_rate = self._replicas = None
 
     def _check_model(self) -> None:
@@ -378,6 +400,31 @@ class Sparsifier:
                 f"{when} parameters that are not finite (infinite or NaN): {some(wrong)}. If it has diverged, train "
                 "again with a smaller learning rate or with gradient clipping"
             )
+
+    def _check_weights_of_last_step(self) -> None:
+        """Raise if the model holds other weights than the last step left, such as those of an earlier checkpoint."""
+        if wrong := self._changed_weights():
+            raise RuntimeError(
+                f"{wrong} changed since the last step: an earlier checkpoint was loaded (load_best_model_at_end), or "
+                "averaged weights were put in. The final masks do not fit such weights. Load the weights of the last "
+                "step, and choose the best checkpoint among those of the fine-tune phase alone; or, to prune these "
+                "weights by the masks of now, call sparsifier.impose(model) before finish()"
+            )
+
+    def _changed_weights(self) -> str:
+        if self._driver is None or self.in_step or any(evaluates(owner) for owner, _ in self._owned):
+            return ""  # a step that was interrupted is repaired
+        return self._driver.changed_since_last_step()
+
+    def weights_changed(self) -> bool:
+        """Whether the model holds other weights than the last step left, such as averages or an earlier checkpoint."""
+        return bool(self._changed_weights())
+
+    def restore_weights(self) -> None:
+        """Put the weights of the last step back, under the masks. Once masks are final, only the zeros come back."""
+        if self._driver is not None and self.phase is not Phase.WARMUP:
+            with torch.no_grad():
+                self._driver.apply_masks()
 
     def impose(self, other: nn.Module) -> None:
         """Apply the masks to another model with the same names, such as an average of the weights."""
@@ -432,6 +479,37 @@ class Sparsifier:
                 stacklevel=5,
             )
 
+    def _warn_of_unplanned_steps(self) -> None:
+        """Warn where the first step begins with a sparse model, and where there are more steps than planned."""
+        if self.step == self.plan.total:
+            warnings.warn(
+                f"more optimizer steps than total_steps={self.plan.total}: masks stay as they are, and the fine-tune "
+                "phase goes on. To spread the phases over the whole run, give the true number of optimizer steps "
+                "(batches times epochs, divided by gradient accumulation)",
+                stacklevel=5,
+            )
+        if self.step > 0 or self._driver is not None or not self.plan.warmup or capturing():
+            return
+        found = share_of_zeros(self.weights)
+        if found > _SPARSE_ALREADY:
+            warnings.warn(
+                f"the model is {found:.1%} sparse already, and this Sparsifier starts at step 0 of its plan, with "
+                "dense training, in which these zeros are lost. To resume a run, load its state too "
+                "(sparsifier.load_state_dict). To train a sparse model without losing its zeros, use "
+                "gossamer.keep_zeros(model, optimizer)",
+                stacklevel=5,
+            )
+
+    def _after_change_of_mode(self, optimizer: Optimizer) -> None:
+        """A schedule-free optimizer has exchanged the weights of training and of evaluation."""
+        if self._driver is None or self.phase is Phase.WARMUP:
+            return
+        with torch.no_grad():
+            if evaluates(optimizer) or not self.phase.masks_train:
+                self._driver.prune(self._indices(optimizer))
+            else:
+                self._driver.apply_masks(self._indices(optimizer))
+
     # --- the hooks on the optimizer ---
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -446,6 +524,7 @@ class Sparsifier:
         if leads and not capturing():
             self.advance()
             self._set_learning_rate(optimizer)
+        self.in_step = True
         if self._driver is None or self.phase is Phase.WARMUP:
             return None
         owned = self._indices(optimizer)
@@ -464,6 +543,7 @@ class Sparsifier:
                         self._driver.apply_masks(others)
                 else:
                     self._driver.restore_dense(owned)
+        self._versions = self._versions_of(owned) if closure is not None else []
         return changed
 
     def _learn(self, optimizer: Optimizer, driver: Driver) -> None:
@@ -482,6 +562,7 @@ class Sparsifier:
         if is_nested(optimizer):
             return
         last = optimizer is self._owned[-1][0]
+        self.in_step = self.in_step and not last
         if self._driver is None:
             if last and self.plan.at(self.step).phase.masks_train and not capturing():
                 self._begin()  # so that the next forward pass uses the masked weights, and its samples are recorded
@@ -507,10 +588,13 @@ class Sparsifier:
             return
         self._topology_done = self.step
         done = self.step - self.plan.warmup
-        fresh = self._driver.update_topology(done) if done > 0 else None
-        if fresh is None:
+        self._forget_pruned(self._driver.update_topology(done) if done > 0 else None)
+
+    def _forget_pruned(self, chosen: Tensor | None) -> None:
+        """Reset the state of the optimizers, such as their momentum, for the chosen weights."""
+        if chosen is None or self._driver is None:
             return
-        views = self._driver.state.views(fresh)
+        views = self._driver.state.views(chosen)
         for optimizer, indices in self._owned:
             for index in indices:
                 parameter = self.weights[index].parameter
@@ -535,8 +619,11 @@ class Sparsifier:
 
         def evaluate() -> Any:
             if first:
-                return first.pop()
-            # An optimizer that evaluates again (LBFGS) needs the loss at its trial weights.
+                loss = first.pop()
+                if self._versions == self._versions_of(owned):
+                    return loss
+            # An optimizer that evaluates again (LBFGS), or that moves the weights or clears the gradients before its
+            # first evaluation (SAM), needs the loss at its trial weights.
             with torch.no_grad():
                 if trains:
                     driver.read_back(owned, last=False)
@@ -551,6 +638,11 @@ class Sparsifier:
             return loss
 
         return evaluate
+
+    def _versions_of(self, owned: Sequence[int]) -> list[tuple[int, int, int]]:
+        """Changes when somebody writes to the weights or to their gradients."""
+        parameters = [self.weights[index].parameter for index in owned]
+        return [(each._version, id(each.grad), 0 if each.grad is None else each.grad._version) for each in parameters]
 
     # --- checkpoints ---
 
@@ -598,6 +690,18 @@ class Sparsifier:
                 self._warned_of_skipped = int(driver.log.skipped)
         if self.phase is Phase.FINISHED:
             self._remove_hooks()
+
+    def __del__(self) -> None:
+        """Warn when masks never became final; an object that was never used is no problem."""
+        phase = getattr(self, "phase", Phase.FINISHED)
+        if phase in (Phase.FINETUNE, Phase.FINISHED) or not self.step:
+            return
+        warnings.warn(
+            f"a Sparsifier was discarded without finish() after {self.step} of {self.plan.total} optimizer steps, in "
+            f"the {phase} phase, so the model does not have the sparsity that was asked for. Call finish(), and give "
+            "the true number of optimizer steps as total_steps (batches × epochs, divided by gradient accumulation)",
+            stacklevel=2,
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         if self.phase is not Phase.FINISHED or self._group is not None:

@@ -1,6 +1,7 @@
 """The zeros of a sparse model: read them as masks, impose them on another model, keep them during training."""
 
-from collections.abc import Mapping
+import warnings
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -8,7 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gossamer.optimizers import uncompiled
-from gossamer.prunable import select
+from gossamer.prunable import Weight, select
 from gossamer.selectors import Selectors, clean_name, some
 from gossamer.sharding import is_sharded, local
 
@@ -57,6 +58,19 @@ def impose(model: nn.Module | Mapping[str, Tensor], masks: Mapping[str, Tensor])
             tensor.masked_fill_(~local(mask).to(tensor.device), 0.0)
 
 
+def share_of_zeros(weights: Sequence[Weight]) -> float:
+    """The share of weights that are exactly zero, but for tensors that are zero everywhere: those were initialized so.
+
+    Synchronizes with the device.
+    """
+    found = 0
+    for weight in weights:
+        tensor = local(weight.parameter)
+        zeros = tensor.numel() - int(torch.count_nonzero(tensor))
+        found += zeros if zeros < tensor.numel() else 0
+    return found / max(1, sum(local(weight.parameter).numel() for weight in weights))
+
+
 class ZerosKept:
     """Restores the zeros of a model after every step of an optimizer, until `remove()`."""
 
@@ -85,9 +99,21 @@ def keep_zeros(
     """Keep weights that are zero now exactly zero while `optimizer` trains, whatever its momentum or weight decay.
 
     For fine-tuning a model that is already sparse; a `Sparsifier` does this by itself. Use the result in a `with`
-    block, or call its `remove()`, to release the weights.
+    block, or call its `remove()`, to release the weights. A tensor that is zero everywhere, such as a new adapter or
+    head, is trained, with a warning, unless `include` names what to keep.
     """
-    weights = select(model, include=include, exclude=exclude)
+    weights = list(select(model, include=include, exclude=exclude))
+    if include is None:
+        empty = [weight for weight in weights if not bool(torch.count_nonzero(local(weight.parameter)))]
+        weights = [weight for weight in weights if weight not in empty]
+        if empty:
+            warnings.warn(
+                f"{some([weight.name for weight in empty])}: zero everywhere, which looks like a layer that was "
+                "initialized at zero, so it is trained freely. If it was pruned, keep it at zero with include=",
+                stacklevel=2,
+            )
+        if not weights:
+            raise ValueError("expected a model with nonzero weights, got one that is zero everywhere: load it first")
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     if not any(id(weight.parameter) in held for weight in weights):
         raise ValueError(

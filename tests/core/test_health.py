@@ -112,13 +112,6 @@ def test_dead_layers_are_named() -> None:
     assert run.sparsifier.health().flips_per_epoch is None
 
 
-def test_there_is_nothing_to_tell_in_the_warm_up() -> None:
-    model = nn.Linear(4, 4)
-    sparsifier = gossamer.Sparsifier(model, torch.optim.SGD(model.parameters()), sparsity=0.5, total_steps=40)
-    with pytest.raises(RuntimeError, match="masks have not begun to train: step 0 of 10"):
-        sparsifier.health()
-
-
 def test_health_without_layers_is_the_same_otherwise(run: Watched) -> None:
     whole, short = run.sparsifier.health(), run.sparsifier.health(layers=False)
     assert short.layers == ()

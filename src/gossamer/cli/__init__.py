@@ -27,8 +27,8 @@ from gossamer.cli.paper import Reproduce
 from gossamer.cli.run_options import with_values
 from gossamer.cli.show import List, Report
 from gossamer.cli.train import Quickstart, Train, leads
+from gossamer.lab.checkpoint import Checkpoints
 from gossamer.lab.training import Interrupted
-from gossamer.lab.training.checkpoint import Checkpoints
 from gossamer.lab.training.distributed import end_process
 
 # What a user's input or machine can cause. Anything else is a bug in gossamer and keeps its traceback.

@@ -62,7 +62,7 @@ class Quickstart:
         folders = {name: at_home(self.out) / name for name in ("digits-dense", "digits")}
         results = [(name, _train(find(name), folder)) for name, folder in folders.items()]
         console.print(tables.of_results(results))
-        console.print(tables.of_layers(read_layers(folders["digits"]), "Nonzeros by layer"))
+        console.print(read_layers(folders["digits"]).table("Nonzeros by layer"))
         plain, small = (folders["digits"] / name for name in (MODEL, SPARSE_MODEL))
         smaller = plain.stat().st_size / small.stat().st_size
         _say(

@@ -95,6 +95,13 @@ def open_network(
     return StoredModel(name, model.eval(), source, shape, tokens)
 
 
+def knows_its_network(path: Path) -> bool:
+    """Whether a safetensors file, or the run.json beside it, says which network it belongs to."""
+    with path.open("rb") as file:
+        _, metadata = read_header(path, file)
+    return "network" in metadata or path.with_name(RUN).is_file()
+
+
 def _named(
     path: Path, net: str | None, otherwise: tuple[str, Mapping[str, Any]] | None
 ) -> tuple[str, Mapping[str, Any]]:

@@ -36,7 +36,7 @@ class AutoPruneOptions(Options):
             mask_lr=(is_rate(self.mask_lr), "a number of at least 0"),
             estimator=(self.estimator in ESTIMATORS, f"one of {', '.join(ESTIMATORS)}"),
             alpha=(0 < self.alpha < math.inf, "a number above 0"),
-            pruned_grad_scale=(0 <= self.pruned_grad_scale <= 1, "a share from 0 to 1"),
+            pruned_grad_scale=(0 <= self.pruned_grad_scale <= 1, "a number from 0 to 1"),
         )
 
 

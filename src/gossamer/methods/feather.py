@@ -35,7 +35,7 @@ class FeatherOptions(Options):
         expect(
             self,
             power=(1 <= self.power < math.inf, "a number of at least 1"),
-            pruned_grad_scale=(0 <= (self.pruned_grad_scale or 0) <= 1, "a share from 0 to 1, or none"),
+            pruned_grad_scale=(0 <= (self.pruned_grad_scale or 0) <= 1, "a number from 0 to 1, or none"),
         )
 
 

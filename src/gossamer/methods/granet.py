@@ -26,7 +26,7 @@ class GraNetOptions(Options):
     def __post_init__(self) -> None:
         expect(
             self,
-            fraction=(0 <= self.fraction <= 1, "a share from 0 to 1"),
+            fraction=(0 <= self.fraction <= 1, "a number from 0 to 1"),
             every=(self.every >= 1, "at least 1 step"),
         )
 

@@ -42,7 +42,7 @@ class HyperfluxOptions(Options):
             mask_lr=(is_rate(self.mask_lr), "a number of at least 0"),
             start=(0 < self.start < math.inf, "a number above 0"),
             step=(0 < self.step < math.inf, "a number above 0"),
-            pruned_grad_scale=(0 <= self.pruned_grad_scale <= 1, "a share from 0 to 1"),
+            pruned_grad_scale=(0 <= self.pruned_grad_scale <= 1, "a number from 0 to 1"),
         )
 
 

@@ -34,7 +34,7 @@ class NarangOptions(Options):
         expect(
             self,
             every=(self.every >= 1, "at least 1 step"),
-            ramp=(0 <= self.ramp <= 1, "a share from 0 to 1"),
+            ramp=(0 <= self.ramp <= 1, "a number from 0 to 1"),
             slope=(0 < self.slope < math.inf, "a number above 0"),
         )
 

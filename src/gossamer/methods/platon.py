@@ -24,8 +24,8 @@ class PLATONOptions(Options):
     def __post_init__(self) -> None:
         expect(
             self,
-            importance_memory=(0 <= self.importance_memory < 1, "a number from 0 to below 1"),
-            uncertainty_memory=(0 <= self.uncertainty_memory < 1, "a number from 0 to below 1"),
+            importance_memory=(0 <= self.importance_memory < 1, "a number of at least 0 and below 1"),
+            uncertainty_memory=(0 <= self.uncertainty_memory < 1, "a number of at least 0 and below 1"),
         )
 
 

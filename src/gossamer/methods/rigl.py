@@ -33,7 +33,7 @@ class RigLOptions(Options):
         expect(
             self,
             distribution=(self.distribution in DISTRIBUTIONS, f"one of {', '.join(DISTRIBUTIONS)}"),
-            fraction=(0 <= self.fraction <= 1, "a share from 0 to 1"),
+            fraction=(0 <= self.fraction <= 1, "a number from 0 to 1"),
             every=(self.every >= 1, "at least 1 step"),
         )
 

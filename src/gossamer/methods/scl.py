@@ -258,19 +258,22 @@ class SCLOptions(Options):
             anneal=one_of(self.anneal, ANNEALS),
             alpha=(0 < self.alpha < math.inf, "a number above 0"),
             mask_lr=(self.mask_lr is None or 0 < self.mask_lr < math.inf, "a number above 0, or none"),
-            mask_momentum=(0 <= self.mask_momentum < 1, "a number from 0 to below 1"),
-            mask_decay=(0 <= self.mask_decay < 1, "a share from 0 to below 1"),
+            mask_momentum=(0 <= self.mask_momentum < 1, "a number of at least 0 and below 1"),
+            mask_decay=(0 <= self.mask_decay < 1, "a number of at least 0 and below 1"),
             mask_decay_cap=(
                 1 <= self.mask_decay_cap < math.inf or self.mask_decay_cap == 0,
                 "a number of at least 1, or 0",
             ),
-            pruned_grad_scale=(0 <= (self.pruned_grad_scale or 0) <= 1, "a share from 0 to 1, or none"),
+            pruned_grad_scale=(0 <= (self.pruned_grad_scale or 0) <= 1, "a number from 0 to 1, or none"),
             start_value=(self.start_value is None or 0 < self.start_value < math.inf, "a number above 0, or none"),
             l2=(
                 is_rate(self.l2) and not (self.l2 and self.scale == "per_sample"),
                 "a number of at least 0, and 0 with scale='per_sample'",
             ),
-            min_density=(self.min_density is None or 0 <= self.min_density < 1, "a share from 0 to below 1, or none"),
+            min_density=(
+                self.min_density is None or 0 <= self.min_density < 1,
+                "a number of at least 0 and below 1, or none",
+            ),
         )
 
     @property

@@ -38,7 +38,7 @@ class STROptions(Options):
         expect(
             self,
             start=(abs(self.start) < math.inf, "a number"),
-            momentum=(0 <= self.momentum < 1, "a number from 0 to below 1"),
+            momentum=(0 <= self.momentum < 1, "a number of at least 0 and below 1"),
             rate=(is_rate(self.rate), "a number of at least 0"),
         )
 

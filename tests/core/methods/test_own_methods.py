@@ -51,7 +51,7 @@ def test_the_documented_method_works(folder: Path) -> None:
         for row, keep in enumerate((20, 10)):
             expected = top(mean[row : row + 1], left((number + 1) / 10, 40, keep))[0]
             assert np.array_equal(method.mask[row].numpy(), expected)
-    with pytest.raises(ValueError, match=r"memory: expected a share from 0 to below 1, got 1\.0"):
+    with pytest.raises(ValueError, match=r"memory: expected a number of at least 0 and below 1, got 1\.0"):
         begin(NAME, 0.5, memory=1.0)
 
 

@@ -338,7 +338,8 @@ def test_a_new_sparsifier_after_finish() -> None:
     run.sparsifier.finish()
     again = Sparsifier(run.model, run.optimizer, sparsity=0.9, total_steps=TOTAL)
     run.sparsifier = again
-    run.train()
+    with pytest.warns(UserWarning, match="sparse already"):
+        run.train()
     assert_zeros(run.model, again)
     assert again.nonzeros == 64
 
@@ -366,7 +367,8 @@ def test_keep_zeros_lets_go() -> None:
     kept.remove()
     before = zeros(run.model)
     run.loss(0).backward()
-    optimizer.step()
+    with pytest.warns(UserWarning, match="training goes on after finish"):
+        optimizer.step()
     assert differences(zeros(run.model), before)
 
 

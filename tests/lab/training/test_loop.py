@@ -18,10 +18,10 @@ from torch import Tensor
 from torch.nn import functional
 
 import gossamer
+from gossamer.lab.checkpoint import Checkpoints
 from gossamer.lab.data import Batches, ImageSet, TextSet
 from gossamer.lab.models import create
 from gossamer.lab.training import Interrupted, LossNotFinite, Run, networks, result, train
-from gossamer.lab.training.checkpoint import Checkpoints
 from gossamer.lab.training.progress import Status, TensorBoard
 from gossamer.lab.training.signals import StopSignal
 
@@ -119,7 +119,7 @@ def test_the_result_says_what_was_done(images: ImageSet, tmp_path: Path) -> None
     assert written == returned
     matrices = [tensor for tensor in weights(tmp_path).values() if tensor.ndim > 1]
     total, kept = sum(each.numel() for each in matrices), sum(int((each != 0).sum()) for each in matrices)
-    assert (written["connections"], written["weights"]) == (kept, total)
+    assert (written["nonzeros"], written["weights"]) == (kept, total)
     assert kept == total - math.floor(total * 0.8 + 0.5)
     assert written["sparsity"] == pytest.approx(1 - kept / total)
     found = weights(tmp_path)  # output pixels of the three convolutions; the linear layer is used once
@@ -132,6 +132,7 @@ def test_the_result_says_what_was_done(images: ImageSet, tmp_path: Path) -> None
     assert written["versions"]["torch"] == torch.__version__
     assert 0 <= written["validation_accuracy"] <= 1
     assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "health.json",
         "layers.json",
         "log.jsonl",
         "model.safetensors",
@@ -183,7 +184,7 @@ def test_a_run_that_died_goes_on_to_the_same_bits(images: ImageSet, tmp_path: Pa
     torn = train(run, tmp_path / "torn", observers=[follower])
     assert follower.seen[0].step > step - 3  # it went on and did not begin again
     assert_same(weights(tmp_path / "whole"), weights(tmp_path / "torn"))
-    assert (torn["accuracy"], torn["connections"]) == (whole["accuracy"], whole["connections"])
+    assert (torn["accuracy"], torn["nonzeros"]) == (whole["accuracy"], whole["nonzeros"])
 
 
 @pytest.mark.parametrize(
@@ -239,7 +240,7 @@ def test_perplexity_is_that_of_a_plain_loop(text: TextSet, tmp_path: Path) -> No
         logits, _ = model.eval()(columns[:-1])
         expected = math.exp(functional.cross_entropy(logits.reshape(-1, 11), columns[1:].reshape(-1)))
     assert found["perplexity"] == pytest.approx(expected, rel=1e-5)
-    assert found["connections"] == 11 * 8 + 2 * 2 * 4 * 8 * 8
+    assert found["nonzeros"] == 11 * 8 + 2 * 2 * 4 * 8 * 8
 
 
 def test_the_same_command_after_the_end_only_reads_the_result(images: ImageSet, tmp_path: Path) -> None:

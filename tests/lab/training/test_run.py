@@ -106,12 +106,12 @@ def test_several_settings_add_up() -> None:
         ("settings.mask_lr=inf", "settings.mask_lr: expected a finite number (float32), got inf"),
         ("lr_warmup=5", "lr_warmup: expected a duration with its unit"),
         ("settings.warmup=0.25", "settings.warmup: expected a duration with its unit, such as '150ep'"),
-        ("settings.warmup=2run", "settings.warmup: expected a share of the run between 0 and 1, got '2run'"),
+        ("settings.warmup=2run", "settings.warmup: expected a fraction of the run between 0 and 1, got '2run'"),
         ("settings.stabilise=1.5it", "settings.stabilise: expected a whole number of steps, got '1.5it'"),
         ("settings.sparsify=4ep", "the phases take 5.2 epochs, but the run has epochs=3: shorten them"),
         ("lr_drops=5ep", "lr_drops go with schedule=steps"),
-        ("sparsity=95", "sparsity: expected a share from 0 to below 1, such as 0.95, got 95.0"),
-        ("sparsity=nan", "sparsity: expected a share from 0 to below 1"),
+        ("sparsity=95", "sparsity: expected a number of at least 0 and below 1, such as 0.95, got 95.0"),
+        ("sparsity=nan", "sparsity: expected a number of at least 0 and below 1"),
         ("flops=0", "flops: expected the share that is left, above 0"),
         ("decay=-1", "decay: expected a number of at least 0"),
         ("leave_at=2", "leave_at: expected a sparsity between 0 and 1"),
@@ -189,7 +189,7 @@ def test_settings_that_make_no_sense_for_their_method_are_named_one_by_one() -> 
     with pytest.raises(ValueError, match="a run that cannot be trained") as refused:
         peer.with_settings(["settings.fraction=7", "settings.every=0"])
     assert str(refused.value).splitlines()[1:] == [
-        "  settings.fraction: expected a share from 0 to 1, got 7.0",
+        "  settings.fraction: expected a number from 0 to 1, got 7.0",
         "  settings.every: expected at least 1 step, got 0",
     ]
     with pytest.raises(ValueError, match=r"\n  settings\.distribution: expected one of erk, uniform, got 'x'$"):

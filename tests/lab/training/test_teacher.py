@@ -261,7 +261,7 @@ def test_a_teacher_is_compiled_where_its_pupil_is(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (["distil=1.5"], "distil: expected a share from 0 to 1, got 1.5"),
+        (["distil=1.5"], "distil: expected a number from 0 to 1, got 1.5"),
         (["temperature=0"], "temperature: expected a number above 0, got 0.0"),
         (["distil=0"], "temperature goes with a share distil above 0, got temperature=3.0 and distil=0"),
         (["distil=0", "temperature=4", "teacher=x"], "teacher goes with a share distil above 0, got teacher=x"),

@@ -139,7 +139,7 @@ def check_one_process() -> None:
     """Before work that several processes would each do whole, and write to the same files."""
     if (world := _processes()) > 1:
         raise ValueError(
-            f"expected one process, as runs side by side share one device, got WORLD_SIZE={world}: start gossamer "
+            f"expected one process, as batched runs share one device, got WORLD_SIZE={world}: start gossamer "
             "without torchrun; only gossamer train shares its work among several processes"
         )
 

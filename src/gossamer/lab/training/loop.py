@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
+from gossamer.lab.checkpoint import Checkpoints
 from gossamer.lab.data.batches import seed_for
 from gossamer.lab.data.folder import advice_on_lost_workers
 from gossamer.lab.training import modes, networks, result, snapshot
-from gossamer.lab.training.checkpoint import Checkpoints
 from gossamer.lab.training.distributed import (
     DistributedContext,
     advice_on_lost_processes,
@@ -215,8 +215,10 @@ def _train(run: Run, folder: Path, observers: Sequence[Observer], held: ExitStac
                         raise Interrupted(_farewell(f"stopped after step {step} of {total}", checkpoints, saved))
 
         meter.check()
+        health = None
         if sparsifier is not None:
             sparsifier.finish()
+            health = sparsifier.health()
         validation = evaluate("validation", at_the_end=True) if task.has_validation else None
         test = evaluate("test", at_the_end=True)
         watching.move(step, clock.seconds(), at_once=True)
@@ -238,7 +240,7 @@ def _train(run: Run, folder: Path, observers: Sequence[Observer], held: ExitStac
         def write() -> None:
             if context.leads:
                 check_last_step(tensors, test)
-                result.write_all(folder, tensors, counted, finished)
+                result.write_all(folder, tensors, counted, finished, health)
                 checkpoints.clear()
 
         context.after_the_leader(write)  # nobody leaves, and closes its connections, while another still writes

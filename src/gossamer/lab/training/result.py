@@ -7,7 +7,7 @@ import shlex
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +15,11 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
+from gossamer.diagnostics import Health
 from gossamer.io.sparse_file import save
 from gossamer.lab import model_files
+from gossamer.lab.checkpoint import Checkpoints, write_atomically
 from gossamer.lab.json_files import read_object
-from gossamer.lab.training.checkpoint import Checkpoints, write_atomically
 from gossamer.lab.training.distributed import DistributedContext
 from gossamer.lab.training.run import Run
 from gossamer.provenance import commit, cpu_name, versions
@@ -29,6 +30,7 @@ MODEL = model_files.MODEL
 SPARSE_MODEL = "model.sparse.safetensors"
 RUN = model_files.RUN
 LAYERS = "layers.json"
+HEALTH = "health.json"
 
 
 def make_result(
@@ -45,7 +47,8 @@ def make_result(
     teacher: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """The result as plain values. `mode` says how steps were computed; `flops` are per sample (of a language model: per
-    word). `settled` has the values that mask learning derived, `teacher` describes the teacher, if there were any."""
+    word). `options` are all settings of the method, `settled` has the values of those that it derives, `teacher`
+    describes the teacher, if there was one."""
     total = counted.total
     result: dict[str, Any] = {
         "run_id": run.run_id,
@@ -53,7 +56,7 @@ def make_result(
         metric: test,
         f"validation_{metric}": validation,
         "sparsity": counted.sparsity,
-        "connections": total.nonzeros,
+        "nonzeros": total.nonzeros,
         "weights": total.weights,
         "flops": total.flops_sparse,
         "flops_dense": total.flops_dense,
@@ -65,6 +68,7 @@ def make_result(
         "seconds": seconds,
         "mode": mode,
         "config": run.to_dict(),
+        "options": {} if run.method == "dense" else asdict(run.options),
         "versions": versions(),
         "commit": commit(),
         "hardware": hardware(context),
@@ -102,6 +106,7 @@ def read_result(folder: Path, run: Run) -> dict[str, Any] | None:
         _refuse_another(folder, run, folder / RUN)
     result = folder / RESULT
     found = read_object(result, remedy=": if it was damaged, delete it to train again") if result.is_file() else {}
+    found = with_current_keys(found)
     if found.get("complete") is not True:
         return None
     _refuse_another(folder, run, result)
@@ -144,17 +149,30 @@ def read_result_file(path: Path) -> dict[str, Any]:
         raise FileNotFoundError(f"expected the folder of a finished run, got {path}, which does not exist")
     if not file.is_file():
         raise FileNotFoundError(f"expected a finished run with a {RESULT} in it, got {path}: train it to the end first")
-    values = read_object(file)
-    if not {"sparsity", "connections", "weights", "seconds"} <= values.keys():
+    values = with_current_keys(read_object(file))
+    if not {"sparsity", "nonzeros", "weights", "seconds"} <= values.keys():
         raise ValueError(
-            f"expected the result of a run in {file}, got something else: name folders of gossamer train or sweep; a "
-            "comparison has its table beside its records (screening.md, final.md)"
+            f"expected the result of a run in {file}, got something else: name folders of gossamer train, sweep or "
+            "compare"
         )
     check_result(values, file)
     return values
 
 
-_NUMBERS = ("accuracy", "perplexity", "sparsity", "connections", "weights", "seconds", "train_loss")
+_KEYS = {
+    "connections": "nonzeros",
+    "connections_by_tensor": "nonzeros_by_tensor",
+    "seconds_of_all_runs_together": "seconds_of_batch",
+    "runs_together": "runs_in_batch",
+}
+"""Keys of results with a new name, by the old one, which older files have."""
+
+
+def with_current_keys(result: Mapping[str, Any]) -> dict[str, Any]:
+    return {_KEYS.get(name, name): value for name, value in result.items()}
+
+
+_NUMBERS = ("accuracy", "perplexity", "sparsity", "nonzeros", "weights", "seconds", "train_loss")
 _OPTIONAL = ("flops", "flops_dense", "validation_accuracy", "validation_perplexity")
 
 
@@ -197,7 +215,7 @@ def read_layers(path: Path) -> Report:
         found = Report(
             tuple(
                 Row(**{key: value for key, value in row.items() if key in names} | {"shape": tuple(row["shape"])})
-                for row in map(_with_current_names, read_object(file)["rows"])
+                for row in map(with_current_keys, read_object(file)["rows"])
             )
         )
         for row in found.rows:
@@ -207,10 +225,6 @@ def read_layers(path: Path) -> Report:
             f"expected the layers of a finished run in {file}, got something else ({error!r}): train it again"
         ) from error
     return found
-
-
-def _with_current_names(row: dict[str, Any]) -> dict[str, Any]:
-    return {"nonzeros" if name == "connections" else name: value for name, value in row.items()}
 
 
 def _check_row(row: Row) -> None:
@@ -223,12 +237,21 @@ def _check_row(row: Row) -> None:
 
 
 def write_json(path: Path, values: Mapping[str, Any]) -> None:
-    text = json.dumps(values, indent=2, allow_nan=False) + "\n"
+    """One line per key, as there may be hundreds of numbers under one."""
+    lines = (f"  {json.dumps(key)}: {json.dumps(value, allow_nan=False)}" for key, value in values.items())
+    text = "{\n" + ",\n".join(lines) + "\n}\n"
     write_atomically(path, lambda file: file.write(text.encode()))
 
 
-def write_all(folder: Path, tensors: Mapping[str, Tensor], counted: Report, result: Mapping[str, Any]) -> None:
-    """Writes all files of a finished run. The result comes last: the run is complete when it exists.
+def write_all(
+    folder: Path,
+    tensors: Mapping[str, Tensor],
+    counted: Report,
+    result: Mapping[str, Any],
+    health: Health | None = None,
+) -> None:
+    """Writes all files of a finished run. The result comes last: the run is complete when it exists. `health` has the
+    diagnostics of the masks, if there were any.
 
     The folder may have been deleted in the meantime: it is created again, with the run.json that was written first.
     """
@@ -237,12 +260,20 @@ def write_all(folder: Path, tensors: Mapping[str, Tensor], counted: Report, resu
         write_json(folder / RUN, result["config"])
         write_model(folder / MODEL, tensors)
         write_json(folder / LAYERS, counted.to_dict())
+        if health is not None:
+            write_json(folder / HEALTH, _without_infinities(asdict(health)))
         write_json(folder / RESULT, result)
     except OSError as error:
         raise OSError(
             f"the last step is done, but the result cannot be written to {folder} ({error}): free some space on the "
             f"disk and run the same command again; {Checkpoints(folder).next_time()}"
         ) from error
+
+
+def _without_infinities(values: dict[str, Any]) -> dict[str, Any]:
+    """The values with None for infinite ones and NaN, which JSON does not have: a run that has finished is kept."""
+    found: dict[str, Any] = json.loads(json.dumps(values), parse_constant=lambda name: None)
+    return found
 
 
 def write_model(path: Path, tensors: Mapping[str, Tensor]) -> None:
