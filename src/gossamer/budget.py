@@ -297,11 +297,11 @@ def _lower_rows_by_digits_(
 
 
 def _has_kernels(values: Tensor) -> bool:
-    return values.is_cuda and values.dtype == torch.float32 and values.is_contiguous() and triton_is_there()
+    return values.is_cuda and values.dtype == torch.float32 and values.is_contiguous() and has_triton()
 
 
 @functools.cache
-def triton_is_there() -> bool:
+def has_triton() -> bool:
     """Whether Triton, for the CUDA kernels, is available."""
     return torch.version.hip is None and importlib.util.find_spec("triton") is not None
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gossamer.budget import triton_is_there
+from gossamer.budget import has_triton
 from gossamer.deprecation import renamed
 from gossamer.prunable import Weight, by_feature
 
@@ -111,7 +111,7 @@ class HealthLog:
         self.skipped.add_(healthy.logical_not())
 
     def _has_kernel(self, squares: Tensor) -> bool:
-        return squares.is_cuda and squares.dtype == torch.float32 and triton_is_there()
+        return squares.is_cuda and squares.dtype == torch.float32 and has_triton()
 
     def skipped_so_far(self) -> int:
         """Steps without mask learning. Does not wait for an accelerator."""

@@ -28,8 +28,8 @@ def distil(loss: Tensor, student: Tensor, teacher: Tensor, *, share: float = 0.5
     precise = torch.promote_types(
         student.dtype, torch.float32
     )  # softened distributions differ little: half precision is too coarse
-    lesson = divergence(student.to(precise), teacher.detach().to(precise), temperature).mean()
-    return mixed(loss, lesson, share)
+    kl = divergence(student.to(precise), teacher.detach().to(precise), temperature).mean()
+    return mixed(loss, kl, share)
 
 
 def divergence(student: Tensor, teacher: Tensor, temperature: float | Tensor) -> Tensor:
@@ -38,10 +38,10 @@ def divergence(student: Tensor, teacher: Tensor, temperature: float | Tensor) ->
     A tensor of temperatures must broadcast against the other axes.
     """
     softener = temperature[..., None] if isinstance(temperature, Tensor) else temperature
-    wanted, said = F.log_softmax(teacher / softener, dim=-1), F.log_softmax(student / softener, dim=-1)
-    return temperature**2 * (wanted.exp() * (wanted - said)).sum(-1)
+    log_teacher, log_student = F.log_softmax(teacher / softener, dim=-1), F.log_softmax(student / softener, dim=-1)
+    return temperature**2 * (log_teacher.exp() * (log_teacher - log_student)).sum(-1)
 
 
-def mixed(loss: Tensor, lesson: Tensor, share: float | Tensor) -> Tensor:
+def mixed(loss: Tensor, kl: Tensor, share: float | Tensor) -> Tensor:
     """The mean of both losses, weighted by the share of the teacher."""
-    return (1.0 - share) * loss + share * lesson
+    return (1.0 - share) * loss + share * kl

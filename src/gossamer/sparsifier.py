@@ -390,17 +390,6 @@ class Sparsifier:
                 "the new ones"
             )
 
-    def _check_finite(self, when: str) -> None:
-        """Raise if a parameter in training is NaN or infinite. Synchronizes with the device."""
-        named = [(weight.name, weight.parameter) for weight in self.weights]
-        named += [(name, parameter) for name, parameter in self._others if _is_plain(parameter)]
-        wrong = not_finite((name, local(parameter)) for name, parameter in named)
-        if wrong:
-            raise RuntimeError(
-                f"{when} parameters that are not finite (infinite or NaN): {some(wrong)}. If it has diverged, train "
-                "again with a smaller learning rate or with gradient clipping"
-            )
-
     def _check_weights_of_last_step(self) -> None:
         """Raise if the model holds other weights than the last step left, such as those of an earlier checkpoint."""
         if wrong := self._changed_weights():
@@ -425,6 +414,17 @@ class Sparsifier:
         if self._driver is not None and self.phase is not Phase.WARMUP:
             with torch.no_grad():
                 self._driver.apply_masks()
+
+    def _check_finite(self, when: str) -> None:
+        """Raise if a parameter in training is NaN or infinite. Synchronizes with the device."""
+        named = [(weight.name, weight.parameter) for weight in self.weights]
+        named += [(name, parameter) for name, parameter in self._others if _is_plain(parameter)]
+        wrong = not_finite((name, local(parameter)) for name, parameter in named)
+        if wrong:
+            raise RuntimeError(
+                f"{when} parameters that are not finite (infinite or NaN): {some(wrong)}. If it has diverged, train "
+                "again with a smaller learning rate or with gradient clipping"
+            )
 
     def impose(self, other: nn.Module) -> None:
         """Apply the masks to another model with the same names, such as an average of the weights."""

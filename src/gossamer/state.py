@@ -18,7 +18,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from gossamer.budget import triton_is_there
+from gossamer.budget import has_triton
 from gossamer.methods.base import Block, Layout, Part, SampleSums, Step, TensorView
 from gossamer.methods.blocks import Blocks
 from gossamer.prunable import Weight
@@ -439,7 +439,7 @@ class ParameterStep(Step):
 
 
 def _on_gpu(matrix: Tensor) -> bool:
-    return matrix.is_cuda and triton_is_there()
+    return matrix.is_cuda and has_triton()
 
 
 def same_memory(tensor: Tensor, strides: Sequence[int]) -> bool:

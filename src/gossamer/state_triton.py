@@ -16,11 +16,11 @@ from gossamer.methods.launch_triton import LAUNCH, filled, launches, locate, pic
 def _mask(parameters, dense, mask, blocks, first, multiple: tl.constexpr, block: tl.constexpr):
     in_state, _, in_tensor, inside, which, _ = locate(blocks, first, multiple, block)
     places = pick(parameters, which) + in_tensor
-    gone = tl.load(mask + in_state, mask=inside, other=1) == 0
+    pruned = tl.load(mask + in_state, mask=inside, other=1) == 0
     weight = tl.load(places, mask=inside, other=0.0)
     if dense is not None:
         tl.store(dense + in_state, weight.to(tl.float32), mask=inside)
-    tl.store(places, tl.where(gone, 0.0, weight), mask=inside)
+    tl.store(places, tl.where(pruned, 0.0, weight), mask=inside)
 
 
 def mask_on_gpu_(blocks: Blocks, parameters: Sequence[Tensor], mask: Tensor, dense: Tensor | None) -> None:

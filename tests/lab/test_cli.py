@@ -1,4 +1,5 @@
 import errno
+import importlib.util
 import io
 import json
 import os
@@ -22,7 +23,7 @@ from gossamer.lab.batched import runs_of
 from gossamer.lab.recipes import RECIPES, find
 from gossamer.lab.training import Run
 from gossamer.lab.training.progress import JsonLines, LiveLine, PlainLines, Status
-from gossamer.lab.training.result import read_run
+from gossamer.lab.training.result import read_result_file, read_run
 from gossamer.methods.scl import SCLOptions
 from gossamer.settings import Phases
 
@@ -65,6 +66,14 @@ def test_the_quick_start_compares_dense_and_sparse(
     assert re.search(r"digits .* 95\.00% +2,907 ", shown)
     assert "features.3" in shown
     assert str(tmp_path / "digits" / "model.safetensors") in shown.replace("\n", "")
+    assert re.search(
+        r"On this machine \(.*\) gossamer.deploy runs it [\d.]+ times as fast as torch and [\d.]+ times", shown
+    )
+    if importlib.util.find_spec("plotly") is not None:
+        assert f"is in {tmp_path / 'report.html'}" in shown
+        text = (tmp_path / "report.html").read_text()
+        assert "Speed on this machine" in text
+        assert f"{read_result_file(tmp_path / 'digits-dense')['accuracy']:.2%} dense" in text
 
 
 def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
@@ -138,7 +147,7 @@ def test_signs_that_a_terminal_does_not_know_are_no_error() -> None:
             ["train", "digits", "--out", "OUT", "--set", "epoch=3"],
             "unknown key 'epoch' of a run: did you mean 'epochs'?",
         ),
-        (["train", "digits", "--out", "OUT", "--set", "device=cuda"], "device=cuda was asked for, but torch"),
+        (["train", "digits", "--out", "OUT", "--set", "device=cuda"], "device=cuda was requested, but torch"),
         (["train", "digits", "--out", "OUT", "--set", "lr=1e30"], "the loss is not finite"),
         (["train", "digits", "--out", "OUT", "--set", "model=resnet20"], "resnet20 does not take batches of digits"),
         (["train", "cifar10-resnet20", "--out", "OUT", "--set", "data_root=OUT"], "to name a folder with data sets"),
@@ -147,7 +156,7 @@ def test_signs_that_a_terminal_does_not_know_are_no_error() -> None:
         (["sweep", "digits", "--out", "OUT", "--seed", "0"], "got no option with several values: add --seed 0,1,2"),
         (["sweep", "digits", "--out", "OUT", "--epochs", "1,"], "such as seed=0,1,2, got 'epochs=1,'"),
         (["train", "digits", "--out", "OUT", "--epochs", "2.5"], "epochs: expected a whole number, got '2.5'"),
-        (["train", "digits", "--out", "OUT", "--epochs="], "expected a value behind --epochs, got an empty one"),
+        (["train", "digits", "--out", "OUT", "--epochs="], "expected a value after --epochs, got an empty one"),
         (["train", "digits", "--out", "OUT", "--nesterov=2"], "nesterov: expected true or false, got '2'"),
         (["train", "digits", "--out", "OUT", "--optimizer", "sdg"], "expected one of sgd, adamw, got 'sdg'"),
         (
@@ -157,7 +166,7 @@ def test_signs_that_a_terminal_does_not_know_are_no_error() -> None:
         (["train", "digits", "--out", "OUT", "--settings.fraction", "0.1"], "unknown setting 'fraction'"),
         (
             ["train", "digits", "--out", "OUT", "--settings.mask-lr", "1", "--set", "settings.mask_lr=1"],
-            "expected each key once, got settings.mask_lr more than once, as an option or behind --set or --grid: keep",
+            "expected each key once, got settings.mask_lr more than once, as an option or after --set or --grid: keep",
         ),
         (["train", "digits", "--out", "OUT", "--set", "lr=1", "--set", "lr=2"], "expected each key once, got lr more"),
         (["sweep", "digits", "--out", "OUT", "--seed", "0,1", "--grid", "seed=2,3"], "each key once, got seed more"),
@@ -165,15 +174,15 @@ def test_signs_that_a_terminal_does_not_know_are_no_error() -> None:
         (["compare", "--out", "OUT", "--sparsity", "95"], "such as 0.95, got [95.0]"),
         (["speed", "NEW", "--out", "OUT/nowhere/speed.json"], "make it first"),
         (["train", "NEW", "--out", "OUT"], "new.json: expected a run in format 1 or older, got format 7"),
-        (["train", "digits", "--out", ""], "expected a folder behind --out, got an empty name: write --out . for"),
-        (["sweep", "digits", "--out=", "--grid", "seed=0"], "expected a folder behind --out, got an empty name"),
+        (["train", "digits", "--out", ""], "expected a folder after --out, got an empty name: write --out . for"),
+        (["sweep", "digits", "--out=", "--grid", "seed=0"], "expected a folder after --out, got an empty name"),
         (["report", "OUT"], "expected the folder of a finished run, got "),
         (["report", "EMPTY"], "expected a finished run with a result.json in it"),
         (["train", "digits", "--out", "NEW"], "is a file: choose another name"),
         (["train", "digits", "--out", "NEW/deeper"], "is a file: choose another name"),
         (["train", "digits", "--out", "OUT", "--set", ""], "expected key=value, such as lr=0.05, got ''"),
-        (["train", "digits", "--out", "OUT", "--set"], "expected key=value behind --set and --grid, got nothing"),
-        (["sweep", "digits", "--out", "OUT", "--grid"], "expected key=value behind --set and --grid, got nothing"),
+        (["train", "digits", "--out", "OUT", "--set"], "expected key=value after --set and --grid, got nothing"),
+        (["sweep", "digits", "--out", "OUT", "--grid"], "expected key=value after --set and --grid, got nothing"),
         (["sweep", "digits", "--out", "NEW", "--grid", "seed=0"], "which is a file: choose another name (--out)"),
     ],
 )
@@ -202,7 +211,7 @@ def test_an_error_is_one_message_without_a_traceback(
 @pytest.mark.parametrize(
     ("error", "said"),
     [
-        (OSError(errno.ENOSPC, "No space left on device"), "device: free some space on the disk, and give"),
+        (OSError(errno.ENOSPC, "No space left on device"), "device: free some space on the disk, and run"),
         (PermissionError(errno.EACCES, "Permission denied", "x"), "'x': choose another place, or change its perm"),
         (OSError("expected a folder"), "gossamer: expected a folder\n"),
         (FileNotFoundError(errno.ENOENT, "No such file or directory", "x"), "directory: 'x'\n"),
@@ -229,7 +238,7 @@ def test_a_run_that_has_finished_before_says_so(tmp_path: Path, capsys: pytest.C
     assert run(*command) == 0
     assert said in capsys.readouterr().out
     assert run(*command, "--set", "seed=1") == 2
-    assert f"gossamer train {tmp_path / 'run.json'} --out {tmp_path} goes on" in capsys.readouterr().err
+    assert f"gossamer train {tmp_path / 'run.json'} --out {tmp_path} resumes" in capsys.readouterr().err
 
 
 @pytest.mark.filterwarnings("always:this run has finished")
@@ -445,7 +454,7 @@ def test_ctrl_c_stops_after_a_checkpoint_and_the_same_command_goes_on(
         assert run("train", "digits", "--out", str(tmp_path), *SHORT) == 130
     said = capsys.readouterr().err
     assert "stopped after step 8 of" in said
-    assert "run the same command again to go on" in said
+    assert "run the same command again to resume" in said
     assert run("train", "digits", "--out", str(tmp_path), *SHORT) == 0
 
 
@@ -458,7 +467,7 @@ def test_a_warning_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
     warned = [line for line in capsys.readouterr().err.splitlines() if "warning" in line]
     assert len(warned) == 1
     assert warned[0].startswith("warning: the checkpoint")
-    assert warned[0].endswith("; beginning again")
+    assert warned[0].endswith("; starting over")
 
 
 def test_numbers_stay_whole_beside_a_long_name() -> None:

@@ -27,7 +27,7 @@ from gossamer.lab.recipes import find
 from gossamer.lab.results import about, blocks_of, sweep_table, table_of
 from gossamer.methods import METHODS
 
-_OF_A_METHOD = ("sparsity=", "flops=", "decay=", "settings.")  # what one method takes and another one does not
+_OF_A_METHOD = ("sparsity=", "flops=", "decay=", "settings.")  # options that only some methods take
 
 
 @dataclass(frozen=True)
@@ -41,13 +41,13 @@ class Sweep:
     """Folder for one record per run; runs that have one are not trained again."""
     options: RunOptions
     grid: Assignments = ()
-    """What the runs differ in as key=value,value: seed=0,1,2 method=scl,dpf sparsity=0.9,0.95."""
+    """The grid as key=value,value: seed=0,1,2 method=scl,dpf sparsity=0.9,0.95."""
     set: Assignments = ()
     """Changes to the recipe as key=value, for all runs."""
     together: int = 32
     """Runs trained at the same time."""
     save_models: bool = False
-    """Save each network beside its record, for `gossamer.load`."""
+    """Save each network next to its record, for `gossamer.load`."""
     debug: bool = False
     """Show the traceback of an error."""
 
@@ -57,7 +57,7 @@ class Sweep:
         grid += [each for each in options if _has_several(each)]
         if not grid:
             raise ValueError(
-                "expected what the runs differ in, got no option with several values: add --seed 0,1,2, for example, "
+                "expected a grid, got no option with several values: add --seed 0,1,2, for example, "
                 "or train one run with gossamer train"
             )
         if any(each.startswith("method=") for each in grid):
@@ -111,7 +111,7 @@ class Compare:
     together: int = 32
     """Runs trained at the same time."""
     save_models: bool = False
-    """Save each network beside its record, for `gossamer.load`."""
+    """Save each network next to its record, for `gossamer.load`."""
     device: str = "auto"
     """auto takes a GPU if there is one."""
     debug: bool = False

@@ -40,8 +40,8 @@ class Reproduce:
             records = map_fitting.reproduce(out, seeds=self.seeds, steps=self.steps, progress=lines_to(console))
             console.print(tables.of_map_fitting(map_fitting_rows(records)))
             console.print(
-                "The paper prints curves and no numbers: clipped ReLU is worst, ReLU better, the other three better "
-                "still and alike, and normalisation reduces all errors."
+                "The paper prints curves and no numbers: clipped ReLU is worst, ReLU is better, the other three "
+                "are best and similar, and normalisation reduces all errors."
             )
             console.print(f"the records and, if matplotlib is installed, their curves are in {out}")
             return

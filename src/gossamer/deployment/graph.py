@@ -118,9 +118,9 @@ def module_path(node: fx.Node) -> str:
 
 
 def _untraceable(name: str, error: Exception) -> UntraceableError:
-    told = " ".join((str(error).strip() or repr(error)).split())[:200]
+    message = " ".join((str(error).strip() or repr(error)).split())[:200]
     return UntraceableError(
-        f"expected a model that torch.export can trace, but of {name} it says: {told}. The model is "
+        f"expected a model that torch.export can trace, but of {name} it says: {message}. The model is "
         "left as it is. Usual causes are branches or loops that depend on the values of tensors; take the traceable "
         "parts one by one"
     )

@@ -1,9 +1,9 @@
 """Checkpoints of runs and of batches of runs, which survive a kill at any moment, a full disk and a corrupted file.
 
-A checkpoint is written to a temporary file, forced to the disk and only then given its name, so a file with that name
-is complete. Its SHA-256 lies beside it: a file that no longer agrees, or whose digest is damaged, is set aside with a
-warning, and the one before is used. The two newest are kept. Only files of exactly these names are ever removed. They
-are plain `torch.save` files, readable with `torch.load(path, weights_only=True)`.
+A checkpoint is written to a temporary file, synchronized to disk and only then renamed, so a file with the final name
+is complete. Its SHA-256 is stored next to it. If a file does not match its digest, or the digest is damaged, the file
+is renamed, and the previous checkpoint is used, with a warning. The two newest are kept. Only files with exactly these
+names are ever removed. They are plain `torch.save` files, readable with `torch.load(path, weights_only=True)`.
 """
 
 import hashlib
@@ -29,14 +29,14 @@ from gossamer.io.container import through_links
 _OF_A_RUN = r"(run|result|layers|health)\.json|log\.jsonl|model(\.sparse)?\.safetensors"  # what a run writes besides
 _DIGEST = re.compile(rb"[0-9a-f]{64}")
 _KEPT = 2
-_DAMAGED = ".damaged"  # behind the name of a file that was set aside
-_PICKLED = "data.pkl"  # the end of a name in the archive that torch.save writes
-_PLAIN = re.compile(  # module and name of what tensors and plain values are made of
+_DAMAGED = ".damaged"  # suffix of a damaged file
+_PICKLED = "data.pkl"  # suffix of the pickle in the archive that torch.save writes
+_PLAIN = re.compile(  # the globals that tensors and plain values are pickled with
     r"collections OrderedDict|torch\._utils _rebuild_(tensor_v[23]|parameter)|torch\.storage UntypedStorage|"
     r"torch (Size|\w+Storage|(bfloat|complex|float|int|uint|bool)\w*)"
 )
-_EXTENT = 64  # most bytes that values may stand for, for each byte of a file: tensors may be expanded, and shared
-_SHARD = "__shard__"  # marks a tensor that other processes have the rest of
+_EXTENT = 64  # limit on the bytes of values per byte of the file: tensors may be expanded and shared
+_SHARD = "__shard__"  # marks the local shard of a tensor
 
 
 class Checkpoints:
@@ -46,27 +46,27 @@ class Checkpoints:
         self.folder, self.name = folder, name
 
     def paths(self) -> list[Path]:
-        """The checkpoints that are there, newest first."""
+        """The existing checkpoints, newest first."""
         return sorted(self._own("pt"), reverse=True)
 
     def _own(self, ending: str) -> list[Path]:
-        """Files with exactly the names that checkpoints, or their digests, have."""
+        """Files with exactly the names of checkpoints or of their digests."""
         name = re.compile(rf"{re.escape(self.name)}-\d{{9}}\.{ending}")
         return [path for path in self.folder.glob(f"{self.name}-*.{ending}") if name.fullmatch(path.name)]
 
     def next_time(self) -> str:
-        """What the same command would do now."""
+        """What the same command would do now, in words."""
         kept = self.paths()
-        return f"it goes on from {kept[0].name}" if kept else "it begins again, as there is no checkpoint"
+        return f"it resumes from {kept[0].name}" if kept else "it starts over, as there is no checkpoint"
 
     def save(self, state: dict[str, Any], step: int) -> bool:
-        """Write a checkpoint; False, with a warning, where the disk does not take it: training can go on."""
+        """Write a checkpoint. On a disk error, warn and return False; training can continue."""
         path = self.folder / f"{self.name}-{step:09d}.pt"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             write_atomically(path, lambda file: torch.save(state, file), before=_write_digest)
         except (OSError, RuntimeError) as error:
-            if not path.exists():  # else the digest is still that of the file that has the name
+            if not path.exists():  # otherwise the digest still belongs to the current file
                 _digest_path(path).unlink(missing_ok=True)
             kept = self.paths()
             last = f"the last good one is {kept[0].name}" if kept else "there is none so far"
@@ -81,10 +81,9 @@ class Checkpoints:
         return True
 
     def load(self) -> dict[str, Any] | None:
-        """The newest checkpoint that is whole, or None where there is none. What a kill left unfinished is removed.
+        """The newest intact checkpoint, or None. Removes unfinished files that a kill left behind.
 
-        One that is damaged gets another name: it can be looked at, but is no checkpoint any more, and takes no good
-        one's place.
+        A damaged checkpoint is renamed, so that it can be inspected but no longer counts as a checkpoint.
         """
         written = rf"{re.escape(self.name)}-\d{{9}}\.(pt|sha256)|{_OF_A_RUN}"
         for unfinished in self.folder.glob(".*.part"):
@@ -96,10 +95,10 @@ class Checkpoints:
             if problem is None:
                 try:
                     return _read(path)
-                except Exception as error:  # whatever the reader stumbles over, an older file may be whole
+                except Exception as error:  # whatever the error, an older file may be intact
                     problem = f"cannot be read: {_reason(error)}"
             aside = path.replace(path.with_name(path.name + _DAMAGED))
-            remedy = "beginning again" if path == paths[-1] else "going on from the one before"
+            remedy = "starting over" if path == paths[-1] else "resuming from the previous one"
             warnings.warn(f"the checkpoint {path} {problem}; it is now called {aside.name}; {remedy}", stacklevel=2)
         return None
 
@@ -109,12 +108,12 @@ class Checkpoints:
             if _problem(path) is None:
                 try:
                     return _read(path)
-                except Exception:  # as in `load`, which says so
+                except Exception:  # `load` warns about it
                     continue
         return None
 
     def clear(self) -> None:
-        """Remove all checkpoints: the run is complete. Files without a digest are not ours."""
+        """Remove all checkpoints of a complete run. Files without a digest are not ours and are kept."""
         for digest in self._own("sha256"):
             path = digest.with_suffix(".pt")
             path.with_name(path.name + _DAMAGED).unlink(missing_ok=True)
@@ -124,10 +123,10 @@ class Checkpoints:
 def write_atomically(
     path: Path, write: Callable[[IO[bytes]], object], *, before: Callable[[Path, str], None] | None = None
 ) -> str:
-    """Let `write` fill a file that has its name only once it is complete and on the disk. Returns its SHA-256.
+    """Write a file with `write`, and rename it to `path` only when it is complete and on disk. Returns its SHA-256.
 
-    `before` is called with the path and the digest just before the file takes its name. Through a link the file that
-    it names is written.
+    `before` is called with the path and the digest just before the file is renamed. If `path` is a link, its target is
+    written.
     """
     path = through_links(path)
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}.part")
@@ -136,7 +135,7 @@ def write_atomically(
             hashing = _Hashing(file)
             try:
                 write(hashing)  # type: ignore[arg-type]
-            except RuntimeError:  # of torch's writer, about the consequences
+            except RuntimeError:  # an error of the torch writer that follows from the first one
                 if hashing.error is None:
                     raise
             if hashing.error is not None:
@@ -154,7 +153,7 @@ def write_atomically(
 
 
 def remove_unfinished(path: Path) -> None:
-    """Remove what kills have left of earlier attempts to write this file, which nobody else writes at the moment."""
+    """Remove unfinished files of earlier attempts to write this one, which no other process writes at the moment."""
     unfinished = re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]{{12}}\.part")
     for each in path.parent.glob(".*.part"):
         if unfinished.fullmatch(each.name):
@@ -162,11 +161,11 @@ def remove_unfinished(path: Path) -> None:
 
 
 class _Hashing:
-    """A file that hashes what is written to it, in one pass."""
+    """A file that hashes everything written to it."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file, self.digest = file, hashlib.sha256()
-        self.error: OSError | None = None  # torch's writer may swallow it
+        self.error: OSError | None = None  # the torch writer may suppress it
 
     def write(self, content: bytes) -> int:
         self.digest.update(content)
@@ -181,13 +180,13 @@ class _Hashing:
 
 
 def _write_digest(path: Path, digest: str) -> None:
-    """The digest of what is about to have this name; the one of what has it now stays valid until then."""
+    """Write the digest of the new file in addition to that of the current one, which is valid until the rename."""
     before = _digests(path)[:1] if path.exists() else []
     write_atomically(_digest_path(path), lambda file: file.write("\n".join([digest, *before]).encode()))
 
 
 def _digests(path: Path) -> list[str]:
-    """The digests that a checkpoint may have; none where their file is missing or damaged."""
+    """The valid digests of a checkpoint; none if their file is missing or damaged."""
     try:
         lines = _digest_path(path).read_bytes()[:1024].split()
     except OSError:
@@ -205,11 +204,11 @@ def _remove(path: Path) -> None:
 
 
 def _problem(path: Path) -> str | None:
-    beside = _digest_path(path).name
+    digest_name = _digest_path(path).name
     expected = _digests(path)
     if not expected:
         found = "a damaged one" if _digest_path(path).exists() else "none"
-        return f"cannot be trusted (expected its SHA-256 in {beside}, got {found})"
+        return f"cannot be trusted (expected its SHA-256 in {digest_name}, got {found})"
     try:
         with open(path, "rb") as file:
             got = hashlib.file_digest(file, "sha256").hexdigest()
@@ -219,13 +218,13 @@ def _problem(path: Path) -> str | None:
 
 
 def _reason(error: Exception) -> str:
-    """Of torch's unpickler without its advice to trust the file."""
+    """The message of an unpickling error, without the advice of torch to trust the file."""
     return str(error).partition("WeightsUnpickler error:")[2].strip().split("\n")[0] or str(error).split("\n")[0]
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """The state in a checkpoint. Nothing in it is compressed or made by a call, so it takes little more memory than the
-    file has bytes."""
+    """The state in a checkpoint. It contains nothing compressed or created by a call, so it needs little more memory
+    than the size of the file."""
     size = path.stat().st_size
     with zipfile.ZipFile(path) as archive:
         entries = archive.infolist()
@@ -245,28 +244,29 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _check_names(pickled: bytes) -> None:
-    """Of the functions that torch trusts some take a size and make as much: bytearray(10 ** 9) is a few bytes."""
+    """Refuse other globals: some that torch trusts allocate any size, as in bytearray(10 ** 9), a few bytes of a
+    file."""
     for operation, argument, _ in pickletools.genops(pickled):
         if operation.name == "GLOBAL" and not _PLAIN.fullmatch(str(argument)):
             raise ValueError(f"expected tensors and plain values, got {argument!s:.80}")
 
 
 def _check_extent(tree: Any, most: int) -> None:
-    """A list that is in itself, or in ten others twice, is a few bytes of a file; told in a message it has no end."""
-    extent, left = 0, [tree]
-    while left:
-        value = left.pop()
+    """Refuse nested structures that are small in a file but huge when expanded, such as a list that contains itself."""
+    extent, pending = 0, [tree]
+    while pending:
+        value = pending.pop()
         extent += value.numel() * value.element_size() if isinstance(value, Tensor) else 1
         if isinstance(value, dict):
-            left += [*value, *value.values()]
+            pending += [*value, *value.values()]
         elif isinstance(value, list | tuple):
-            left += value
-        if extent + len(left) > most:
+            pending += value
+        if extent + len(pending) > most:
             raise ValueError(f"expected values that take at most {most} bytes, got more")
 
 
 def _sync_folder(folder: Path) -> None:
-    """Force the new name itself to the disk, where the system knows how."""
+    """Synchronize the rename itself to disk, if the system supports it."""
     if os.name != "posix":
         return
     handle = os.open(folder, os.O_RDONLY)
@@ -280,9 +280,9 @@ def _sync_folder(folder: Path) -> None:
 
 
 def random_states(device: torch.device | None = None) -> dict[str, Any]:
-    """The state of every generator that training on `device` may draw from, as tensors and plain values.
+    """The state of every generator that training on `device` uses, as tensors and plain values.
 
-    Of this one GPU alone: to ask the others would take memory on each of them.
+    Of GPUs, only `device` is read: reading the others would allocate memory on each of them.
     """
     kind, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
     return {
@@ -303,11 +303,11 @@ def set_random_states(states: dict[str, Any], device: torch.device | None = None
     np.random.set_state((kind, np.asarray(keys, dtype=np.uint32), position, has_gauss, cached))
 
 
-# --- tensors of which each process has a part ---
+# --- sharded tensors ---
 
 
 def unshard(tree: Any) -> Any:
-    """The same tree with each DTensor replaced by this process's part and a note of where that belongs."""
+    """The same tree with each DTensor replaced by its local shard and placement."""
     if isinstance(tree, DTensor):
         places = [placement.dim if isinstance(placement, Shard) else None for placement in tree.placements]
         shape, stride = list(tree.shape), list(tree.stride())
@@ -322,7 +322,7 @@ def unshard(tree: Any) -> Any:
 
 
 def reshard(tree: Any, mesh: DeviceMesh | None) -> Any:
-    """What `unshard` took apart, put together on `mesh`."""
+    """The inverse of `unshard` on `mesh`."""
     if isinstance(tree, dict) and _SHARD in tree:
         assert mesh is not None
         return DTensor.from_local(

@@ -1,7 +1,7 @@
 """SCL and its rivals behind one protocol, one file each, so that they can be compared.
 
 `gossamer.Sparsifier` drives any of them with any model and optimizer; `gossamer.lab.batched` trains many runs of many
-methods at once. docs/methods.md has a card for each, and shows how to write your own.
+methods at once. docs/methods.md has a card for each method and shows how to write your own.
 """
 
 from gossamer.methods.acdc import ACDC

@@ -4,7 +4,7 @@ Rule: the network is trained sparse, under the largest |w| of the moment, and de
 in turn. The momentum is reset at every switch. The last phase is sparse.
 Reference: Peste et al. 2021, AC/DC: Alternating Compressed/DeCompressed Training of Deep Neural Networks.
 Ours: the mask phases consist of `cycles` sparse and as many dense phases of equal length. The last sparse phase is our
-fine-tuning. min_density keeps a share of each tensor.
+fine-tuning. min_density protects a fraction of each tensor.
 """
 
 from dataclasses import dataclass

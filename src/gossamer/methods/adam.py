@@ -1,4 +1,4 @@
-"""Adam for what a method learns beside the weights."""
+"""Adam for values that a method learns in addition to the weights."""
 
 from torch import Tensor
 

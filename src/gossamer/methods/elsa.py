@@ -4,7 +4,7 @@ Rule: minimise the loss over w subject to w = z, where z has as many nonzeros as
 z = the largest entries of w + u, and u += w - z. In each step the gradient of λ/2·‖w - z + u‖² is added to that of the
 loss. At the end the largest |w| are kept.
 Reference: Lee et al. 2025, The Unseen Frontier: Pushing the Limits of LLM Sparsity with Surrogate-Free ADMM.
-Ours: K shrinks with short mask phases, and min_density keeps a share of each tensor.
+Ours: K shrinks with short mask phases, and min_density protects a fraction of each tensor.
 """
 
 from dataclasses import dataclass

@@ -4,12 +4,11 @@ Rule: T is the magnitude below which the budget of the step prunes, for the whol
 sign(w̃)·(|w̃|³ - T³)^⅓ where |w̃| > T, else 0: close to w̃ for large weights, continuous at T. w̃ follows the gradient
 straight through; that of pruned weights is multiplied by θ, one half above 95 % sparsity, else 1. The sparsity rises
 along a cubic in the first half of training; masks move to the end. With `power=1` and `rescale=True` this is ST-3: a
-soft threshold, after which each tensor is divided by the share of Σ|w̃| that its kept weights have.
-References: Glentis Georgoulakis et al. 2023, Feather: An Elegant Solution to Effective DNN Sparsification;
-Vanderschueren & De Vleeschouwer 2022, Are Straight-Through Gradients and Soft-Thresholding All You Need for Sparse
-Training?
-Ours: min_density keeps a share of each tensor; these weights are used as they are. θ keeps its final value throughout.
-ST-3's limit on the norm of the gradient is left to the training loop (`clip`).
+soft threshold, after which each tensor is divided by the share of Σ|w̃| that its kept weights have. References: Glentis
+Georgoulakis et al. 2023, Feather: An Elegant Solution to Effective DNN Sparsification; Vanderschueren & De Vleeschouwer
+2022, Are Straight-Through Gradients and Soft-Thresholding All You Need for Sparse Training? Ours: min_density protects
+a fraction of each tensor; these weights are used as they are. θ keeps its final value throughout. ST-3's limit on the
+norm of the gradient is left to the training loop (`clip`).
 """
 
 import math

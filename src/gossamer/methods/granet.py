@@ -1,10 +1,10 @@
 """GraNet: gradual pruning with regrowth.
 
-Rule: every ΔT steps the smallest |w| of the network are pruned to the budget of a cubic. Then the share
+Rule: every ΔT steps the smallest |w| of the network are pruned to the budget of a cubic. Then a fraction
 ½·α·(1 + cos πt/T) of the nonzeros, the smallest again, is exchanged for the pruned weights with the largest gradients,
 which start at zero.
 Reference: Liu et al. 2021, Sparse Training via Boosting Pruning Plasticity with Neuroregeneration.
-Ours: as for RigL, the move follows a step instead of taking its place. It starts dense.
+Ours: as for RigL, the exchange follows a step instead of replacing it. It starts dense.
 """
 
 from dataclasses import dataclass

@@ -1,16 +1,17 @@
-"""Hyperflux: Adam on one mask variable per weight, and a controller that presses until the planned sparsity is reached.
+"""Hyperflux: Adam on one mask variable per weight, and a controller that increases the pressure to the planned
+sparsity.
 
-Rule: m = 1 where t ≥ 0. w follows the gradient of w ⊙ m, so that pruned weights rest; t follows ¼·∂L/∂w ⊙ w plus a
+Rule: m = 1 where t ≥ 0. w follows the gradient of w ⊙ m, so pruned weights do not train; t follows ¼·∂L/∂w ⊙ w plus a
 pressure by Adam (learning rate 1e-3, without decay). t starts uniform between 0.2 and 0.5. The pressure is that of the
 loss γ·mean(t): γ over the number of weights, the same on all t except those that are already 1.5 starts below zero. A
 hundred times in the phase (once in each of a hundred epochs) γ = base^1.5 changes: base grows by a step plus an inertia
 that itself grows by a quarter step while more weights are kept than planned, and falls in the same way while fewer are.
-Then the pressure is off and weights that the loss asks for return (regrowth).
+Then the pressure is off, and weights that reduce the loss return (regrowth).
 Reference: Barbulescu et al. 2025, Hyperflux: Pruning Reveals the Importance of Weights (arXiv 2504.05349).
-Ours: the plan is our cubic, and the pressure is off in the stabilise phase. From there on the largest t stay, exactly
-as many as the budget, so that weights that regrow take the place of the weakest. The learning rate of the masks is
-meant for 12,500 steps of pressure and scaled to the length of that phase, so that masks come as far in short runs as in
-long ones; it goes to zero on a cosine. The weights are those of our warmed-up network instead of a fully trained one.
+Ours: the plan is our cubic, and the pressure is off in the stabilise phase. From then on exactly as many of the largest
+t are kept as the budget allows, so that weights that regrow replace the weakest. The learning rate of the masks is for
+12,500 steps of pressure and is scaled to the length of that phase, so that masks move as far in short runs as in long
+ones; it falls to zero on a cosine. The weights are those of our warmed-up network instead of a fully trained one.
 """
 
 import math
@@ -25,8 +26,8 @@ from gossamer.methods.budgets import BudgetedMethod, GlobalBudget
 from gossamer.methods.noise import uniform
 
 _UPDATES = 100  # of the controller, in the sparsify phase
-_LENGTH = 12_500  # steps of that phase for which the learning rate is meant
-_SPREAD, _DEPTH = 2.5, 1.5  # the largest t at the start, and where pressure ends below zero, in starts
+_LENGTH = 12_500  # steps of that phase at the nominal learning rate
+_SPREAD, _DEPTH = 2.5, 1.5  # the largest t at the start, and the lower limit of the pressure, in multiples of the start
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ class HyperfluxOptions(Options):
     mask_lr: float = 1e-3  # in a phase of 12,500 steps, in others in proportion
     start: float = 0.2  # the smallest t
     step: float = 0.3  # of the controller
-    pruned_grad_scale: float = 0.0  # share of their gradient that pruned weights follow
+    pruned_grad_scale: float = 0.0  # factor on the gradient of pruned weights
 
     def __post_init__(self) -> None:
         expect(
@@ -76,7 +77,7 @@ class Hyperflux(BudgetedMethod[HyperfluxOptions]):
         self._t.sub_(self._adam.direction(flux, clock) * self._timeline.now(self._rate))
         self.weight_gradient(gradient, weights)
         self._budget.score.copy_(self._t)
-        # Under pressure as many as are not below zero, then exactly the budget, whatever the sign of t.
+        # Under pressure, all weights with t ≥ 0; afterwards exactly the budget, whatever the sign of t.
         open_ = (self._t >= 0.0).sum(1).clamp_min(self._fewest)
         self._budget.allow_(torch.where(clock >= self._pressing, self._final, open_))
 

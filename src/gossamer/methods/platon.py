@@ -4,7 +4,7 @@ Rule: the importance of a weight is |w ⊙ ∂L/∂w|, smoothed over steps; its 
 the importance of a step and the smoothed one. The largest products of the two are kept, along a cubic. Pruned weights
 are zero, and come back by the step that their gradient takes.
 Reference: Zhang et al. 2022, PLATON: Pruning Large Transformer Models with Upper Confidence Bound of Weight Importance.
-Ours: the masks are chosen in every step, so that the average over 10 steps between two choices falls away.
+Ours: the masks are chosen in every step, so the average over the 10 steps between two choices is not needed.
 """
 
 from dataclasses import dataclass

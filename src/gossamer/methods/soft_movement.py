@@ -4,7 +4,7 @@ Rule: as movement.py, but the weights are kept whose σ(S) is above a threshold,
 penalty on Σ σ(S) pushes the scores down.
 Reference: Sanh, Wolf & Rush 2020, Movement Pruning: Adaptive Sparsity by Fine-Tuning.
 Ours: instead of the penalty, whose coefficient is tuned for each target, all scores are lowered alike, by as much as
-the budget asks for. min_density keeps a share of each tensor (published: 0.5 % of each matrix).
+the budget requires. min_density protects a fraction of each tensor (published: 0.5 % of each matrix).
 """
 
 import torch

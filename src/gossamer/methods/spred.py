@@ -6,7 +6,7 @@ decay that is raised while the network is too dense.
 References: Ziyin & Wang 2023, spred: Solving L1 Penalty with SGD; Jacobs & Burkholz 2025, Mask in the Mirror (PILoT).
 Ours: v is trained by the user's optimizer and m by Adam, whose learning rate goes to zero on a cosine, so that the rule
 does not depend on the optimizer. The decay rises linearly in the sparsify phase and is zero after it. At the end the
-largest |m ⊙ v| are kept, as the budget asks.
+largest |m ⊙ v| are kept, as the budget requires.
 """
 
 from dataclasses import dataclass

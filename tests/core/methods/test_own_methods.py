@@ -67,7 +67,7 @@ def test_a_class_without_the_decorator_is_registered_when_it_is_found(folder: Pa
         ("own_other:Mine", ValueError, r"found no 'Mine' in .*own_other.py; its methods are Other"),
         ("own_other:find", TypeError, r"expected a subclass of gossamer.methods.Method, got <function find"),
         ("own_other:Other", ValueError, r"'dpf', which is gossamer.methods.dpf:DPF: give own_other:Other another name"),
-        ("own_half:Half", TypeError, r"own_half:Half to define all of a method, but it lacks .*finalize, state"),
+        ("own_half:Half", TypeError, r"own_half:Half to define all abstract methods, but it lacks .*finalize, state"),
         ("own_broken:Mine", ModuleNotFoundError, r"No module named 'not_installed'"),
     ],
 )

@@ -63,7 +63,7 @@ def test_older_names_and_wrong_ones() -> None:
         ("str", "start", math.nan, "a number"),
         ("str", "momentum", 1.0, "a number of at least 0 and below 1"),
         ("str", "rate", math.nan, "a number of at least 0"),
-        ("l0", "open", 1.0, "a chance above 0 and below 1"),
+        ("l0", "open", 1.0, "a probability above 0 and below 1"),
         ("l0", "gate_lr", -0.1, "a number of at least 0"),
         ("autoprune", "mask_lr", math.nan, "a number of at least 0"),
         ("autoprune", "alpha", 0.0, "a number above 0"),

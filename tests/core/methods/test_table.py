@@ -223,7 +223,7 @@ def test_what_a_method_refuses_is_refused_at_once() -> None:
     model = nn.Sequential(nn.Conv2d(2, 8, 3), nn.Flatten(), nn.Linear(8 * 16, 6))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for method, sparsity, message in (
-        ("slimming", 0.01, "slimming needs a batch norm behind every convolution, got none behind 0.weight"),
+        ("slimming", 0.01, "slimming needs a batch norm after every convolution, got none after 0.weight"),
         ("soft_filter", 0.9, "sparsity=0.9 cannot be met by whole filters"),
         ("l1_filter", 0.9, "sparsity=0.9 cannot be met by whole filters"),
         ("dpf", 0.999, "sparsity=0.999 keeps 1 of .* weights, but min_density requires 2"),

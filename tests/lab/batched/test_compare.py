@@ -90,7 +90,7 @@ def test_variants_of_a_method_are_compared(tmp_path: Path) -> None:
     assert [record["method"] for record in records] == ["dense", "autoprune", "autoprune", "lottery", "scl"]
     assert [records[number]["options"]["two_pass"] for number in (1, 2)] == [False, True]
     assert records[3]["options"]["rewind"] == "weights"
-    assert records[4]["teacher"] == {"from": "trunk", "network": "lenet300"}
+    assert records[4]["teacher"] == {"from": "trunk", "network": "lenet300", "steps": 3}
     page = (tmp_path / "screening.md").read_text()
     title = METHODS["autoprune"].title
     assert f"| {title} |" in page
@@ -362,7 +362,7 @@ def test_what_whole_filters_cannot_do_is_left_out_and_told_once(tmp_path: Path) 
         ({"methods": ("dense", "l1_filter")}, "nothing is left to compare: l1_filter: sparsity=0.9 cannot"),
         (
             {"net": "lenet5", "methods": ("dense", "slimming"), "sparsity": (0.01,)},
-            "nothing is left to compare: slimming: slimming needs a batch norm behind every conv",
+            "nothing is left to compare: slimming: slimming needs a batch norm after every conv",
         ),
         (
             {"methods": ("scl:decay=0.01",)},

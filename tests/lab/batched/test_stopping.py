@@ -248,8 +248,8 @@ def flip_a_bit(path: Path, place: int = -9) -> None:
 @pytest.mark.parametrize(
     ("damaged", "told", "goes_on"),
     [
-        (("newest",), ["going on from the one before"], "resumes after step 3 of 20"),
-        (("newest", "before"), ["going on from the one before", "beginning again"], None),
+        (("newest",), ["resuming from the previous one"], "resumes after step 3 of 20"),
+        (("newest", "before"), ["resuming from the previous one", "starting over"], None),
         (("before",), [], "resumes after step 11 of 20"),
     ],
 )

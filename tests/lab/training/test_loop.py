@@ -348,7 +348,7 @@ def test_a_network_that_its_last_step_has_ruined_is_no_result(images: ImageSet, 
         ("model=resnet20", r"resnet20 does not take batches of digits, of shape \(2, 1, 8, 8\).* takes samples of"),
         (
             "model=map_fit",
-            r"of shape \(64,\), for which there is no data set; gossamer reproduce map-fitting trains it",
+            r"of shape \(64,\), for which there is no data set; train it with gossamer reproduce map-fitting",
         ),
         ("model=resnet2", "did you mean 'resnet20'"),
         ("model_options.height=3", "digits_cnn does not take model_options.height: its options are width"),
@@ -356,7 +356,7 @@ def test_a_network_that_its_last_step_has_ruined_is_no_result(images: ImageSet, 
         ("model_options.width=wide", r"digits_cnn cannot be built with model_options\.width=wide \(.*: change or drop"),
         ("model_options.width=-3", r"digits_cnn cannot be built with model_options\.width=-3 \(.*negative dimension"),
         ("model_options.width=2.5", r"digits_cnn cannot be built with model_options\.width=2\.5 \("),
-        ("device=cuda", "device=cuda was asked for, but torch .* finds 0 CUDA devices here: set device=cpu"),
+        ("device=cuda", "device=cuda was requested, but torch .* finds 0 CUDA devices here: set device=cpu"),
         ("device=mps", "expected a device such as auto, cpu, cuda or cuda:1, got 'mps'"),
         ("device=gpu", "expected a device such as auto, cpu, cuda or cuda:1, got 'gpu'"),
         ("validation=40", "expected 1 to 39 images to hold out"),
@@ -516,7 +516,7 @@ def test_a_log_that_cannot_be_written_does_not_stop_the_run(images: ImageSet, tm
 
     broken, healthy = At(6, full), At(-1, full)
     with pytest.warns(
-        UserWarning, match=r"^what At tells could not be written .*No space left.*; training goes on"
+        UserWarning, match=r"^the output of At could not be written .*No space left.*; training goes on"
     ) as warned:
         train(DENSE, tmp_path, observers=[broken, healthy])
     assert len(warned) == 1

@@ -215,9 +215,9 @@ def _insist_on_fixed_inputs(graph: fx.Graph, *, any_sides: bool) -> None:
                     _insist(graph, found, int(size), f"{size} at dimension {axis} of {node.name}, the only size")
 
 
-def _insist(graph: fx.Graph, found: fx.Node, wanted: Any, told: str) -> None:
+def _insist(graph: fx.Graph, found: fx.Node, wanted: Any, expected: str) -> None:
     same = graph.call_function(operator.eq, (found, wanted))
-    message = f"expected {told} that was traced; compact with an example of the one you need"
+    message = f"expected {expected} that was traced; compact with an example of the one you need"
     graph.call_function(torch._assert, (same, message))
 
 

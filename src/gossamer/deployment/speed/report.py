@@ -97,13 +97,13 @@ class Case:
         best, ours, gain = self.best_dense, self.ours, self.speedup
         if best is None or ours is None or gain is None:
             return "nothing to compare with"
-        said = f"{gain:.2f} times as fast as {best.engine}" if gain >= GAIN else f"no gain over {best.engine}"
+        verdict = f"{gain:.2f} times as fast as {best.engine}" if gain >= GAIN else f"no gain over {best.engine}"
         quick = [row for row in self.rows if row.kind == "int8" and row.median and row.median < (ours.median or 0.0)]
         for row in quick:
-            said += f"; {row.engine} is faster still ({row.median:.3g} ms, other numbers)"
+            verdict += f"; {row.engine} is faster still ({row.median:.3g} ms, other numbers)"
         if self.break_even is not None:
-            said += f"; break-even at {self.break_even:.0%} of FLOPs saved"
-        return said + ("; the machine was busy, measure again" if self.busy else "")
+            verdict += f"; break-even at {self.break_even:.0%} of FLOPs saved"
+        return verdict + ("; the machine was busy, measure again" if self.busy else "")
 
 
 @dataclass(frozen=True)
@@ -213,7 +213,7 @@ def plot(report: SpeedReport, path: Path) -> None:
         axes.invert_yaxis()
         axes.set_xlabel("ms")
         gain = case.speedup
-        said = "" if gain is None else f", {gain:.1f} ×" if gain >= GAIN else ", no gain"
-        axes.set_title(f"batch {case.batch}, threads {case.threads}{said}", fontsize=9)
+        verdict = "" if gain is None else f", {gain:.1f} ×" if gain >= GAIN else ", no gain"
+        axes.set_title(f"batch {case.batch}, threads {case.threads}{verdict}", fontsize=9)
     figure.suptitle(f"{report.network}, {report.sparsity:.1%} zeros", fontsize=10)
     figure.savefig(path)

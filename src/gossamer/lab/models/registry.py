@@ -108,7 +108,7 @@ def names() -> tuple[str, ...]:
 
 
 def entry(name: str) -> ModelEntry:
-    """The entry of a name; an unknown name is an error that suggests the nearest ones."""
+    """The entry of a name; an unknown name is an error that suggests similar ones."""
     for model in MODELS:
         if model.name == name:
             return model
@@ -139,8 +139,8 @@ _LARGEST_OPTION = 1 << 20  # a width or a number of layers
 
 @contextmanager
 def at_most(registrations: int, options: Mapping[str, Any], source: str) -> Iterator[None]:
-    """Stop building a network that has more modules and parameters than this: `options` out of a file, `source`, can
-    ask for any number, and a thousand million layers would take for ever to build."""
+    """Refuse a network with more modules and parameters than this. The `options` come from a file, `source`, and could
+    request a billion layers, which would take forever to build."""
     for name, value in options.items():
         if isinstance(value, int | float) and abs(value) > _LARGEST_OPTION:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""Recipes by name: every exhibit of the paper as a value, with the paper's numbers beside it."""
+"""Recipes by name: every exhibit of the paper as a value, with the numbers of the paper."""
 
 from pathlib import Path
 
@@ -23,8 +23,8 @@ def names() -> tuple[str, ...]:
 
 
 def find(name: str) -> Recipe:
-    """The recipe of a name, or of a JSON file such as the run.json or result.json that every run leaves behind; the
-    folder of a run stands for its run.json."""
+    """The recipe for a name, for a JSON file such as the run.json or result.json of a run, or for the folder of a
+    run."""
     for recipe in RECIPES:
         if recipe.name == name:
             return recipe

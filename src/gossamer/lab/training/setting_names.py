@@ -18,7 +18,7 @@ from gossamer.settings import Phases
 def setting_types(method: str) -> dict[str, Any]:
     """The settings of a method by name, with their types; those of SCL where the method is not known."""
     kind = known(method)
-    # A dense run may carry the settings of the sparse run that it is held against.
+    # A dense run may have the settings of the sparse run that it is compared with.
     options = SCLOptions if kind is None or method == "dense" else kind.options
     return typing.get_type_hints(options) | typing.get_type_hints(Phases)
 

@@ -15,7 +15,7 @@ class Pair(DistributedContext):
 
     other = 100
 
-    def least(self, value: Tensor) -> Tensor:
+    def minimum(self, value: Tensor) -> Tensor:
         return value.clamp_max(self.other)
 
 
@@ -23,10 +23,10 @@ def turns(seconds_a_step: float, steps: int, context: DistributedContext) -> lis
     """The steps, counted from 1, after which it is asked."""
     with mock.patch.object(loop.time, "monotonic") as now:
         now.return_value = 0.0
-        asking, found = loop._Asking(context), []
+        agreement, found = loop._Agreement(context), []
         for step in range(1, steps + 1):
             now.return_value += seconds_a_step
-            if asking.turn():
+            if agreement.is_due():
                 found.append(step)
     return found
 

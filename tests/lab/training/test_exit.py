@@ -1,4 +1,4 @@
-"""What a run that stops says of the next time: it goes on from a checkpoint only where there is one."""
+"""Messages of a run that stops: it promises to resume from a checkpoint only if there is one."""
 
 import errno
 import os
@@ -11,8 +11,9 @@ import pytest
 from observers import Acts
 
 from gossamer import cli
+from gossamer.lab import checkpoint
 from gossamer.lab.data import ImageSet
-from gossamer.lab.training import Interrupted, Run, checkpoint, result, step, train
+from gossamer.lab.training import Interrupted, Run, result, step, train
 
 RUN = Run(
     model="digits_cnn", model_options={"width": 4}, data="digits", epochs=4, batch_size=8, log_steps=3, device="cpu"
@@ -24,7 +25,7 @@ import atexit, sys, torch.distributed as dist
 from gossamer.lab.training.distributed import end_process
 
 class Late:
-    def __del__(self): print("in the farewell of the interpreter")
+    def __del__(self): print("in the finalization of the interpreter")
 
 late = Late()
 atexit.register(print, "at exit")
@@ -35,12 +36,12 @@ end_process(3)
 
 
 @pytest.mark.parametrize("joined", [False, True])
-def test_one_of_several_processes_ends_before_the_farewell_of_the_interpreter(joined: bool, tmp_path: Path) -> None:
+def test_one_of_several_processes_exits_before_the_interpreter_finalizes(joined: bool, tmp_path: Path) -> None:
     """In which threads of gloo could abort it."""
     store = [str(tmp_path / "store")] if joined else []
     ended = subprocess.run([sys.executable, "-c", ONE_OF_SEVERAL, *store], capture_output=True, text=True)
     assert ended.returncode == 3, ended.stderr
-    assert ended.stdout.splitlines() == ["at exit", *([] if joined else ["in the farewell of the interpreter"])]
+    assert ended.stdout.splitlines() == ["at exit", *([] if joined else ["in the finalization of the interpreter"])]
 
 
 def full(*arguments: object, **options: object) -> None:
@@ -57,7 +58,7 @@ def interrupt() -> None:
         (
             subprocess.CalledProcessError(-signal.SIGINT, ["gcc"]),  # a compiler that died of the same signal
             130,
-            "stopped at once; when the same command is given again it begins again",
+            "stopped at once; if the same command is run again, it starts over",
         ),
         (OSError(errno.ENOSPC, "No space left on device"), 2, "No space left on device"),
         (step.LossNotFinite("the loss is not finite"), 2, "the loss is not finite"),
@@ -82,7 +83,7 @@ def test_only_an_error_that_may_come_of_the_signal_is_the_stop_that_was_asked_fo
 
 @pytest.mark.parametrize(
     ("steps", "next_time"),
-    [(0, "it begins again, as there is no checkpoint"), (8, "it goes on from checkpoint-000000016.pt")],
+    [(0, "it starts over, as there is no checkpoint"), (8, "it resumes from checkpoint-000000016.pt")],
 )
 def test_of_a_result_for_which_there_is_no_room(
     images: ImageSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps: int, next_time: str
@@ -94,7 +95,7 @@ def test_of_a_result_for_which_there_is_no_room(
 
 @pytest.mark.parametrize(
     ("steps", "next_time"),
-    [(0, "it begins again, as there is no checkpoint"), (2, "it goes on from checkpoint-000000002.pt")],
+    [(0, "it starts over, as there is no checkpoint"), (2, "it resumes from checkpoint-000000002.pt")],
 )
 @pytest.mark.filterwarnings("always:no checkpoint at step")
 def test_of_a_stop_without_room_for_a_checkpoint(
@@ -111,7 +112,7 @@ def test_of_a_stop_without_room_for_a_checkpoint(
 
 @pytest.mark.parametrize(
     ("made", "next_time"),
-    [([], "it begins again, as there is no checkpoint"), (["checkpoint-000000009.pt"], "from checkpoint-000000009.pt")],
+    [([], "it starts over, as there is no checkpoint"), (["checkpoint-000000009.pt"], "from checkpoint-000000009.pt")],
 )
 def test_of_a_second_interrupt(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], made: list[str], next_time: str
