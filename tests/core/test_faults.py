@@ -784,6 +784,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "float32 and bfloat16": lambda: nn.Sequential(nn.Linear(10, 12), Cast(torch.bfloat16), nn.Linear(12, 4).bfloat16()),
     "tied weights": tied,
     "a frozen layer": half_frozen,
+    "a hundred layers": lambda: nn.Sequential(*(nn.Linear(10, 10) for _ in range(100))),
     "a layer that is never used": with_idle_layer,
     "an embedding with unused rows": Words,
     "attention": Attention,
@@ -1053,6 +1054,11 @@ def rows() -> Iterator[Fault]:
         at(9, another_optimizer),
         "changed since the last step",
         warns="belongs to another optimizer",
+    )
+    yield Fault(
+        "another default device and a transposed weight",
+        all_steps_in(lambda: default_device("meta")),
+        given={"model": MODELS["a transposed weight"]},
     )
     yield Fault("no gradients at all", nothing_to_learn_from)
     yield Fault("the same gradient twice", at(9, repeat_last_step))

@@ -437,7 +437,7 @@ class SCL(GlobalThreshold[SCLOptions]):
             return work.square().sum(1, keepdim=True)
         if len(part.tensors) > _MANY:
             lengths = self._lengths[part.tensors.start : part.tensors.stop]
-            return torch.segment_reduce(work[0].square(), "sum", lengths=lengths)[None]
+            return torch.segment_reduce(work[0].square(), "sum", lengths=lengths, unsafe=True)[None]
         return torch.stack(torch._foreach_norm([step.work_views[index] for index in part.tensors])).square()[None]
 
     def _scale_features(self, step: Step) -> None:
