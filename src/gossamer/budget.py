@@ -193,22 +193,27 @@ def _largest_dropped(array: Array, keep: int, reach: float) -> tuple[Array, int]
 def _between(array: Array, keep: int, low: float, high: float) -> tuple[Array, int] | None:
     """The values above `low` up to `high` and how many are larger, if the (keep + 1)-th largest is among them."""
 
-    def look(start: int) -> tuple[int, Array]:
+    above, found = 0, []
+    buffers = np.empty((2, _CHUNK), dtype=bool)
+    for start in range(0, len(array), _CHUNK):
         chunk = array[start : start + _CHUNK]
-        over_low, over_high = chunk > low, chunk > high
-        return int(np.count_nonzero(over_high)), chunk[_places(over_low ^ over_high)]
-
-    seen = [look(start) for start in range(0, len(array), _CHUNK)]
-    above = sum(count for count, _ in seen)
-    candidates = np.concatenate([inside for _, inside in seen])
+        inside, over_high = buffers[:, : len(chunk)]
+        np.greater(chunk, low, out=inside)
+        np.greater(chunk, high, out=over_high)
+        above += int(np.count_nonzero(over_high))
+        np.not_equal(inside, over_high, out=inside)
+        found.append(chunk[_places(inside)])
+    candidates = np.concatenate(found)
     return (candidates, above) if above <= keep < above + len(candidates) else None
 
 
 def _places(chosen: Array) -> Array:
     """Where a mask is true; where few of it are, eight places are looked at together first."""
-    if 64 * np.count_nonzero(chosen) > len(chosen) or len(chosen) % 8:
+    if len(chosen) % 8:
         return np.flatnonzero(chosen)
-    words = np.flatnonzero(chosen.view(np.uint64))
+    words = np.flatnonzero(chosen.view(np.uint64) != 0)
+    if 64 * len(words) > len(chosen):
+        return np.flatnonzero(chosen)
     near: Array = (8 * words[:, None] + np.arange(8)).ravel()
     return near[chosen[near]]
 
