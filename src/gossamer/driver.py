@@ -90,28 +90,24 @@ class Driver:
     def restart_if_moved(self) -> None:
         """Start over if the parameters were changed since, by another optimizer, a loaded checkpoint or the user."""
         self._check_device()
-        shown = self._weights_of_forward()
-        same = all(
-            torch.equal(tensor, view.to(tensor.dtype))
-            for tensor, view in zip(self.state.tensors(), self.state.views(shown), strict=True)
-        )
-        if not self._agreed(same):
+        if not self._agreed(not self._differing()):
             assert self._context is not None
             self.state.take()
             self.method = self.kind(self._context)
             self._apply_first()
 
     def changed_since_last_step(self) -> str:
-        """The names of weights that somebody has changed since the last step; none of them has been if it is empty."""
-        tensors = self.state.tensors()
-        if self.method is None:
-            masks = self.state.views(self.mask)
-            wrong = [bool(tensor[~mask].any()) for tensor, mask in zip(tensors, masks, strict=True)]
-        else:
-            shown = self.state.views(self._weights_of_forward())
-            wrong = [not torch.equal(each, view.to(each.dtype)) for each, view in zip(tensors, shown, strict=True)]
-        names = [name for name, each in zip(self.names, wrong, strict=True) if each]
+        """The names of weights that were changed since the last step, outside the Sparsifier; empty if none was."""
+        names = [self.names[index] for index in self._differing()]
         return "" if self._agreed(not names) else _listed(names)
+
+    def _differing(self) -> list[int]:
+        """The weights whose parameters do not hold what the last step left in them."""
+        if self._forward is None:
+            return self.state.differing(self.mask)
+        views = self.state.views(self._weights_of_forward())
+        pairs = zip(self.state.tensors(), views, strict=True)
+        return [index for index, (each, view) in enumerate(pairs) if not torch.equal(each, view.to(each.dtype))]
 
     def prune(self, indices: Sequence[int] | None = None) -> None:
         """Pruned weights become zero in the parameters, whatever these hold."""
@@ -268,7 +264,7 @@ class Driver:
         if self.method is None:
             return
         self.check_finite()
-        final_mask = self.method.finalize(self.state.dense).clone()
+        final_mask = self.method.finalize(self.state.dense)
         self._check_budget(final_mask)
         self.final_mask = final_mask
         self.state.put_masked(self.final_mask)
@@ -296,8 +292,7 @@ class Driver:
         self.apply_masks()
 
     def _weights_of_forward(self) -> Tensor:
-        if self._forward is None:
-            return torch.where(self.mask, self.state.dense, self.state.dense.new_zeros(()))
+        assert self._forward is not None
         self.training.apply_masks(self.state.dense, self._forward)
         return self._forward
 
@@ -411,7 +406,12 @@ class Driver:
 
 def not_finite(tensors: Iterable[tuple[str, Tensor]]) -> list[str]:
     """The names of tensors with NaN or infinite entries. Synchronizes with the device."""
-    return [name for name, tensor in tensors if not bool(torch.isfinite(tensor).all())]
+    # The largest size, as this needs no memory; it is NaN where any entry is.
+    return [
+        name
+        for name, tensor in tensors
+        if tensor.numel() and not bool(torch.isfinite(torch.linalg.vector_norm(tensor, torch.inf)))
+    ]
 
 
 def _listed(names: Sequence[str]) -> str:

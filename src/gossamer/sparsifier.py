@@ -484,7 +484,7 @@ class Sparsifier:
         if self.step == self.plan.total:
             warnings.warn(
                 f"more optimizer steps than total_steps={self.plan.total}: masks stay as they are, and the fine-tune "
-                "phase goes on. To spread the phases over the whole run, give the true number of optimizer steps "
+                "phase continues. To spread the phases over the whole run, pass the true number of optimizer steps "
                 "(batches times epochs, divided by gradient accumulation)",
                 stacklevel=5,
             )
@@ -640,7 +640,7 @@ class Sparsifier:
         return evaluate
 
     def _versions_of(self, owned: Sequence[int]) -> list[tuple[int, int, int]]:
-        """Changes when somebody writes to the weights or to their gradients."""
+        """Version counters that change with every write to the weights or to their gradients."""
         parameters = [self.weights[index].parameter for index in owned]
         return [(each._version, id(each.grad), 0 if each.grad is None else each.grad._version) for each in parameters]
 
@@ -692,13 +692,13 @@ class Sparsifier:
             self._remove_hooks()
 
     def __del__(self) -> None:
-        """Warn when masks never became final; an object that was never used is no problem."""
+        """Warn if masks never became final. An unused object is no problem."""
         phase = getattr(self, "phase", Phase.FINISHED)
         if phase in (Phase.FINETUNE, Phase.FINISHED) or not self.step:
             return
         warnings.warn(
             f"a Sparsifier was discarded without finish() after {self.step} of {self.plan.total} optimizer steps, in "
-            f"the {phase} phase, so the model does not have the sparsity that was asked for. Call finish(), and give "
+            f"the {phase} phase, so the model does not have the requested sparsity. Call finish(), and pass "
             "the true number of optimizer steps as total_steps (batches × epochs, divided by gradient accumulation)",
             stacklevel=2,
         )

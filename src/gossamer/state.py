@@ -260,6 +260,25 @@ class State:
             self._mask_(scratch.gradient, mask[:, scratch.columns])
             torch._foreach_copy_(part, scratch.gradient_views)
 
+    def differing(self, mask: Tensor) -> list[int]:
+        """The tensors whose parameters do not hold w = w̃ ⊙ m or, once w̃ is dropped, whose pruned weights are not zero.
+        Synchronizes with the device."""
+        return [index for index, tensor in enumerate(self.tensors()) if self._differs(tensor, mask, index)]
+
+    def _differs(self, tensor: Tensor, mask: Tensor, index: int) -> bool:
+        kept, dense = self.view(mask, index), self.dense_views[index] if self.dense_views else tensor
+        whole = tensor[None], kept[None], dense[None]
+        if self.same_as_dense(tensor, index):  # in pieces, without memory of the size of the tensor
+            columns = slice(self.offsets[index], self.offsets[index] + self.sizes[index])
+            whole = _flat(tensor), mask[0, columns], self.dense[0, columns] if self.dense_views else _flat(tensor)
+        zero = self.dense.new_zeros(())
+        for here, stays, there in zip(*(torch.split(each, _PIECE) for each in whole), strict=True):
+            if not self.dense_views and bool((here.ne(0) & ~stays).any()):
+                return True
+            if self.dense_views and not torch.equal(here, torch.where(stays, there, zero).to(here.dtype)):
+                return True
+        return False
+
     def _mask_(self, tensor: Tensor, mask: Tensor) -> None:
         torch.where(mask, tensor, tensor.new_zeros(()), out=tensor)
 

@@ -33,6 +33,8 @@ from torch import Tensor
 from gossamer.schedule import Phase, Plan, cosine, cubic_budget
 from gossamer.target import Target, make_target
 
+_LARGE = 1 << 24  # weights whose squares have room beside them
+
 
 @dataclass(frozen=True)
 class Options:
@@ -320,9 +322,10 @@ class Context(Generic[S]):
 
     def mean_squares(self, matrix: Tensor) -> Tensor:
         """The mean square of each row over the whole network, as a column."""
-        if self.group is None:
+        if self.group is None and matrix.shape[1] <= _LARGE:
             return matrix.square().mean(1, keepdim=True)
-        return self.total(matrix.square().sum(1, keepdim=True)) / self.size
+        parts = [part.square().sum(1, keepdim=True) for part in torch.split(matrix, _LARGE, dim=1)]
+        return self.total(torch.stack(parts).sum(0)) / self.size
 
 
 def column(values: Sequence[float], like: Tensor) -> Tensor:
