@@ -200,17 +200,18 @@ def _between(array: Array, keep: int, low: float, high: float, most: int) -> tup
     """The values in (low, high] and the number of larger ones; None if the (keep + 1)-th largest is not among them, or
     if there are more than `most`."""
 
-    def scan(start: int) -> tuple[int, Array]:
-        chunk = array[start : start + _CHUNK]
-        over_low, over_high = chunk > low, chunk > high
-        return int(np.count_nonzero(over_high)), chunk[_true_positions(over_low ^ over_high)]
-
-    above, found, inside = 0, list[Array](), 0
+    above, found, total = 0, list[Array](), 0
+    buffers = np.empty((2, _CHUNK), dtype=bool)
     for start in range(0, len(array), _CHUNK):
-        larger, candidates = scan(start)
-        found.append(candidates)
-        above, inside = above + larger, inside + len(candidates)
-        if inside > most:
+        chunk = array[start : start + _CHUNK]
+        inside, over_high = buffers[:, : len(chunk)]
+        np.greater(chunk, low, out=inside)
+        np.greater(chunk, high, out=over_high)
+        above += int(np.count_nonzero(over_high))
+        np.not_equal(inside, over_high, out=inside)
+        found.append(chunk[_true_positions(inside)])
+        total += len(found[-1])
+        if total > most:
             return None
     candidates = np.concatenate(found)
     return (candidates, above) if above <= keep < above + len(candidates) else None
@@ -218,9 +219,11 @@ def _between(array: Array, keep: int, low: float, high: float, most: int) -> tup
 
 def _true_positions(chosen: Array) -> Array:
     """The indices where a mask is True. A sparse mask is first searched eight bytes at a time."""
-    if 64 * np.count_nonzero(chosen) > len(chosen) or len(chosen) % 8:
+    if len(chosen) % 8:
         return np.flatnonzero(chosen)
-    words = np.flatnonzero(chosen.view(np.uint64))
+    words = np.flatnonzero(chosen.view(np.uint64) != 0)
+    if 64 * len(words) > len(chosen):
+        return np.flatnonzero(chosen)
     near: Array = (8 * words[:, None] + np.arange(8)).ravel()
     return near[chosen[near]]
 

@@ -77,6 +77,10 @@ class Training:
             self.optimizer.step()
         return self
 
+    def rest(self) -> "Training":
+        """The steps of the plan that are left."""
+        return self.steps(self.sparsifier.step)
+
     @property
     def weight(self) -> nn.Parameter:
         """The first prunable one."""
@@ -127,7 +131,7 @@ def at(step: int, change: Do) -> Do:
     def do(run: Training) -> None:
         run.steps(0, step)
         change(run)
-        run.steps(step)
+        run.rest()
 
     return do
 
@@ -460,8 +464,8 @@ def failing_step_then_resume(step: int) -> Do:
         fresh.model.load_state_dict(run.model.state_dict())
         fresh.optimizer.load_state_dict(run.optimizer.state_dict())
         fresh.sparsifier.load_state_dict(run.sparsifier.state_dict())
-        fresh.steps(step + 1).check()
-        run.steps(step + 1)
+        fresh.rest().check()
+        run.rest()
 
     return do
 
@@ -588,7 +592,7 @@ def interrupted(first: int, every: int, at_step: int) -> Do:
             other.backward(at_step)
             if not _interrupted_at(line, other.optimizer.step):
                 break
-            other.steps(at_step + 1, TOTAL + 1).check()
+            other.rest().check()
             line += every
         assert line > first + every
         run.steps()
@@ -780,6 +784,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "float32 and bfloat16": lambda: nn.Sequential(nn.Linear(10, 12), Cast(torch.bfloat16), nn.Linear(12, 4).bfloat16()),
     "tied weights": tied,
     "a frozen layer": half_frozen,
+    "a hundred layers": lambda: nn.Sequential(*(nn.Linear(10, 10) for _ in range(100))),
     "a layer that is never used": with_idle_layer,
     "an embedding with unused rows": Words,
     "attention": Attention,
@@ -867,7 +872,7 @@ BAD_REQUESTS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"warmup": "nan it"}, ValueError, "duration with its unit"),
     ({"min_density": math.nan}, ValueError, "at least 0 and below 1"),
     ({"mask_lr": math.nan}, ValueError, "mask_lr: expected a number above 0"),
-    ({"mask_momentum": 1.0}, ValueError, "mask_momentum: expected a number from 0 to below 1"),
+    ({"mask_momentum": 1.0}, ValueError, "mask_momentum: expected a number of at least 0"),
     ({"leave_at": math.nan, "decay": 0.1}, ValueError, "expected leave_at to be a sparsity"),
     ({"seed": 1.5}, ValueError, "expected seed to be a whole number"),
     ({"seed": 2**70}, ValueError, "expected seed to be a whole number"),
@@ -1044,14 +1049,24 @@ def rows() -> Iterator[Fault]:
     )
     yield Fault("an optimizer that steps twice", given={"optimizer": lambda p: SecondStep(p, lr=0.02)})
     yield Fault("error in a closure of a nested step", at(9, failing_closure), given={"optimizer": nested})
-    yield Fault("a new optimizer that nobody knows", at(9, another_optimizer), warns=EARLY)
+    yield Fault(
+        "a new optimizer that nobody knows",
+        at(9, another_optimizer),
+        "changed since the last step",
+        warns="belongs to another optimizer",
+    )
+    yield Fault(
+        "another default device and a transposed weight",
+        all_steps_in(lambda: default_device("meta")),
+        given={"model": MODELS["a transposed weight"]},
+    )
     yield Fault("no gradients at all", nothing_to_learn_from)
     yield Fault("the same gradient twice", at(9, repeat_last_step))
     yield Fault("a tied weight replaced in one layer", at(9, replace_use), REPLACED, given={"model": tied})
     yield Fault(
         "nan in a bias after the last step", at(TOTAL, poison_bias(math.nan)), "ended with .* finite .*: 2.bias"
     )
-    yield Fault("steps past the plan", train_past_the_end)
+    yield Fault("steps past the plan", train_past_the_end, warns="more optimizer steps than total_steps=24")
     yield Fault("finished twice", step_after_finish)
     yield Fault("advanced after the end", advance_after_finish, "finish\\(\\) was called")
     yield Fault("closures", with_closures)
@@ -1105,6 +1120,7 @@ FAULTS = list(rows())
 def test_fault(fault: Fault) -> None:
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("error" if fault.warns is None else "always")
+        warnings.filterwarnings("ignore", "a Sparsifier was discarded")  # after an error, for instance
         if fault.error is not None:
             with pytest.raises(fault.kind, match=fault.error):
                 _carry_out(fault)
