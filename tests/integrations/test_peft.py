@@ -9,8 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import gossamer
-
-peft = from gossamer.integrations.peft import merge
+from gossamer.integrations.peft import merge
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 

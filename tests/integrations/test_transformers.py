@@ -9,7 +9,7 @@ import transformers
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-transformers = import gossamer
+import gossamer
 from gossamer.integrations.transformers import FILE, SparsifierCallback
 from gossamer.schedule import Phase
 

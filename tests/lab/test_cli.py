@@ -1,4 +1,5 @@
 import errno
+import importlib.util
 import io
 import json
 import os
@@ -22,7 +23,7 @@ from gossamer.lab.batched import runs_of
 from gossamer.lab.recipes import RECIPES, find
 from gossamer.lab.training import Run
 from gossamer.lab.training.progress import JsonLines, LiveLine, PlainLines, Status
-from gossamer.lab.training.result import read_run
+from gossamer.lab.training.result import read_result_file, read_run
 from gossamer.methods.scl import SCLOptions
 from gossamer.settings import Phases
 
@@ -41,7 +42,7 @@ def test_train_writes_the_model_and_shows_the_result(tmp_path: Path, capsys: pyt
     shown = capsys.readouterr().out
     result = json.loads((tmp_path / "result.json").read_text())
     assert f"{result['accuracy']:.2%}" in shown
-    assert f"{result['connections']:,}" in shown
+    assert f"{result['nonzeros']:,}" in shown
     assert result["config"]["epochs"] == 2
     assert result["config"]["model_options"] == {"width": 4}
     assert {"log.jsonl", "layers.json", "model.safetensors"} <= {path.name for path in tmp_path.iterdir()}
@@ -65,6 +66,14 @@ def test_the_quick_start_compares_dense_and_sparse(
     assert re.search(r"digits .* 95\.00% +2,907 ", shown)
     assert "features.3" in shown
     assert str(tmp_path / "digits" / "model.safetensors") in shown.replace("\n", "")
+    assert re.search(
+        r"On this machine \(.*\) gossamer.deploy runs it [\d.]+ times as fast as torch and [\d.]+ times", shown
+    )
+    if importlib.util.find_spec("plotly") is not None:
+        assert f"is in {tmp_path / 'report.html'}" in shown
+        text = (tmp_path / "report.html").read_text()
+        assert "Speed on this machine" in text
+        assert f"{read_result_file(tmp_path / 'digits-dense')['accuracy']:.2%} dense" in text
 
 
 def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
@@ -74,17 +83,19 @@ def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_report_of_a_folder_of_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    values = {"sparsity": 0.5, "connections": 123, "weights": 246, "seconds": 1.0, "accuracy": 0.5}
+    values = {"sparsity": 0.5, "nonzeros": 123, "weights": 246, "seconds": 1.0, "accuracy": 0.5}
     for name in ("one", "two"):
         (tmp_path / "runs" / name).mkdir(parents=True)
         (tmp_path / "runs" / name / "result.json").write_text(json.dumps(values))
+    older = {{"nonzeros": "connections"}.get(key, key): value for key, value in values.items()}
+    (tmp_path / "runs" / "two" / "result.json").write_text(json.dumps(older))
     (tmp_path / "sweep").mkdir()
     (tmp_path / "sweep" / "0123456789.json").write_text(json.dumps(values))
     assert run("report", str(tmp_path / "runs")) == 0
     assert capsys.readouterr().out.count(" 123 ") == 2
     assert run("report", str(tmp_path / "sweep"), str(tmp_path / "runs" / "one")) == 0
     assert capsys.readouterr().out.count(" 123 ") == 2
-    (tmp_path / "sweep" / "lost.json").write_text(json.dumps(values | {"diverged": True, "connections": 0}))
+    (tmp_path / "sweep" / "lost.json").write_text(json.dumps(values | {"diverged": True, "nonzeros": 0}))
     assert run("report", str(tmp_path / "sweep")) == 0
     assert "diverged – – – – 1 s" in " ".join(capsys.readouterr().out.split())
     (tmp_path / "begun").mkdir()
@@ -93,14 +104,14 @@ def test_a_report_of_a_folder_of_runs(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "train it to the end first" in capsys.readouterr().err
     assert run("report") == 2
     assert "expected folders of finished runs, or a model, got none" in capsys.readouterr().err
-    (tmp_path / "race").mkdir()
-    (tmp_path / "race" / "0.json").write_text(json.dumps({"tier": "screening", "accuracy": 90.0}))
-    assert run("report", str(tmp_path / "race")) == 2
-    assert "a comparison has its table next to its records" in " ".join(capsys.readouterr().err.split())
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "0.json").write_text(json.dumps({"accuracy": 0.9}))
+    assert run("report", str(tmp_path / "other")) == 2
+    assert "name folders of gossamer train, sweep or compare" in " ".join(capsys.readouterr().err.split())
 
 
 def test_a_report_of_a_sweep_says_what_its_runs_differ_in(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    values = {"sparsity": 0.5, "connections": 123, "weights": 246, "seconds": 1.0, "validation_accuracy": None}
+    values = {"sparsity": 0.5, "nonzeros": 123, "weights": 246, "seconds": 1.0, "validation_accuracy": None}
     for number, (seed, share) in enumerate([(0, 0.9), (1, 0.9), (0, 0.8)]):
         told = {"config": {"seed": seed, "sparsity": share}, "accuracy": 0.5 + seed / 10, "train_loss": 0.25}
         (tmp_path / f"{number}.json").write_text(json.dumps({**values, **told, "diverged": False}))
@@ -344,7 +355,7 @@ def test_a_sweep_tells_what_is_there_and_its_example_can_be_trained(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run("sweep", "--help") == 0
-    grid = re.findall(r"[a-z_.]+=[a-z0-9.]+(?:,[a-z0-9.]+)+(?=[ .])", capsys.readouterr().out)
+    grid = re.findall(r"[a-z_.]+=[a-z0-9.]+(?:,[a-z0-9.]+)+(?=[ .])", " ".join(capsys.readouterr().out.split()))
     assert len(grid) == 3
     assert len(runs_of(find("digits").run, [each.rstrip(".") for each in grid])) == 12
     sweep = ["sweep", "digits", "--out", str(tmp_path), "--set", "epochs=1", "model_options.width=2", "--grid"]
@@ -460,7 +471,7 @@ def test_a_warning_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
 
 
 def test_numbers_stay_whole_beside_a_long_name() -> None:
-    result = {"accuracy": 0.91, "sparsity": 0.95, "connections": 36_461_232, "flops": 1e9, "seconds": 3725}
+    result = {"accuracy": 0.91, "sparsity": 0.95, "nonzeros": 36_461_232, "flops": 1e9, "seconds": 3725}
     rows = [["magnitude, chosen anew in every step", *["98.19 ± 0.20"] * 4]]
     for table, numbers in (
         (tables.of_results([("runs/" * 30, result)]), ("91.00%", "95.00%", "36,461,232", "62 min 5 s")),

@@ -66,7 +66,7 @@ CASE = {
 def test_a_run_has_its_curves_its_layers_and_its_files(finished: Path) -> None:
     page = checked(page_of_run(finished, dense={"accuracy": 0.9876}))
     assert [chart.title for chart in page.charts] == [
-        *("Accuracy, %", "Loss", "Sparsity, %", "Learning rate", "λ₁, the pressure on the masks", "Flips"),
+        *("Accuracy, %", "Loss", "Sparsity, %", "Learning rate", "λ₁", "Flips"),
         "Layer by layer",
     ]
     assert [view.label for view in page.charts[-1].views] == [

@@ -25,10 +25,10 @@ from gossamer.cli.deploy import Export, Speed
 from gossamer.cli.many import Compare, Sweep
 from gossamer.cli.paper import Reproduce
 from gossamer.cli.run_options import with_values
-from gossamer.cli.show import List, Report
+from gossamer.cli.show import Frontier, List, Report
 from gossamer.cli.train import Quickstart, Train, leads
+from gossamer.lab.checkpoint import Checkpoints
 from gossamer.lab.training import Interrupted
-from gossamer.lab.training.checkpoint import Checkpoints
 from gossamer.lab.training.distributed import end_process
 
 # Errors caused by the user's input or machine. Anything else is a bug in gossamer and keeps its traceback.
@@ -42,6 +42,7 @@ Command = (
     | Annotated[Reproduce, tyro.conf.subcommand("reproduce")]
     | Annotated[List, tyro.conf.subcommand("list")]
     | Annotated[Report, tyro.conf.subcommand("report")]
+    | Annotated[Frontier, tyro.conf.subcommand("frontier")]
     | Annotated[Speed, tyro.conf.subcommand("speed")]
     | Annotated[Export, tyro.conf.subcommand("export")]
 )

@@ -24,9 +24,8 @@ from gossamer.lab.batched.compare import TIERS, Comparison, compare
 from gossamer.lab.batched.sweeps import record_path
 from gossamer.lab.batched.tuned import tuned
 from gossamer.lab.recipes import find
-from gossamer.lab.results import about, race_blocks, race_table, sweep_table
+from gossamer.lab.results import about, blocks_of, sweep_table, table_of
 from gossamer.methods import METHODS
-from gossamer.provenance import commit
 
 _OF_A_METHOD = ("sparsity=", "flops=", "decay=", "settings.")  # options that only some methods take
 
@@ -87,7 +86,7 @@ class Compare:
     """Compare methods under the same rules, all runs batched in one process, and show the table."""
 
     out: OptionalFolder = None
-    """Folder for records, table and plot (default: results/race-NET); runs that have a record are not trained again."""
+    """Folder for records, table and plot (default: results/compare-NET); runs with a record are not trained again."""
     net: str = "resnet20"
     """Network from `gossamer list`, for images like those of the data set."""
     data: str = "cifar10"
@@ -104,7 +103,7 @@ class Compare:
     epochs: OptionalNumber = None
     """Epochs. Default: those of the tier."""
     validation: OptionalNumber = None
-    """Training images held out as a validation set; 0 trains on all of them. Default: that of the tier."""
+    """Size of the validation set, of training images; 0 trains on all of them. Default: that of the tier."""
     weight_decay: float = Comparison.weight_decay
     """Weight decay of all runs except those with their own, such as str:weight_decay=1e-4."""
     plot: OptionalFile = None
@@ -130,16 +129,15 @@ class Compare:
             self.seeds,
             tier.epochs if self.epochs is None else self.epochs,
             tier.validation if self.validation is None else self.validation,
-            commit() or "unknown",
             self.tier,
             self.weight_decay,
         )
-        out = at_home(self.out or Path("results") / f"race-{self.net}")
+        out = at_home(self.out or Path("results") / f"compare-{self.net}")
 
         def show(records: list[dict[str, Any]]) -> None:
-            console.print(about(records), highlight=False)
-            for block in race_blocks(records):
-                console.print(tables.of_rows(*race_table(block), block.title))
+            console.print(about(records, self.tier), highlight=False)
+            for block in blocks_of(records):
+                console.print(tables.of_rows(*table_of(block), block.title))
 
         compare(
             comparison,

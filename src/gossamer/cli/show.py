@@ -7,12 +7,14 @@ from typing import Annotated
 
 import tyro
 from rich.console import Console
+from rich.progress import Progress as Bar
 from tyro.conf import arg
 
 from gossamer.cli.arguments import OptionalFile, OptionalName, at_home
 from gossamer.io.checkpoints import is_checkpoint, read_checkpoint
 from gossamer.io.container import writable
 from gossamer.lab import tables
+from gossamer.lab.frontier import FRONTIER, SPARSITIES, WITHIN, frontier, frontier_table, write_frontier
 from gossamer.lab.model_files import knows_its_network, open_network
 from gossamer.lab.report_pages import page_of_panels, page_of_run, panel_of_sweep, panels_of_comparison
 from gossamer.lab.results import sweep_table
@@ -94,6 +96,44 @@ class Report:
             "Sweep",
             f"{len(found)} runs in {', '.join(map(str, self.files))}",
             [("Runs", panel_of_sweep([*found.values()]))],
+        )
+
+
+@dataclass(frozen=True)
+class Frontier:
+    """Show the accuracy of one trained network at every sparsity, by thresholding its mask variables, with the gap to
+    networks that were trained for their sparsity. Nothing is trained but batch-norm statistics."""
+
+    run: Annotated[tyro.conf.Positional[Path], arg(metavar="DIR")]
+    """Folder of a finished run; the whole curve needs one of gossamer train --keep-mask-variables, others give the part
+    beyond their sparsity, by magnitude."""
+    sparsity: tuple[float, ...] = SPARSITIES
+    """Sparsities: 0.95 is 95 % zeros."""
+    against: tuple[Path, ...] = ()
+    """Folders of other finished runs, or of a sweep, to compare with: the same network and data."""
+    device: OptionalName = None
+    """Device, such as cpu or cuda:1. Default: that of the run."""
+    debug: bool = False
+    """Show the traceback of an error."""
+
+    def carry_out(self, console: Console) -> None:
+        others = [run for path in self.against for run in _runs_in(path)]
+        with Bar(console=Console(stderr=True), transient=True) as bar:
+            task = bar.add_task("evaluating", total=1.0)
+            found = frontier(
+                self.run,
+                sparsities=self.sparsity,
+                against=others,
+                device=self.device,
+                progress=lambda sparsity, share: bar.update(task, description=f"at {sparsity:.1%}", completed=share),
+            )
+        write_frontier(found, self.run / FRONTIER)
+        console.print(tables.of_rows(*frontier_table(found), f"One network at every sparsity, by {found.order}"))
+        console.print(
+            f"The knee, {found.knee.sparsity:.1%}, is the sparsest point within {100 * WITHIN:g} point of the best "
+            f"accuracy. gossamer report {self.run} --html FILE draws the curve.",
+            soft_wrap=True,
+            highlight=False,
         )
 
 

@@ -10,9 +10,10 @@ from typing import Any
 from torch import Tensor
 
 from gossamer.io.checkpoints import read_checkpoint
+from gossamer.lab.frontier import FRONTIER, WITHIN, frontier_table, read_frontier
 from gossamer.lab.json_files import read_object
+from gossamer.lab.results.comparisons import by_epochs, displayed, subjects
 from gossamer.lab.results.plot import Line, Panel, lowest, panels
-from gossamer.lab.results.races import by_epochs, shown, subjects
 from gossamer.lab.training.result import HEALTH, MODEL, SPARSE_MODEL, is_number, read_layers, read_result_file
 from gossamer.methods import METHODS
 from gossamer.report.page import Chart, Page, View, facts_of, sizes_of, thinned
@@ -44,6 +45,7 @@ def page_of_run(folder: Path, dense: Mapping[str, Any] | None = None) -> Page:
     page.add_facts([sparsity, _metric_fact(metric, result, dense), *others, *_speed_facts(speed)])
     health = _health(folder / HEALTH)
     _add_training(page, _log(folder / _LOG), health, metric)
+    _add_frontier(page, folder / FRONTIER)
     gradients = {layer["name"]: layer["gradient_scale"] for layer in health.get("layers", ())}
     page.add_layers(rows, tensors, sizes_of(rows, tensors), gradients)
     _add_speed(page, speed)
@@ -143,10 +145,10 @@ def _add_training(page: Page, log: Sequence[Mapping[str, Any]], health: Mapping[
     ]
     if health:
         steps = health["steps"]
-        decay = [(step, value) for step, value in zip(steps, health["decay"], strict=True) if value]
+        decay = [(step, value) for step, value in zip(steps, health["decay"], strict=True) if value is not None]
         flips = list(zip(steps, health["flips"], strict=True))
         charts += [
-            chart("λ₁, the pressure on the masks", [_trace(decay, "λ₁", "var(--warm)")], type="log"),
+            chart("λ₁", [_trace(decay, "λ₁", "var(--warm)")], "the connectivity decay", tickformat="~g"),
             chart("Flips", [_trace(flips, "flips", "var(--warm)")], "masks changed since the last point"),
         ]
     page.add_heading("Training")
@@ -190,6 +192,52 @@ def _bands(log: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], list
         for name, (_, color) in known
     ]  # fmt: skip
     return bands, [(label, color) for _, (label, color) in known] if len(known) > 1 else []
+
+
+# --- its frontier ---
+
+
+def _add_frontier(page: Page, path: Path) -> None:
+    if not path.is_file():
+        return
+    found = read_frontier(path)
+    left = [100 * (1 - each.sparsity) for each in found.points]
+    trained = [(share, each) for share, each in zip(left, found.points, strict=True) if each.trained is not None]
+    knee = 100 * (1 - found.knee.sparsity)
+    hover = "%{customdata:.4g}% sparse: %{y:.2f}%<extra></extra>"
+    traces = [
+        {
+            "type": "scatter", "mode": "lines+markers", "name": "cut", "x": left,
+            "y": [100 * each.test for each in found.points],
+            "customdata": [100 * each.sparsity for each in found.points],
+            "line": {"color": "var(--accent)", "width": 2.5}, "hovertemplate": f"cut to {hover}",
+        },
+        {
+            "type": "scatter", "mode": "markers", "name": "trained", "x": [share for share, _ in trained],
+            "y": [100 * (each.trained or 0) for _, each in trained],
+            "customdata": [100 * each.sparsity for _, each in trained],
+            "marker": {"color": "var(--warm)", "size": 10, "symbol": "diamond"}, "hovertemplate": f"trained, {hover}",
+        },
+    ]  # fmt: skip
+    line = {"color": "var(--soft)", "width": 1, "dash": "dot"}
+    layout = {
+        "height": 320,
+        "shapes": [{"type": "line", "yref": "paper", "y0": 0, "y1": 1, "x0": knee, "x1": knee, "line": line}],
+        "xaxis": {
+            "type": "log", "autorange": "reversed", "title": {"text": "sparsity, % (log scale of what is left)"},
+            "tickvals": left, "ticktext": [f"{100 * each.sparsity:g}" for each in found.points],
+        },
+        "yaxis": {"title": {"text": "test accuracy, %"}, "range": [_low([each.test for each in found.points]), 100]},
+    }  # fmt: skip
+    page.add_heading(
+        "One network at every sparsity",
+        f"The weights of this network, ordered by {found.order}, cut at many places; only batch-norm statistics are "
+        "recalibrated. The gap to the diamonds is what training for a sparsity gains.",
+    )
+    page.add_legend([("cut", "var(--accent)"), ("trained for its sparsity", "var(--warm)")])
+    note = f"dotted: the knee, {found.knee.sparsity:.1%}, the sparsest point within {100 * WITHIN:g} point of the best"
+    page.add_charts([Chart("Accuracy against sparsity", [View("", traces, layout)], note, wide=True)])
+    page.add_table(*frontier_table(found))
 
 
 # --- its speed ---
@@ -434,12 +482,12 @@ def panels_of_comparison(files: Sequence[Path]) -> list[tuple[str, Panel]]:
         for records in subjects(folder).values():
             for tier in ("final", "screening"):
                 for epochs, every in by_epochs(records, tier)[:1]:
-                    first = every[0]
-                    heading = f"{first['net']} on {first['data']}, {tier}: {epochs} epochs"
-                    found += [(f"{heading}, {panel.title}", panel) for panel in panels(shown(every)[0])]
+                    config = every[0]["config"]
+                    heading = f"{config['model']} on {config['data']}, {tier}: {epochs} epochs"
+                    found += [(f"{heading}, {panel.title}", panel) for panel in panels(displayed(every)[0])]
     return found
 
 
 def _is_comparison(folder: Path) -> bool:
     path = next(iter(sorted(folder.glob("*.json"))), None)
-    return path is not None and {"tier", "net"} <= read_object(path).keys()
+    return path is not None and {"tier", "config"} <= read_object(path).keys()

@@ -30,7 +30,7 @@ def of_results(results: Sequence[tuple[str, Mapping[str, Any]]]) -> Table:
             _metric(metric, result[metric]),
             _metric(metric, result.get(f"validation_{metric}")),
             f"{result['sparsity']:.2%}",
-            f"{result['connections']:,}",
+            f"{result['nonzeros']:,}",
             _short(result.get("flops")),
             _time(result["seconds"]),
         )

@@ -24,7 +24,7 @@ from gossamer.report.page import notebook_table, page_of, write_page
 from gossamer.report.rows import Row, short, total_of
 from gossamer.report.terminal import as_text, table_of
 from gossamer.selectors import Selectors, as_tuple
-from gossamer.sharding import whole
+from gossamer.sharding import is_sharded, whole
 
 # Names of tensors with two or more dimensions that are not weights: attention masks of GPT-2 are called bias.
 _NOT_WEIGHTS = ("bias", "masked_bias", "running_mean", "running_var", "inv_freq")
@@ -36,7 +36,8 @@ class Report:
 
     rows: tuple[Row, ...]
     tensors: Mapping[str, Tensor] = field(default_factory=dict, repr=False, compare=False)
-    """The weights by name, for the pictures of `save_html`. Copies and pickles of a report do not have them."""
+    """The weights by name, for the pictures of `save_html`, without sharded ones and those on the meta device.
+    Copies and pickles of a report have none."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Report, (self.rows,)
@@ -169,7 +170,8 @@ def report(
         _row(each, counted, None if uses is None or each.weight is None else uses[each.weight.name])
         for each, counted in zip(entries, _counts(entries), strict=True)
     )
-    return Report(tuple(rows), {each.name: each.tensor for each in entries})
+    shown = [each for each in entries if not each.tensor.is_meta and not is_sharded(each.tensor)]
+    return Report(tuple(rows), {each.name: each.tensor for each in shown})
 
 
 @dataclass(frozen=True, eq=False)

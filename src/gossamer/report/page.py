@@ -23,7 +23,6 @@ from gossamer.io.writer import stored_bytes
 from gossamer.report.pictures import picture_of
 from gossamer.report.rows import Row, short, total_of
 from gossamer.report.terminal import as_text, fold
-from gossamer.sharding import is_sharded
 
 MOST_PICTURES = 120
 MOST_POINTS = 1000  # of a line
@@ -174,11 +173,7 @@ class Page:
         )
 
     def _add_pictures(self, rows: Sequence[Row], tensors: Mapping[str, Tensor]) -> None:
-        there = [
-            (number, row)
-            for number, row in enumerate(rows, 1)
-            if row.weights and row.name in tensors and not is_sharded(tensors[row.name])
-        ]
+        there = [(number, row) for number, row in enumerate(rows, 1) if row.weights and row.name in tensors]
         if not there:
             return
         largest = sorted(there, key=lambda each: -each[1].weights)[:MOST_PICTURES]
@@ -231,8 +226,8 @@ def facts_of(rows: Sequence[Row], sizes: tuple[int, int] | None) -> list[tuple[s
 
 
 def sizes_of(rows: Sequence[Row], tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, int]]:
-    """Bytes of each tensor: dense, and in a sparse file before entropy coding. Shards are omitted."""
-    own = {row.name: tensors[row.name] for row in rows if row.name in tensors and not is_sharded(tensors[row.name])}
+    """Bytes of each tensor: dense, and in a sparse file before entropy coding."""
+    own = {row.name: tensors[row.name] for row in rows if row.name in tensors}
     return {name: (each.numel() * each.element_size(), stored_bytes(each)) for name, each in own.items()}
 
 

@@ -118,7 +118,7 @@ def test_the_result_says_what_was_done(images: ImageSet, tmp_path: Path) -> None
     assert written == returned
     matrices = [tensor for tensor in weights(tmp_path).values() if tensor.ndim > 1]
     total, kept = sum(each.numel() for each in matrices), sum(int((each != 0).sum()) for each in matrices)
-    assert (written["connections"], written["weights"]) == (kept, total)
+    assert (written["nonzeros"], written["weights"]) == (kept, total)
     assert kept == total - math.floor(total * 0.8 + 0.5)
     assert written["sparsity"] == pytest.approx(1 - kept / total)
     found = weights(tmp_path)  # output pixels of the three convolutions; the linear layer is used once
@@ -183,7 +183,7 @@ def test_a_run_that_died_goes_on_to_the_same_bits(images: ImageSet, tmp_path: Pa
     torn = train(run, tmp_path / "torn", observers=[follower])
     assert follower.seen[0].step > step - 3  # it went on and did not begin again
     assert_same(weights(tmp_path / "whole"), weights(tmp_path / "torn"))
-    assert (torn["accuracy"], torn["connections"]) == (whole["accuracy"], whole["connections"])
+    assert (torn["accuracy"], torn["nonzeros"]) == (whole["accuracy"], whole["nonzeros"])
 
 
 def test_a_language_model_that_died_goes_on_to_the_same_bits(text: TextSet, tmp_path: Path) -> None:
@@ -220,7 +220,7 @@ def test_perplexity_is_that_of_a_plain_loop(text: TextSet, tmp_path: Path) -> No
         logits, _ = model.eval()(columns[:-1])
         expected = math.exp(functional.cross_entropy(logits.reshape(-1, 11), columns[1:].reshape(-1)))
     assert found["perplexity"] == pytest.approx(expected, rel=1e-5)
-    assert found["connections"] == 11 * 8 + 2 * 2 * 4 * 8 * 8
+    assert found["nonzeros"] == 11 * 8 + 2 * 2 * 4 * 8 * 8
 
 
 def test_the_same_command_after_the_end_only_reads_the_result(images: ImageSet, tmp_path: Path) -> None:

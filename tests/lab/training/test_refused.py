@@ -10,9 +10,9 @@ import pytest
 import torch
 from observers import Dies
 
+from gossamer.lab.checkpoint import Checkpoints
 from gossamer.lab.data import ImageSet
 from gossamer.lab.training import Run, distributed, loop, result, train
-from gossamer.lab.training.checkpoint import Checkpoints
 from gossamer.lab.training.folder_lock import only_one
 
 RUN = Run(

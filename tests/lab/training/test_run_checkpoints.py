@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from gossamer.lab.training import checkpoint
-from gossamer.lab.training.checkpoint import Checkpoints, random_states, set_random_states, write_atomically
+from gossamer.lab import checkpoint
+from gossamer.lab.checkpoint import Checkpoints, random_states, set_random_states, write_atomically
 
 
 def state(value: float) -> dict[str, Any]:

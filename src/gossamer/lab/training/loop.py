@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
+from gossamer.lab.checkpoint import Checkpoints
 from gossamer.lab.data.batches import seed_for
 from gossamer.lab.data.folder import advice_on_lost_workers
-from gossamer.lab.training import modes, networks, result, snapshot
-from gossamer.lab.training.checkpoint import Checkpoints
+from gossamer.lab.training import mask_variables, modes, networks, result, snapshot
 from gossamer.lab.training.distributed import (
     DistributedContext,
     advice_on_lost_processes,
@@ -57,10 +57,17 @@ _AGREE_AFTER = 2.0  # seconds
 @exit_at_once_after_an_error()
 @advice_on_lost_workers()
 @advice_on_lost_processes()
-def train(run: Run, out: Path | str, *, observers: Sequence[Observer] = ()) -> dict[str, Any]:
+def train(
+    run: Run,
+    out: Path | str,
+    *,
+    observers: Sequence[Observer] = (),
+    keep_mask_variables: bool = False,
+) -> dict[str, Any]:
     """Train `run`, or resume it, in the folder `out`. Returns the contents of result.json.
 
-    `observers` receive the progress, in addition to the log in that folder.
+    `observers` receive the progress, in addition to the log in that folder. `keep_mask_variables` also writes the mask
+    variables and dense weights before the last step in which masks train, for `gossamer frontier`.
     """
     if not isinstance(run, Run):
         raise TypeError(
@@ -70,12 +77,16 @@ def train(run: Run, out: Path | str, *, observers: Sequence[Observer] = ()) -> d
     if out == "":
         raise ValueError("expected a folder for the run, got an empty name: write . for the current folder")
     with ExitStack() as held:
-        return _train(run, Path(out), observers, held)
+        return _train(run, Path(out), observers, held, keep_mask_variables)
 
 
-def _train(run: Run, folder: Path, observers: Sequence[Observer], held: ExitStack) -> dict[str, Any]:
+def _train(
+    run: Run, folder: Path, observers: Sequence[Observer], held: ExitStack, keep_mask_variables: bool
+) -> dict[str, Any]:
     networks.check_options(run)
     context = join(run.device)
+    if keep_mask_variables and context.world > 1:
+        raise ValueError(f"mask variables can be kept by one process, got {context.world}: train without this option")
 
     def look() -> dict[str, Any] | None:
         return result.read_result(folder, run) if context.leads else None
@@ -186,6 +197,8 @@ def _train(run: Run, folder: Path, observers: Sequence[Observer], held: ExitStac
                 lr *= parts.plateau.factor
                 if teacher is not None:
                     teacher.before(step, model)
+                if keep_mask_variables and sparsifier is not None and mask_variables.are_final_after(sparsifier, step):
+                    mask_variables.write(folder, model, sparsifier)
                 take_step(batch, lr)
                 step += 1
                 meter.count(step)

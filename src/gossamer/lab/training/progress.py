@@ -22,7 +22,7 @@ from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn,
 from rich.table import Column
 from rich.text import Text
 
-from gossamer.lab.training.checkpoint import write_atomically
+from gossamer.lab.checkpoint import write_atomically
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from gossamer.diagnostics import Health
 from gossamer.io.sparse_file import save
 from gossamer.lab import model_files
+from gossamer.lab.checkpoint import Checkpoints, write_atomically
 from gossamer.lab.json_files import read_object
-from gossamer.lab.training.checkpoint import Checkpoints, write_atomically
 from gossamer.lab.training.distributed import DistributedContext
 from gossamer.lab.training.run import Run
 from gossamer.provenance import commit, cpu_name, versions
@@ -48,8 +48,8 @@ def make_result(
 ) -> dict[str, Any]:
     """The result as plain values.
 
-    `mode` describes how steps were computed. `flops` are per sample (for a language model: per word). `settled` has the
-    derived settings of the method, and `teacher` describes the teacher, if any.
+    `mode` describes how steps were computed. `flops` are per sample (for a language model: per word). `options` has all
+    settings of the method, `settled` the derived ones, and `teacher` describes the teacher, if any.
     """
     total = counted.total
     result: dict[str, Any] = {
@@ -58,7 +58,7 @@ def make_result(
         metric: test,
         f"validation_{metric}": validation,
         "sparsity": counted.sparsity,
-        "connections": total.nonzeros,
+        "nonzeros": total.nonzeros,
         "weights": total.weights,
         "flops": total.flops_sparse,
         "flops_dense": total.flops_dense,
@@ -70,6 +70,7 @@ def make_result(
         "seconds": seconds,
         "mode": mode,
         "config": run.to_dict(),
+        "options": {} if run.method == "dense" else asdict(run.options),
         "versions": versions(),
         "commit": commit(),
         "hardware": hardware(context),
@@ -107,6 +108,7 @@ def read_result(folder: Path, run: Run) -> dict[str, Any] | None:
         _refuse_another(folder, run, folder / RUN)
     result = folder / RESULT
     found = read_object(result, remedy=": if it is damaged, delete it to train again") if result.is_file() else {}
+    found = with_current_keys(found)
     if found.get("complete") is not True:
         return None
     _refuse_another(folder, run, result)
@@ -149,17 +151,30 @@ def read_result_file(path: Path) -> dict[str, Any]:
         raise FileNotFoundError(f"expected the folder of a finished run, got {path}, which does not exist")
     if not file.is_file():
         raise FileNotFoundError(f"expected a finished run with a {RESULT} in it, got {path}: train it to the end first")
-    values = read_object(file)
-    if not {"sparsity", "connections", "weights", "seconds"} <= values.keys():
+    values = with_current_keys(read_object(file))
+    if not {"sparsity", "nonzeros", "weights", "seconds"} <= values.keys():
         raise ValueError(
-            f"expected the result of a run in {file}, got something else: name folders of gossamer train or sweep; a "
-            "comparison has its table next to its records (screening.md, final.md)"
+            f"expected the result of a run in {file}, got something else: name folders of gossamer train, sweep or "
+            "compare"
         )
     check_result(values, file)
     return values
 
 
-_NUMBERS = ("accuracy", "perplexity", "sparsity", "connections", "weights", "seconds", "train_loss")
+_KEYS = {
+    "connections": "nonzeros",
+    "connections_by_tensor": "nonzeros_by_tensor",
+    "seconds_of_all_runs_together": "seconds_of_batch",
+    "runs_together": "runs_in_batch",
+}
+"""Keys of results with a new name, by the old one, which older files have."""
+
+
+def with_current_keys(result: Mapping[str, Any]) -> dict[str, Any]:
+    return {_KEYS.get(name, name): value for name, value in result.items()}
+
+
+_NUMBERS = ("accuracy", "perplexity", "sparsity", "nonzeros", "weights", "seconds", "train_loss")
 _OPTIONAL = ("flops", "flops_dense", "validation_accuracy", "validation_perplexity")
 
 
@@ -202,7 +217,7 @@ def read_layers(path: Path) -> Report:
         found = Report(
             tuple(
                 Row(**{key: value for key, value in row.items() if key in names} | {"shape": tuple(row["shape"])})
-                for row in map(_with_current_names, read_object(file)["rows"])
+                for row in map(with_current_keys, read_object(file)["rows"])
             )
         )
         for row in found.rows:
@@ -212,10 +227,6 @@ def read_layers(path: Path) -> Report:
             f"expected the layers of a finished run in {file}, got something else ({error!r}): train it again"
         ) from error
     return found
-
-
-def _with_current_names(row: dict[str, Any]) -> dict[str, Any]:
-    return {"nonzeros" if name == "connections" else name: value for name, value in row.items()}
 
 
 def _check_row(row: Row) -> None:
@@ -228,7 +239,9 @@ def _check_row(row: Row) -> None:
 
 
 def write_json(path: Path, values: Mapping[str, Any]) -> None:
-    text = json.dumps(values, indent=2, allow_nan=False) + "\n"
+    """One line per key, as there may be hundreds of numbers under one."""
+    lines = (f"  {json.dumps(key)}: {json.dumps(value, allow_nan=False)}" for key, value in values.items())
+    text = "{\n" + ",\n".join(lines) + "\n}\n"
     write_atomically(path, lambda file: file.write(text.encode()))
 
 

@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from gossamer.lab.checkpoint import Checkpoints, random_states, reshard, set_random_states, unshard
 from gossamer.lab.data import Position
-from gossamer.lab.training.checkpoint import Checkpoints, random_states, reshard, set_random_states, unshard
 from gossamer.lab.training.distributed import DistributedContext
 from gossamer.lab.training.optimise import Plateau, load_optimizer_state
 from gossamer.lab.training.run import Run
