@@ -96,6 +96,23 @@ def test_sparse_tensors_become_plain(tmp_path: Path) -> None:
     same(read_checkpoint(tmp_path / "model.pt"), {"a": weight, "b": weight[None]})
 
 
+def test_tensors_that_only_claim_to_be_large_are_refused(tmp_path: Path) -> None:
+    expanded = torch.ones(1, 1).expand(1 << 20, 1 << 20)
+    none = torch.zeros(2, 0, dtype=torch.int64)
+    empty = torch.sparse_coo_tensor(none, torch.zeros(0), (1 << 20, 1 << 20), check_invariants=True)
+    for tensor in (expanded, empty):
+        torch.save({"weight": tensor}, tmp_path / "model.pt")
+        with pytest.raises(ValueError, match="expected at most 67,108,864 bytes of tensors"):
+            read_checkpoint(tmp_path / "model.pt")
+
+
+def test_a_sparse_tensor_with_indices_outside_is_refused(tmp_path: Path) -> None:
+    outside = torch.sparse_coo_tensor(torch.tensor([[0], [9]]), torch.ones(1), (2, 2), check_invariants=False)
+    torch.save({"weight": outside}, tmp_path / "model.pt")
+    with pytest.raises(ValueError, match="or is damaged"):
+        read_checkpoint(tmp_path / "model.pt")
+
+
 class Command:
     def __init__(self, folder: Path) -> None:
         self.folder = folder

@@ -6,7 +6,6 @@ plain containers and refuses everything else.
 
 from __future__ import annotations
 
-import pickle
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor
 
 from gossamer.io.container import parse_json
+from gossamer.io.reader import default_limit
 from gossamer.io.sparse_file import load
 
 # Names of the weight file in a folder, best first; an index lists the files of sharded weights.
@@ -100,15 +100,24 @@ def _read_file(path: Path) -> dict[str, Tensor]:
     if not begin.startswith(_MAGIC):
         return load(path)
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), torch.sparse.check_sparse_tensor_invariants():  # type: ignore[no-untyped-call]
             warnings.simplefilter("ignore")  # of pickles that no version of torch has written, which are refused anyway
             content = torch.load(path, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, AttributeError, KeyError, TypeError) as error:
+    except OSError:
+        raise
+    except Exception as error:  # torch raises all kinds for damaged files
         raise ValueError(
             f"expected a file of torch.save with only tensors, got {path}, which holds other objects or is damaged. "
             "Such a file could run code, so it is not read: save model.state_dict() instead"
         ) from error
-    return dict(_tensors_in(content))
+    tensors = dict(_tensors_in(content))
+    limit = default_limit(path.stat().st_size)
+    if (size := sum(each.numel() * each.element_size() for each in tensors.values())) > limit:
+        # A sparse or expanded tensor of a few bytes can have any size.
+        raise ValueError(
+            f"expected at most {limit:,} bytes of tensors in {path}, got {size:,}: save them as safetensors"
+        )
+    return {name: each if each.layout is torch.strided else each.to_dense() for name, each in tensors.items()}
 
 
 def _tensors_in(content: Any) -> Iterator[tuple[str, Tensor]]:
@@ -123,7 +132,7 @@ def _tensors_in(content: Any) -> Iterator[tuple[str, Tensor]]:
         own = max(candidates, key=len) if not known else candidates[0] or max(candidates, key=len)
     for name, value in own.items():
         if not value.is_meta:
-            yield name, value.detach() if value.layout is torch.strided else value.detach().to_dense()
+            yield name, value.detach()
 
 
 def _unwrapped(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -96,10 +96,9 @@ def open_network(
 
 
 def knows_its_network(path: Path) -> bool:
-    """Whether a safetensors file, or the run.json next to it, names its network."""
-    with path.open("rb") as file:
-        _, metadata = read_header(path, file)
-    return "network" in metadata or path.with_name(RUN).is_file()
+    """Whether a safetensors file, or the run.json next to it, names a network of the registry."""
+    name, _ = _named(path, None, ("", {}))
+    return name in models.names()
 
 
 def _named(
