@@ -36,8 +36,8 @@ class Report:
 
     rows: tuple[Row, ...]
     tensors: Mapping[str, Tensor] = field(default_factory=dict, repr=False, compare=False)
-    """The weights by name, for the pictures of `save_html`; none that are sharded or on the meta device. Copies and
-    pickles of a report have none."""
+    """The weights by name, for the pictures of `save_html`, without sharded ones and those on the meta device.
+    Copies and pickles of a report have none."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Report, (self.rows,)

@@ -185,7 +185,7 @@ def test_what_is_right_for_a_batch_of_one_only_is_left_to_torch(forward: Callabl
 
 
 def test_a_branch_by_values_is_left_to_torch_without_a_page_of_the_exporter(capfd: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(UnsupportedError, match=r"torch\.export can trace, but of Written"):
+    with pytest.raises(UnsupportedError, match=r"torch\.export can trace, but for Written"):
         compile_plan(network(lambda m, x: m.linear(x) if x.sum() > 0 else -x), torch.randn(3, 8))
     assert capfd.readouterr().err == ""
 

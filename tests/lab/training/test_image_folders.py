@@ -109,10 +109,8 @@ def test_a_run_that_dies_in_its_last_evaluation_goes_on_there(
 def test_ctrl_c_in_the_last_evaluation_stops_it(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         in_the_evaluation(patch, interrupt)
-        words = (
-            r"^stopped in the evaluation after the last step, 1 of 3 batches done: run the same command again; it goes"
-        )
-        with pytest.raises(Interrupted, match=rf"{words} on from checkpoint-000000006\.pt$"):
+        words = "^stopped in the evaluation after the last step, 1 of 3 batches done: run the same command again; it"
+        with pytest.raises(Interrupted, match=rf"{words} resumes from checkpoint-000000006\.pt$"):
             train(run, tmp_path / "out")
     assert train(run, tmp_path / "out")["complete"] is True
 
