@@ -1,13 +1,13 @@
 """Every method at every sparsity, each with the settings that suit it: the screening of docs/results.md.
 
-    python benchmarks/all_methods.py --out results/race-resnet20
+    python benchmarks/all_methods.py --out results/compare-resnet20
     python benchmarks/all_methods.py --out DIR --seconds 1500         # begins nothing that would take longer
     python benchmarks/all_methods.py --out DIR --net digits_cnn --data digits --epochs 8 --seeds 2   # a check on a CPU
 
 At 95 % zeros, methods of whole filters at 70 %, each method is trained with the weight decay of our recipes, with one
-that falls with the square root of the connections that are left and in the variants below; what is best on held-out
-images it has at the other sparsities too. Methods go on in the order of that accuracy, a few at a time, those of whole
-filters last. One record a run, as of `gossamer compare`: the same command goes on where it was stopped.
+that falls with the square root of the density and in the variants below; the best on held-out images is trained at the
+other sparsities too. Methods follow in the order of that accuracy, a few at a time, those of whole filters last. One
+record per run, as of `gossamer compare`: the same command resumes where it was stopped.
 """
 
 import argparse
@@ -19,12 +19,11 @@ from typing import Any
 
 import torch
 
-from gossamer.lab.batched.compare import TIERS, Comparison, compare, paths_of
-from gossamer.lab.results.records import read_run
+from gossamer.lab.batched.compare import TIERS, Comparison, compare, possible_runs
+from gossamer.lab.batched.sweeps import missing_in, read_record_of
 from gossamer.methods import METHODS, find
-from gossamer.provenance import commit
 
-FIRST, WHOLE_FIRST = 0.95, 0.7  # of single connections, of whole filters
+FIRST, WHOLE_FIRST = 0.95, 0.7  # of single weights, of whole filters
 OTHERS = (0.5, 0.7, 0.9, 0.98)
 FALLING = "weight_decay_power=0.5"
 SINGLE = [name for name in METHODS if name != "dense" and not find(name).structured]
@@ -48,16 +47,16 @@ WHOLE_DECAY = {  # without FALLING
     "rigl": ("fraction=0.5", "every=400", "distribution=uniform"),
     "slimming": ("penalty=0.001", "penalty=1e-05"),
 }
-SECONDS = 0.17  # an epoch and run of ResNet-20 on an H200, until the first race has told
+SECONDS = 0.17  # an epoch and run of ResNet-20 on an H200, until the first comparison has shown it
 
 Record = dict[str, Any]
 
 
-def entrants(method: str) -> list[str]:
+def variants(method: str) -> list[str]:
     """What a method is tried with."""
-    variants = [f"{method}:{FALLING},{variant}" for variant in VARIANTS.get(method, ())]
-    variants += [f"{method}:{variant}" for variant in WHOLE_DECAY.get(method, ())]
-    return [method, f"{method}:{FALLING}", *variants]
+    found = [f"{method}:{FALLING},{variant}" for variant in VARIANTS.get(method, ())]
+    found += [f"{method}:{variant}" for variant in WHOLE_DECAY.get(method, ())]
+    return [method, f"{method}:{FALLING}", *found]
 
 
 class Clock:
@@ -86,48 +85,45 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--methods", nargs="+", default=SINGLE + WHOLE)
     parser.add_argument("--seconds", type=float, default=float("inf"))
     parser.add_argument("--at-a-time", type=int, default=5, help="methods; the others wait")
-    parser.add_argument("--commit", help="where it is not that of a checkout")
-    told = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    clock = Clock(told.seconds)
-    base = Comparison(
-        told.net, told.data, seeds=told.seeds, epochs=told.epochs, commit=told.commit or commit() or "unknown"
-    )
+    clock = Clock(options.seconds)
+    base = Comparison(options.net, options.data, seeds=options.seeds, epochs=options.epochs)
 
-    def raced(methods: list[str], *sparsity: float) -> list[Record]:
-        """The records; none where there is no time for those that are missing."""
+    def compared(methods: list[str], *sparsity: float) -> list[Record]:
+        """The records; none if there is no time for those that are missing."""
         asked = dataclasses.replace(base, methods=tuple(methods), sparsity=sparsity)
-        missing = sum(not path.exists() for path in paths_of(asked, told.out).values())
-        if missing and not clock.has(missing, told.epochs):
+        missing = len(missing_in(options.out, possible_runs(asked)))
+        if missing and not clock.has(missing, options.epochs):
             print(f"left for another time: {', '.join(methods)} at {sparsity}")
             return []
         start = time.monotonic()
         records = compare(
-            asked, told.out, device=device, together=max(1, missing), progress=lambda line: print(line, flush=True)
+            asked, options.out, device=device, together=max(1, missing), progress=lambda line: print(line, flush=True)
         )
         if missing:
-            clock.learn(missing, told.epochs, time.monotonic() - start)
+            clock.learn(missing, options.epochs, time.monotonic() - start)
         return records
 
-    def held_out(entered: str, sparsity: float) -> float:
-        """The mean accuracy of a method on held-out images, where it is tried."""
-        asked = dataclasses.replace(base, methods=(entered,), sparsity=(sparsity,))
-        mean = statistics.mean(read_run(path)["validation_accuracy"] for path in paths_of(asked, told.out).values())
-        print(f"{entered}: {mean:.2f} held out", flush=True)
+    def held_out(variant: str, sparsity: float) -> float:
+        """The mean accuracy of a variant on held-out images, in percent."""
+        runs = possible_runs(dataclasses.replace(base, methods=(variant,), sparsity=(sparsity,)))
+        mean = 100 * statistics.mean(read_record_of(run, options.out)["validation_accuracy"] for run in runs)
+        print(f"{variant}: {mean:.2f} held out", flush=True)
         return mean
 
     def best_of(methods: list[str], sparsity: float) -> list[str] | None:
-        """Each method with the settings that suit it, the best method first; nothing where there is no time."""
-        tried = {name: entrants(name) for name in methods}
-        if not raced(["dense", *(entered for own in tried.values() for entered in own)], sparsity):
+        """Each method with the settings that suit it, the best method first; nothing if there is no time."""
+        tried = {name: variants(name) for name in methods}
+        if not compared(["dense", *(variant for own in tried.values() for variant in own)], sparsity):
             return None
-        found = {entered: held_out(entered, sparsity) for own in tried.values() for entered in own}
+        found = {variant: held_out(variant, sparsity) for own in tried.values() for variant in own}
         best = [max(own, key=found.__getitem__) for own in tried.values()]  # of equal ones the nearest to the defaults
         chosen = sorted(best, key=found.__getitem__, reverse=True)
         print("chosen:", *chosen, flush=True)
         return chosen
 
-    single, whole = ([name for name in told.methods if name in kind] for kind in (SINGLE, WHOLE))
+    single, whole = ([name for name in options.methods if name in kind] for kind in (SINGLE, WHOLE))
     every, chosen, done = sorted({*OTHERS, FIRST}), [], []
     for methods, first in ((single, FIRST), (whole, WHOLE_FIRST)):
         if not methods:
@@ -136,11 +132,11 @@ def main(arguments: list[str] | None = None) -> None:
         if suited is None:
             return
         others = [sparsity for sparsity in every if sparsity != first]
-        groups = [suited[begin : begin + told.at_a_time] for begin in range(0, len(suited), told.at_a_time)]
-        done += [bool(raced(group, *others)) for group in groups]
+        groups = [suited[begin : begin + options.at_a_time] for begin in range(0, len(suited), options.at_a_time)]
+        done += [bool(compared(group, *others)) for group in groups]
         chosen += suited
     if all(done):  # the table and the plot of all
-        raced(["dense", *chosen], *every)
+        compared(["dense", *chosen], *every)
 
 
 if __name__ == "__main__":

@@ -70,7 +70,7 @@ def steps_done(folder: Path) -> int:
 
 def written(folder: Path) -> int:
     """The time of the newest checkpoint of the sweep."""
-    return max((path.stat().st_mtime_ns for path in folder.glob("*.safetensors") if path.exists()), default=0)
+    return max((path.stat().st_mtime_ns for path in folder.glob("batch-*.pt") if path.exists()), default=0)
 
 
 KINDS = {"run": Kind(train_one, steps_done), "sweep": Kind(train_sweep, written), "two": Kind(train_one, steps_done, 2)}

@@ -120,11 +120,11 @@ def alone(case: Case, mode: Mode, seconds: float) -> Record:
     }
 
 
-def side_by_side(case: Case, runs: int) -> Record:
+def batched(case: Case, runs: int) -> Record:
     """Runs of one network trained together as one stacked network; bf16, one CUDA graph."""
-    from side_by_side import seconds_a_step as stacked  # the benchmark beside this one
+    from batched_steps import seconds_a_step as stacked  # the benchmark beside this one
 
-    steps = 60 if case.entry.connections < 5_000_000 else 15
+    steps = 60 if case.entry.weights < 5_000_000 else 15
     dense, _ = stacked(case.entry.name, runs, steps, Phase.WARMUP, case.device)
     before = memory_now(case.device)
     sparse, _ = stacked(case.entry.name, runs, steps, Phase.SPARSIFY, case.device)
@@ -157,7 +157,7 @@ class Book:
         if "commit" not in found.get("alone", {}):
             return  # never measured, or at this commit
         fastest = found.pop("alone").get("tried")
-        found.pop("side_by_side", None)
+        found.pop("batched", None)
         for mode in {fastest, not_compiled(fastest)} & found["tried"].keys():
             forgotten = found["tried"].pop(mode)
             if "start_up_s" in forgotten:
@@ -205,7 +205,7 @@ class Book:
 
 def entries(found: Record) -> list[Record]:
     """All that was measured of a network."""
-    shown = [found[key] for key in ("alone", "side_by_side") if key in found]
+    shown = [found[key] for key in ("alone", "batched") if key in found]
     return [*shown, *found["tried"].values()]
 
 
@@ -291,8 +291,8 @@ def main() -> None:
         case = cases[name]
         stackable = case.entry.data in ("cifar10", "mnist") and name != "indrnn"  # which a sweep refuses
         if on_gpu and arguments.runs and stackable:
-            stacked = functools.partial(side_by_side, case, arguments.runs)
-            book.note(book.of(case), "side_by_side", f"{name}, side by side", stacked)
+            stacked = functools.partial(batched, case, arguments.runs)
+            book.note(book.of(case), "batched", f"{name}, batched", stacked)
 
     if arguments.again:
         for name in cases:

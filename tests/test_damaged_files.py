@@ -18,16 +18,17 @@ from torch import nn
 
 import gossamer
 from gossamer.lab import tables
-from gossamer.lab.results.records import read_run as read_race_run
+from gossamer.lab.results import comparison_page
+from gossamer.lab.results.records import read_record
 from gossamer.lab.training.result import LAYERS, RESULT, check_result, read_layers, read_result_file
-from gossamer.methods.scl import SCLOptions
+from gossamer.lab.training.run import Run
 from gossamer.report import report
 
 RESULTS = {
     "accuracy": 0.9,
     "validation_accuracy": None,
     "sparsity": 0.5,
-    "connections": 5,
+    "nonzeros": 5,
     "weights": 10,
     "seconds": 3.5,
 }
@@ -78,8 +79,8 @@ def test_brackets_in_names_are_shown_as_they_are() -> None:
     assert name in shown(tables.of_results([(name, RESULTS), (name, RESULTS | {"diverged": True})]))
     assert name in shown(tables.of_rows([name, "test"], [[name, "1"]], title=name))
     found = report(nn.ModuleDict({"[/x]": nn.Linear(2, 2)}))
-    assert "[/x].weight" in shown(found)
-    assert "[/x].weight" in shown(tables.of_layers(found, name))
+    assert "[/x]" in shown(found)
+    assert "[/x]" in shown(found.table(name))
 
 
 def test_a_damaged_result_is_refused_with_a_sentence(tmp_path: Path) -> None:
@@ -104,26 +105,29 @@ def test_damaged_layers_are_refused_with_a_sentence(tmp_path: Path) -> None:
     for _ in range(300):
         (tmp_path / LAYERS).write_text(json.dumps(mutated_json(whole, rng)))
         try:
-            shown(tables.of_layers(read_layers(tmp_path), "x"))
+            shown(read_layers(tmp_path).table("x"))
         except ValueError as error:
             told.append(str(error))
     assert len(told) > 50
     assert all("expected" in each for each in told)
 
 
-def test_a_damaged_record_of_a_comparison_is_refused_with_a_sentence(tmp_path: Path) -> None:
-    text, number = (
-        dict.fromkeys(("tier", "net", "data", "method", "hardware"), "x"),
-        dict.fromkeys(
-            ("sparsity", "asked_sparsity", "seed", "epochs", "accuracy", "validation_accuracy", "train_loss"), 1
-        ),
-    )
+def test_a_damaged_record_is_refused_with_a_sentence(tmp_path: Path) -> None:
+    run = Run(method="scl", sparsity=0.5)
+    whole = RESULTS | {"run_id": run.run_id, "config": run.to_dict(), "diverged": False, "train_loss": 0.5}
+    whole |= {"tier": "final", "seed": 0, "options": asdict(run.options), "hardware": {"device": "cpu"}}
     path = tmp_path / "a.json"
-    path.write_text(json.dumps(text | number | {"settings": asdict(SCLOptions())}))
-    read_race_run(path)
-    for name, value in (("accuracy", "high"), ("seed", None), ("net", 3), ("sparsity", [1])):
-        path.write_text(json.dumps(text | number | {"settings": {}} | {name: value}))
-        with pytest.raises(
-            ValueError, match=rf"expected the record of a run in .*a\.json, got one with {name} = .*delete"
-        ):
-            read_race_run(path)
+    path.write_text(json.dumps(whole))
+    assert comparison_page([read_record(path)], "final")
+    for name, value, message in (
+        ("accuracy", "high", "accuracy = 'high'"),
+        ("seed", None, "seed = None"),
+        ("options", [1], "options = "),
+        ("hardware", "a GPU", "hardware = 'a GPU'"),
+        ("config", {"epochs": "many"}, "epochs: expected"),
+        ("config", {"model": 3}, "model: expected"),
+    ):
+        path.write_text(json.dumps(whole | {name: value}))
+        with pytest.raises(ValueError, match=f"{message}.*delete it") as error:
+            read_record(path)
+        assert str(path) in str(error.value)

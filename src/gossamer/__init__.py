@@ -36,10 +36,10 @@ __all__ = [
 _PARTS = ("deployment", "io", "lab", "methods")
 _DEPLOYMENT = ("compact", "deploy")
 
-if not TYPE_CHECKING:  # otherwise type checkers would accept every misspelt name
+if not TYPE_CHECKING:  # otherwise type checkers would accept any attribute name
 
     def __getattr__(name: str) -> Any:
-        """Import deployment and the laboratory when they are first used, so that `import gossamer` stays light."""
+        """Import deployment and the laboratory on first use, so that `import gossamer` stays light."""
         if name in _PARTS:
             return import_module(f"gossamer.{name}")
         if name in _DEPLOYMENT:

@@ -1,18 +1,18 @@
-"""Exact connectivity decay: the λ1 that leaves exactly as many connections as the budget allows.
+"""Exact connectivity decay: the λ1 with which exactly as many weights are kept as the budget allows.
 
 Connectivity decay lowers every mask variable by the same amount, so a step of it moves one common threshold. Hence λ1
 is the Lagrange multiplier of "Σ m ≤ budget" and can be solved for: it is an order statistic of all the mask variables.
-Where connection i costs c_i (its multiply-adds), the decay is λ1·c_i, and the order is that of m̃_i / c_i.
+If weight i costs c_i (its multiply-adds), the decay is λ1·c_i, and the order is that of m̃_i / c_i.
 
-`meet_budget_` lowers the mask variables in place by the solved threshold and writes the masks. What it guarantees, for
-any input, is the count: the longest prefix in the order of m̃/c that fits the budget is kept, equal values are kept in
-the order of their position, kept mask variables end up positive and dropped ones at or below zero.
+`meet_budget_` lowers the mask variables in place by the solved threshold and writes the masks. It guarantees the count
+for any input: the longest prefix in the order of m̃/c that fits the budget is kept, ties are broken by position, kept
+mask variables end up positive, and pruned ones at or below zero.
 
-Two ways to find the threshold, both exact. On a CPU it is bracketed, by thresholds of steps before or else by a sample,
-and one pass over the values counts and collects what lies in the bracket. On an accelerator, or when the values are
-spread over processes, digit by digit from histograms of up to 2,048 bins: no sort, no host synchronisation (so it can
-be captured in a CUDA graph), and the histograms are all that processes exchange. Temporary memory: about a percent of
-the values on the CPU, at most 40 bytes a connection on an accelerator.
+There are two exact ways to find the threshold. A CPU brackets it, using the thresholds of earlier steps or a sample;
+one pass over the values then counts them and collects those inside the bracket. An accelerator, or a group of processes
+that share the values, finds it digit by digit from histograms of up to 2,048 bins. That needs no sort and no host
+synchronization (so it can be captured in a CUDA graph), and processes exchange only the histograms. Temporary memory is
+about 1 % of the values on a CPU and at most 40 bytes per weight on an accelerator.
 """
 
 import functools
@@ -32,22 +32,22 @@ from gossamer.sharding import of_all_processes
 Array = npt.NDArray[Any]
 
 _FAST_BINS = 12_288  # 32-bit counters in 48 KiB
-_SAMPLE = 1 << 13  # connections that are looked at to bracket the threshold, and up to eight times as many
-_CHUNK = 1 << 16  # connections looked at together on the CPU: 256 KiB, fits the cache
+_SAMPLE = 1 << 13  # sample size for bracketing the threshold; up to eight times as many for large inputs
+_CHUNK = 1 << 16  # weights per pass on a CPU: 256 KiB, which fits the cache
 
 
 @dataclass(frozen=True, eq=False)
 class Costs:
-    """What one connection costs, tensor by tensor, along the vector of all connections."""
+    """The cost of one weight of each tensor, along the vector of all weights."""
 
-    count: int  # connections in all
-    sizes: Tensor  # connections in each tensor
+    count: int  # weights in total
+    sizes: Tensor  # weights in each tensor
     prices: Tensor  # the distinct costs
-    kinds: Tensor  # for each tensor, which of the prices is its
+    kinds: Tensor  # for each tensor, the index of its price
 
     @classmethod
     def of(cls, sizes: Sequence[int], each: Sequence[int], device: torch.device) -> "Costs":
-        """From the number of connections in each tensor and the cost of one connection of each."""
+        """Costs from the number of weights in each tensor and the cost of one weight of each."""
         prices = sorted(set(each))
         kinds = [prices.index(cost) for cost in each]
         return cls(
@@ -60,15 +60,15 @@ class Costs:
     def of_tensors(self) -> Tensor:
         return self.prices.index_select(0, self.kinds)
 
-    def kind_of_connections(self) -> Tensor:
+    def kind_of_weights(self) -> Tensor:
         return torch.repeat_interleave(self.kinds, self.sizes, output_size=self.count)
 
 
 class Met(NamedTuple):
-    """What meeting a budget took."""
+    """The outcome of meeting a budget."""
 
-    threshold: Tensor  # what was subtracted: λ1 times the mask learning rate (and, with costs, per unit of cost)
-    flips: Tensor  # masks that changed; both of each row, or of the one network
+    threshold: Tensor  # what was subtracted: λ1 times the mask learning rate (with costs: per unit of cost)
+    flips: Tensor  # masks that changed; one value per row, or a scalar for a single network
 
 
 def meet_budget_(
@@ -81,7 +81,7 @@ def meet_budget_(
     group: dist.ProcessGroup | None = None,
     reach: float = 0.0,
 ) -> Met:
-    """`meet_budgets_` for one network: vectors over all weights, and an int64 scalar as the budget."""
+    """`meet_budgets_` for one network: vectors over all weights and a budget as an int64 scalar."""
     places = None if protected is None else protected[None]
     thresholds, flips = meet_budgets_(
         mask_variable[None], mask[None], budget.reshape(1), places, costs=costs, group=group, reach=[reach]
@@ -99,11 +99,11 @@ def meet_budgets_(
     group: dist.ProcessGroup | None = None,
     reach: Sequence[float] | None = None,
 ) -> Met:
-    """Lower `mask_variables` in place so that exactly `budgets` weights (or cost) are left in each row; fill `masks`.
+    """Lower `mask_variables` in place so that exactly `budgets` weights (or cost) are kept in each row; fill `masks`.
 
-    Each row is a network of its own with a budget of its own. The weights at the indices `protected` of each row, of
-    which some may be the same, are kept whatever their value. If thresholds are seldom larger than `reach`, one number
-    per row, knowing it makes a CPU faster; the outcome does not depend on it.
+    Each row is a separate network with its own budget. The weights at the indices `protected` of each row are kept
+    whatever their value; indices may repeat. `reach`, one number per row, is a guess of the largest threshold: a good
+    guess makes a CPU faster, and the outcome does not depend on it.
     """
     if costs is None and group is None and _has_kernels(mask_variables):
         return Met(*_meet_with_kernels_(mask_variables, masks, budgets, protected))
@@ -123,7 +123,7 @@ def meet_budgets_(
 
 
 def _raise_(values: Tensor, protected: Tensor | None) -> Tensor:
-    """Make sure that the values at these places of each row are kept. Returns what they were."""
+    """Set the protected values of each row to infinity, so that they are kept. Returns the old values."""
     if protected is None:
         return values.new_empty(0)
     kept = values.gather(-1, protected)
@@ -132,7 +132,7 @@ def _raise_(values: Tensor, protected: Tensor | None) -> Tensor:
 
 
 def _lower_(values: Tensor, protected: Tensor, kept: Tensor, decay: Tensor) -> None:
-    """What `_raise_` has made infinite becomes what it was, lowered like all others, and above zero."""
+    """Undo `_raise_`: restore the protected values, lowered like all others but positive."""
     values.scatter_(-1, protected, (kept - decay).clamp_min_(torch.finfo(values.dtype).tiny))
 
 
@@ -143,7 +143,7 @@ def _lower_by_bracket_(values: Tensor, mask: Tensor, keep: int, reach: float = 0
     """Returns the threshold and how many masks changed."""
     array, kept = values.numpy(), mask.numpy()
     if keep >= len(array):
-        # Everything stays, also what the loss has pushed to zero or below.
+        # All weights are kept, even those whose mask variable the loss has pushed to zero or below.
         values.clamp_min_(torch.finfo(values.dtype).tiny)
         flips = len(kept) - int(np.count_nonzero(kept))
         mask.fill_(True)
@@ -151,7 +151,7 @@ def _lower_by_bracket_(values: Tensor, mask: Tensor, keep: int, reach: float = 0
     threshold, above = _largest_dropped(array, keep, reach)
     missing = keep - above
     if threshold == -np.inf:
-        # All that is left to drop was dropped before, by a value of minus infinity: nothing has to be lowered.
+        # All weights to drop are already at minus infinity: nothing has to be lowered.
         now = array > threshold
         now[_first_equal(array, -np.inf, missing)] = True
         flips = int(np.count_nonzero(now != kept))
@@ -159,7 +159,7 @@ def _lower_by_bracket_(values: Tensor, mask: Tensor, keep: int, reach: float = 0
         kept[:] = now
         return values.new_zeros(()), torch.tensor(flips)
     if missing:
-        # Connections tied with the first dropped one: the earliest of them are kept.
+        # Weights tied with the first dropped one: the earliest of them are kept.
         ties = _first_equal(array, float(threshold), missing)
         kept_before = int(np.count_nonzero(kept[ties]))
         kept[ties] = False
@@ -182,7 +182,7 @@ def _lower_by_bracket_(values: Tensor, mask: Tensor, keep: int, reach: float = 0
 def _largest_dropped(array: Array, keep: int, reach: float) -> tuple[Array, int]:
     """The (keep + 1)-th largest value, and how many values are larger than it."""
     found = _between(array, keep, -reach, reach) if reach > 0 else None
-    # Where that, or then a sample, misled us, look at more.
+    # If the guess fails, use a sample; if the sample fails, use all values.
     candidates, above = found or _between(array, keep, *_bracket(array, keep)) or (array, 0)
     rank = len(candidates) - 1 - (keep - above)
     threshold = np.partition(candidates, rank)[rank]
@@ -191,7 +191,7 @@ def _largest_dropped(array: Array, keep: int, reach: float) -> tuple[Array, int]
 
 
 def _between(array: Array, keep: int, low: float, high: float) -> tuple[Array, int] | None:
-    """The values above `low` up to `high` and how many are larger, if the (keep + 1)-th largest is among them."""
+    """The values in (low, high] and the number of larger ones; None if the (keep + 1)-th largest is not among them."""
 
     above, found = 0, []
     buffers = np.empty((2, _CHUNK), dtype=bool)
@@ -202,13 +202,13 @@ def _between(array: Array, keep: int, low: float, high: float) -> tuple[Array, i
         np.greater(chunk, high, out=over_high)
         above += int(np.count_nonzero(over_high))
         np.not_equal(inside, over_high, out=inside)
-        found.append(chunk[_places(inside)])
+        found.append(chunk[_true_positions(inside)])
     candidates = np.concatenate(found)
     return (candidates, above) if above <= keep < above + len(candidates) else None
 
 
-def _places(chosen: Array) -> Array:
-    """Where a mask is true; where few of it are, eight places are looked at together first."""
+def _true_positions(chosen: Array) -> Array:
+    """The indices where a mask is True. A sparse mask is first searched eight bytes at a time."""
     if len(chosen) % 8:
         return np.flatnonzero(chosen)
     words = np.flatnonzero(chosen.view(np.uint64) != 0)
@@ -219,7 +219,7 @@ def _places(chosen: Array) -> Array:
 
 
 def _first_equal(array: Array, value: float, count: int) -> Array:
-    """The first so many positions that hold the value."""
+    """The first `count` positions that hold the value."""
     found: list[Array] = []
     for start in range(0, len(array), _CHUNK):
         found.append(np.flatnonzero(array[start : start + _CHUNK] == value) + start)
@@ -231,7 +231,7 @@ def _first_equal(array: Array, value: float, count: int) -> Array:
 
 
 def _bracket(array: Array, keep: int) -> tuple[float, float]:
-    """Two values that very probably enclose the threshold, from every n-th value."""
+    """Two values that very probably enclose the threshold, estimated from every n-th value."""
     if len(array) <= _SAMPLE:
         return -np.inf, np.inf
     size = min(8 * _SAMPLE, max(_SAMPLE, len(array) // 512))
@@ -251,8 +251,8 @@ def _bracket(array: Array, keep: int) -> tuple[float, float]:
 def _meet_with_kernels_(
     values: Tensor, masks: Tensor, budgets: Tensor, protected: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Returns the threshold of each row, and how many of its masks have changed."""
-    from gossamer.budget_triton import lower_on_gpu_, meet_budgets_on_gpu_  # need Triton, which GPU builds bring
+    """Returns the threshold of each row and the number of its masks that changed."""
+    from gossamer.budget_triton import lower_on_gpu_, meet_budgets_on_gpu_  # needs Triton, which comes with GPU builds
 
     kept = _raise_(values, protected)
     thresholds, flips = meet_budgets_on_gpu_(values, masks, budgets)
@@ -262,32 +262,34 @@ def _meet_with_kernels_(
 
 
 def on_cpu(matrix: Tensor) -> bool:
-    """Where reading a value needs no synchronization, and rows are faster one after the other."""
+    """On a CPU, reading a value needs no synchronization, and rows are faster one by one."""
     return matrix.device.type == "cpu"
 
 
 def _lower_rows_by_digits_(
     values: Tensor, mask: Tensor, budgets: Tensor, costs: Costs | None, group: dist.ProcessGroup | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the threshold of each row, what its values were lowered by (one number, or one for each value), and how
-    many of its masks have changed."""
+    """Returns the threshold of each row, the decay of its values (one number, or one per value), and the number of its
+    masks that changed."""
     before = mask.clone()
     smallest = torch.finfo(values.dtype).tiny
     if costs is None:
         order, cost, kind, prices = values, None, None, budgets.new_ones(1)
     else:
-        prices, kind = costs.prices, costs.kind_of_connections()
+        prices, kind = costs.prices, costs.kind_of_weights()
         cost = prices[kind]
-        order = torch.where(cost > 0, values / cost, torch.inf)  # what is free is never dropped
+        order = torch.where(cost > 0, values / cost, torch.inf)  # weights that cost nothing are never dropped
     keys = _ordered_keys(order)
-    cut, left, fits = _first_not_affordable(keys, budgets[:, None], kind, prices, group)
+    cut, remaining, fits = _first_not_affordable(keys, budgets[:, None], kind, prices, group)
     tied = keys == cut
-    # Of the connections tied at the cut the earliest are kept, as far as the budget reaches.
+    # Of the weights tied at the cut, the earliest are kept as far as the budget allows.
     spent = tied.int() if cost is None else torch.where(tied, cost, 0)
-    kept_ties = tied & (spent.cumsum(1) + _spent_by_earlier_processes(spent.sum(1), group) <= left)
+    kept_ties = tied & (spent.cumsum(1) + _spent_by_earlier_processes(spent.sum(1), group) <= remaining)
     torch.logical_or(keys > cut, kept_ties | fits, out=mask)
     threshold = torch.where(fits, 0.0, _value_of_key(cut, values.dtype))
-    threshold = torch.where(threshold == -torch.inf, 0.0, threshold)  # only what was dropped before lies there
+    threshold = torch.where(
+        threshold == -torch.inf, 0.0, threshold
+    )  # only weights dropped before are at minus infinity
     decay = threshold if cost is None else threshold * cost
     lowered = values - decay
     # Rounding (and ties) may leave a value on the wrong side of zero: the mask decides.
@@ -296,27 +298,27 @@ def _lower_rows_by_digits_(
 
 
 def _has_kernels(values: Tensor) -> bool:
-    return values.is_cuda and values.dtype == torch.float32 and values.is_contiguous() and triton_is_there()
+    return values.is_cuda and values.dtype == torch.float32 and values.is_contiguous() and has_triton()
 
 
 @functools.cache
-def triton_is_there() -> bool:
-    """Whether there is what the kernels for CUDA GPUs are written in."""
+def has_triton() -> bool:
+    """Whether Triton, for the CUDA kernels, is available."""
     return torch.version.hip is None and importlib.util.find_spec("triton") is not None
 
 
 def _first_not_affordable(
     keys: Tensor, budget: Tensor, kind: Tensor | None, prices: Tensor, group: dist.ProcessGroup | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """For each row the key at which its budget runs out, what is left of the budget there, and whether all fits.
+    """For each row: the key at which its budget runs out, the remaining budget there, and whether all weights fit.
 
-    Looks at some bits of the keys at a time, from the highest: a histogram says in which bin the budget runs out, and
-    the next round looks into that bin.
+    Examines a few bits of the keys at a time, from the highest: a histogram shows the bin in which the budget runs out,
+    and the next round refines that bin.
     """
     bits = 8 * keys.element_size()
     most = _digit_bits(keys.shape[0] * prices.numel())
     prefix = torch.zeros_like(keys[:, :1])
-    left, fits, shift = budget, None, bits
+    remaining, fits, shift = budget, None, bits
     while shift > 0:
         width = min(most, shift)
         shift -= width
@@ -327,27 +329,27 @@ def _first_not_affordable(
             digit = torch.where((keys >> (shift + width)) == prefix, digit & ((1 << width) - 1), -1)
         cost = _cost_histogram(digit, 1 << width, kind, prices, group)
         at_most = cost.cumsum(1)
-        above = at_most[:, -1:] - at_most  # the cost of the bins above each
-        bin_ = (above + cost > left).sum(1, keepdim=True).sub_(1).clamp_min_(0)
-        left = left - above.gather(1, bin_)
+        above = at_most[:, -1:] - at_most  # the cost of all higher bins
+        bin_ = (above + cost > remaining).sum(1, keepdim=True).sub_(1).clamp_min_(0)
+        remaining = remaining - above.gather(1, bin_)
         if fits is None:
             fits = at_most[:, -1:] <= budget
             prefix = (bin_ - (1 << (width - 1))).to(keys.dtype)
         else:
             prefix = ((prefix << width) + bin_).to(keys.dtype)
     assert fits is not None
-    return prefix, left, fits
+    return prefix, remaining, fits
 
 
 def _digit_bits(histograms: int) -> int:
-    """As many bits as leave all the histograms together within the fast memory of a GPU's multiprocessor."""
+    """The number of bits with which all histograms fit the shared memory of a GPU multiprocessor."""
     return max(4, min(11, (_FAST_BINS // histograms).bit_length() - 1))
 
 
 def _cost_histogram(
     digit: Tensor, bins: int, kind: Tensor | None, prices: Tensor, group: dist.ProcessGroup | None
 ) -> Tensor:
-    """For each row the cost that lies in each bin; digits of -1 do not count."""
+    """The cost in each bin, per row; digits of -1 are ignored."""
     rows, kinds = digit.shape[0], prices.numel()
     count = rows * kinds * bins
     if rows * kinds > 1:
@@ -355,11 +357,11 @@ def _cost_histogram(
         if kind is not None:
             histogram = histogram + kind
         digit = torch.where(digit >= 0, digit + histogram * bins, -1)
-    place = digit.flatten()
-    if place.device.type == "cpu":
-        counts = torch.bincount(place + 1, minlength=count + 1)[1:]
+    flat = digit.flatten()
+    if flat.device.type == "cpu":
+        counts = torch.bincount(flat + 1, minlength=count + 1)[1:]
     else:
-        counts = torch.histc(place.int(), bins=count, min=0, max=count).long()  # of integers: it counts exactly
+        counts = torch.histc(flat.int(), bins=count, min=0, max=count).long()  # exact for integers
     cost = counts.view(rows, kinds, bins)
     cost = cost[:, 0] if kind is None else (cost * prices[:, None]).sum(1)
     if group is not None:
@@ -368,7 +370,7 @@ def _cost_histogram(
 
 
 def _ordered_keys(values: Tensor) -> Tensor:
-    """Integers in the order of the floating-point values."""
+    """Integers that sort like the floating-point values."""
     positive_zeros = values + 0.0
     bits = positive_zeros.view(torch.int32 if values.element_size() == 4 else torch.int64)
     return torch.where(bits < 0, bits ^ torch.iinfo(bits.dtype).max, bits)

@@ -1,15 +1,16 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, override"
-"""The exact budget on CUDA GPUs in six kernels: what budget.py does digit by digit, fused.
+"""The exact budget on CUDA GPUs in six kernels: a fused form of the digit-by-digit search in budget.py.
 
-The same answer to the last bit: float32 values, a row for each network, no costs, one process. Four rounds of `_count`
-look at some bits of the ordered keys each: every program first picks, from the histogram of the round before, the bin
-in which the budget runs out, and then adds its values that share the digits found so far to the histogram of the next
-digit. Then ties at the cut are counted block by block, if some of them are kept (the earliest), and `_apply` writes
-masks and lowered mask variables in one pass.
+It handles float32 values, one row per network, without costs and in one process, and gives bitwise the same result.
+Four rounds of `_count` examine a few bits of the ordered keys each. Every program first finds, in the histogram of the
+previous round, the bin in which the budget runs out. It then adds those of its values that share the digits found so
+far to the histogram of the next digit. If only some of the ties at the cut are kept (the earliest), they are counted
+block by block. Finally `_apply` writes the masks and the lowered mask variables in one pass.
 
-Each program picks by itself: for ResNet-20 a kernel of its own for that took 1.5 µs, one that counts 2.5.
-Triton's histogram of a block takes several instructions a value for every 32 bins, so the first two digits, which most
-values have a part in, are short. Later on, blocks have only a few of the values, and these are counted one by one.
+Each program repeats the search for the bin: for ResNet-20, a separate kernel for it took 1.5 µs, and a kernel that
+counts takes 2.5. Triton's histogram of a block takes several instructions per value for every 32 bins, so the first two
+digits, in which most values take part, are short. Later, blocks contain only a few of the values, which are counted one
+by one.
 """
 
 # ruff: noqa: SIM108 - the branches on `digit` are taken when a kernel is compiled
@@ -20,24 +21,24 @@ from torch import Tensor
 
 _BLOCK = 4096
 _DIGITS = ((25, 7), (18, 7), (9, 9), (0, 9))  # lowest bit and width of each
-_BINS = tl.constexpr(512)  # of the widest
-_FEW = tl.constexpr(128)  # values of a block that are counted one by one
+_BINS = tl.constexpr(512)  # of the widest digit
+_FEW = tl.constexpr(128)  # at most this many values of a block are counted one by one
 _TOGETHER = 256  # blocks whose ties are added up together, and protected values of a program
 _SMALLEST = tl.constexpr(torch.finfo(torch.float32).tiny)
 
 
 @triton.jit
 def _keys(values):
-    """Integers in the order of the floating-point values."""
+    """Integers that sort like the floating-point values."""
     bits = (values + 0.0).to(tl.int32, bitcast=True)
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
 
 @triton.jit
 def _found(histograms, budgets, states, digit: tl.constexpr, width: tl.constexpr):
-    """The digits up to this one of the key at which the budget runs out, as a number, and what is left of it there.
+    """The digits found so far of the key at which the budget runs out, as a number, and the remaining budget there.
 
-    They are kept in `states`, from which the next round goes on.
+    Both are stored in `states` for the next round.
     """
     row, rows = tl.program_id(1), tl.num_programs(1)
     bins = tl.arange(0, 1 << width)
@@ -99,7 +100,7 @@ def _count_ties(
 ):
     row = tl.program_id(1)
     cut, left = _found(histograms, budgets, states, digit, width)
-    if left > 0:  # else none of them is kept
+    if left > 0:  # otherwise none of them is kept
         place = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
         inside = place < size
         keys = _keys(tl.load(values + row.to(tl.int64) * size + place, mask=inside, other=0.0))
@@ -131,7 +132,9 @@ def _apply(values, mask, budgets, state, ties, thresholds, flips, size, block: t
         kept = kept | (tied & (rank <= left))
     bits = tl.where(cut < 0, cut ^ 0x7FFFFFFF, cut)
     threshold = tl.where(fits, 0.0, bits.to(tl.float32, bitcast=True))
-    threshold = tl.where(threshold == float("-inf"), 0.0, threshold)  # only what was dropped before lies there
+    threshold = tl.where(
+        threshold == float("-inf"), 0.0, threshold
+    )  # only weights dropped before are at minus infinity
     lowered = old - threshold
     new = tl.where(kept, tl.maximum(lowered, _SMALLEST), tl.minimum(lowered, 0.0))
     tl.store(values + start + place, new, mask=inside)
@@ -142,7 +145,7 @@ def _apply(values, mask, budgets, state, ties, thresholds, flips, size, block: t
 
 @triton.jit
 def _lower(values, places, old, thresholds, size, count, block: tl.constexpr):
-    """The values at some places of each row: what they were, less the threshold, and above zero."""
+    """Restore the protected values of each row, lowered by the threshold but positive."""
     row = tl.program_id(1)
     each = tl.program_id(0) * block + tl.arange(0, block)
     inside = each < count
@@ -152,8 +155,9 @@ def _lower(values, places, old, thresholds, size, count, block: tl.constexpr):
 
 
 def meet_budgets_on_gpu_(values: Tensor, mask: Tensor, budgets: Tensor) -> tuple[Tensor, Tensor]:
-    """`meet_budgets_` for contiguous float32 matrices on a CUDA device. Returns the threshold of each row, and how many
-    of its masks have changed."""
+    """`meet_budgets_` for contiguous float32 matrices on a CUDA device. Returns the threshold of each row and the
+    number
+    of its masks that changed."""
     rows, size = values.shape
     blocks, bins = triton.cdiv(size, _BLOCK), _BINS.value
     with torch.cuda.device_of(values):
@@ -189,7 +193,7 @@ def meet_budgets_on_gpu_(values: Tensor, mask: Tensor, budgets: Tensor) -> tuple
 
 
 def lower_on_gpu_(values: Tensor, protected: Tensor, kept: Tensor, thresholds: Tensor) -> None:
-    """`_lower_` of budget.py for the rows of such a matrix, which were lowered by `thresholds`."""
+    """`_lower_` of budget.py for the rows of such a matrix, lowered by `thresholds`."""
     rows, count = protected.shape
     with torch.cuda.device_of(values):
         grid = (triton.cdiv(count, _TOGETHER), rows)

@@ -1,7 +1,7 @@
-"""Whether mask learning goes well: flips, margins, dead features and layers, λ1 over time, gradient sizes by layer.
+"""Diagnostics of mask learning: flips, margins, dead features and layers, λ1 over time, gradient sizes per layer.
 
-The log is a few small tensors on the device, written in every step without a look at the host; `Health` is what a user
-reads, computed when asked for.
+The log is a few small tensors on the device, written in every step without synchronization. `Health` is computed from
+it on request.
 """
 
 from collections.abc import Iterable, Sequence
@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gossamer.budget import triton_is_there
+from gossamer.budget import has_triton
+from gossamer.deprecation import renamed
 from gossamer.prunable import Weight, by_feature
 
 SLOTS = 1000  # points of the traces over the mask phases
@@ -25,33 +26,37 @@ class LayerHealth:
     """The masks of one tensor."""
 
     name: str
-    connections: int
+    nonzeros: int
     weights: int
     features: int
-    dead_features: int  # output features without any connection
+    dead_features: int  # output features whose weights are all pruned
     gradient_scale: float  # root mean square of the mask gradient, a running mean
     margin: float | None  # median distance of the mask variables from zero; None once masks are frozen
 
     @property
     def dead(self) -> bool:
-        return self.connections == 0
+        return self.nonzeros == 0
+
+    connections = renamed("connections", "nonzeros")
 
 
 @dataclass(frozen=True)
 class Health:
-    """How mask learning has gone so far."""
+    """The progress of mask learning so far."""
 
     layers: tuple[LayerHealth, ...]
     steps: tuple[int, ...]  # optimizer steps at which the traces were taken
     decay: tuple[float, ...]  # λ1 at those steps, given or solved for
-    connections: tuple[int, ...]
-    flips: tuple[int, ...]  # masks that changed since the point before
+    nonzeros: tuple[int, ...]
+    flips: tuple[int, ...]  # masks that changed since the previous point
     flips_per_epoch: float | None  # in the latest part of the run; None without steps_per_epoch
     skipped_steps: int  # steps in which masks did not learn because gradients were not finite
 
     @property
     def dead_layers(self) -> tuple[str, ...]:
         return tuple(layer.name for layer in self.layers if layer.dead)
+
+    connections = renamed("connections", "nonzeros")
 
 
 @dataclass(frozen=True)
@@ -65,32 +70,32 @@ class Counters:
 
 
 class HealthLog:
-    """Device tensors that the steps write to."""
+    """The log of mask learning, in device tensors."""
 
     def __init__(self, tensors: int, first_step: int, mask_steps: int, device: torch.device) -> None:
         self.first_step, self.mask_steps = first_step, max(1, mask_steps)
         self.slots = min(SLOTS, self.mask_steps)
         self.slot = torch.zeros(1, dtype=torch.int64, device=device)
-        # One row a point of the trace: λ1, connections, all flips up to then.
+        # One row per point of the trace: λ1, nonzeros, all flips so far.
         self.trace = torch.zeros(self.slots, 3, dtype=torch.float64, device=device)
         self.flips = torch.zeros((), dtype=torch.float64, device=device)
         self.gradient_squares = torch.zeros(tensors, dtype=torch.float32, device=device)
         self.gradient_weight = torch.zeros((), dtype=torch.float32, device=device)
         self.skipped = torch.zeros((), dtype=torch.int64, device=device)
-        self._on_host: Tensor | None = None  # the counters as they were when the device was last asked
+        self._on_host: Tensor | None = None  # the counters as last read from the device
 
     def set_step(self, step: int) -> None:
         self.slot.fill_(min(self.slots - 1, max(0, (step - self.first_step) * self.slots // self.mask_steps)))
 
-    def write(self, *, decay: Tensor, connections: Tensor, flips: Tensor, squares: Tensor, healthy: Tensor) -> None:
-        """Single numbers and, for each tensor, the sum of squares of its mask gradient."""
+    def write(self, *, decay: Tensor, nonzeros: Tensor, flips: Tensor, squares: Tensor, healthy: Tensor) -> None:
+        """Record a step: scalars and, per tensor, the sum of squares of its mask gradient."""
         if self._has_kernel(squares):
             from gossamer.diagnostics_triton import write_on_gpu_  # needs Triton
 
             write_on_gpu_(
                 self,
                 decay=decay,
-                connections=connections,
+                nonzeros=nonzeros,
                 flips=flips,
                 squares=squares,
                 healthy=healthy,
@@ -98,7 +103,7 @@ class HealthLog:
             )
             return
         self.flips.add_(flips)
-        row = torch.stack([decay.to(self.trace.dtype), connections.to(self.trace.dtype), self.flips])
+        row = torch.stack([decay.to(self.trace.dtype), nonzeros.to(self.trace.dtype), self.flips])
         self.trace.index_copy_(0, self.slot, row[None])
         fresh = healthy.to(torch.float32) * (1.0 - _MEMORY)
         self.gradient_squares.lerp_(torch.where(healthy, squares, 0.0).to(torch.float32), fresh)
@@ -106,15 +111,15 @@ class HealthLog:
         self.skipped.add_(healthy.logical_not())
 
     def _has_kernel(self, squares: Tensor) -> bool:
-        return squares.is_cuda and squares.dtype == torch.float32 and triton_is_there()
+        return squares.is_cuda and squares.dtype == torch.float32 and has_triton()
 
     def skipped_so_far(self) -> int:
-        """Steps without mask learning; an accelerator is not waited for."""
+        """Steps without mask learning. Does not wait for an accelerator."""
         return int(self.skipped) if self.skipped.device.type == "cpu" else self.counters().skipped
 
     def counters(self, *, wait: bool = False) -> Counters:
-        """The latest entries of the log. An accelerator is not waited for, unless asked: what is returned then is what
-        it had computed when it was last asked."""
+        """The latest entries of the log. Without `wait`, an accelerator is not synchronized: the result is then what it
+        had computed by the previous call."""
         row = self.trace.index_select(0, self.slot)[0]
         now = torch.cat([row, self.skipped.to(row.dtype)[None]])
         if self._on_host is None or wait or now.device.type == "cpu":
@@ -129,7 +134,7 @@ class HealthLog:
         return {"mask_steps": self.mask_steps, **{name: getattr(self, name).clone() for name in _LOGGED}}
 
     def load(self, state: dict[str, Any]) -> None:
-        # Of the plan as it was when masks began to learn.
+        # From the plan at the time when masks began to learn.
         self.mask_steps, self.slots = state["mask_steps"], len(state["trace"])
         for name in _LOGGED:
             setattr(self, name, state[name].to(self.trace.device).clone())
@@ -143,7 +148,7 @@ class HealthLog:
         steps_per_epoch: int | None,
     ) -> Health:
         rows = self.trace.tolist()
-        filled = [index for index, (_, connections, _) in enumerate(rows) if connections]
+        filled = [index for index, (_, nonzeros, _) in enumerate(rows) if nonzeros]
         steps = [self.first_step + index * self.mask_steps // self.slots for index in filled]
         so_far = [0, *(int(rows[index][2]) for index in filled)]
         flips = [after - before for before, after in pairwise(so_far)]
@@ -158,7 +163,7 @@ class HealthLog:
             layers=tuple(map(_layer, weights, masks, squares, margins)),
             steps=tuple(steps),
             decay=tuple(rows[index][0] for index in filled),
-            connections=tuple(int(rows[index][1]) for index in filled),
+            nonzeros=tuple(int(rows[index][1]) for index in filled),
             flips=tuple(flips),
             flips_per_epoch=per_epoch,
             skipped_steps=int(self.skipped),
@@ -169,7 +174,7 @@ def _layer(weight: Weight, mask: Tensor, squares: float, margin: float | None) -
     alive = by_feature(mask, weight.feature_axis, weight.groups).any(dim=1)
     return LayerHealth(
         name=weight.name,
-        connections=int(mask.sum()),
+        nonzeros=int(mask.sum()),
         weights=mask.numel(),
         features=alive.numel(),
         dead_features=int((~alive).sum()),

@@ -1,7 +1,7 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, override"
-"""What a step of mask learning leaves in its log, on CUDA GPUs in one kernel: `HealthLog.write` of health.py.
+"""`HealthLog.write` of diagnostics.py in one kernel, for CUDA GPUs.
 
-A dozen operations on single numbers would take a GPU as long as the masks of a small network themselves.
+A dozen separate operations on scalars would take a GPU as long as the masks of a small network themselves.
 """
 
 from typing import TYPE_CHECKING
@@ -20,7 +20,7 @@ _BLOCK = 128  # tensors together
 @triton.jit
 def _write(
     decay,
-    connections,
+    nonzeros,
     flips,
     squares,
     healthy,
@@ -39,7 +39,7 @@ def _write(
     tl.store(all_flips, so_far)
     row = trace + tl.load(slot) * 3
     tl.store(row, tl.load(decay).to(tl.float64))
-    tl.store(row + 1, tl.load(connections).to(tl.float64))
+    tl.store(row + 1, tl.load(nonzeros).to(tl.float64))
     tl.store(row + 2, so_far)
     share = tl.where(good, fresh, 0.0)
     for start in range(0, tensors, block):
@@ -57,17 +57,17 @@ def write_on_gpu_(
     log: "HealthLog",
     *,
     decay: Tensor,
-    connections: Tensor,
+    nonzeros: Tensor,
     flips: Tensor,
     squares: Tensor,
     healthy: Tensor,
     fresh: float,
 ) -> None:
-    """Write to the tensors of a log on a CUDA device; `fresh` is what a healthy step counts in the running means."""
+    """Write to the tensors of a log on a CUDA device. `fresh` is the weight of a finite step in the running means."""
     with torch.cuda.device_of(log.trace):
         _write[(1,)](
             decay,
-            connections,
+            nonzeros,
             flips,
             squares,
             healthy.view(torch.uint8),

@@ -1,12 +1,13 @@
-"""A method at work on the weights of one model: what happens around a step of the model's optimizer.
+"""Applies a method to the weights of one model, around each step of the model's optimizer.
 
-The parameters hold the weights of the forward pass, w = w̃ ⊙ m unless the method says otherwise. Around a step:
+Between steps, the parameters hold the weights of the forward pass: w = w̃ ⊙ m, unless the method defines another form.
+Around a step:
 
-    learn     the method sees the gradients and updates its masks; the parameters get w̃ for the optimizer to update
-    hide      the same for the parameters of a further optimizer, which steps later
-    keep      w̃ is what the optimizer has left in the parameters, which get the weights of the next forward pass
+    update_masks     the method updates its masks from the gradients; the parameters get w̃ for the optimizer
+    restore_dense    the parameters of a further optimizer, which steps later, get w̃
+    read_back        w̃ is read back from the parameters, which then get the weights of the next forward pass
 
-`Sparsifier` decides when; this knows no optimizer and no plan.
+`Sparsifier` decides when; the driver knows neither optimizers nor the plan.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -25,11 +26,11 @@ from gossamer.schedule import Plan
 from gossamer.sharding import gathered, is_sharded, local, sharded_like
 from gossamer.state import ParameterStep, State
 
-_BY_POSITION = "protected"  # the one tensor of a method that holds positions of weights, which depend on the sharding
+_BY_POSITION = "protected"  # the only method tensor that holds weight positions, which depend on the sharding
 
 
 class Driver:
-    """The state of a method for the selected weights of a model, from the step where masks begin."""
+    """The state of a method for the selected weights of a model, from the first mask step on."""
 
     def __init__(
         self,
@@ -46,9 +47,9 @@ class Driver:
         replicas: dist.ProcessGroup | None = None,
         resume: bool = False,
     ) -> None:
-        """`others` are the parameters that are not prunable, and `gains` the places of batch-norm gains among them;
-        `group` is the processes that share each tensor, `replicas` those that hold copies of the model. To `resume`
-        leaves the parameters as they are: `load_state_dict` follows."""
+        """`others` are the parameters that are not prunable, and `gains` the positions of batch-norm gains among them.
+        The processes of `group` share each tensor; those of `replicas` hold copies of the model. With `resume`, the
+        parameters are not changed, and `load_state_dict` follows."""
         self.weights, self.kind, self._request, self._group = weights, kind, request, group
         self._parameters = [weight.parameter for weight in weights]
         self.names, self._others = [weight.name for weight in weights], others
@@ -87,8 +88,7 @@ class Driver:
         return self.method
 
     def restart_if_moved(self) -> None:
-        """Begin again if the parameters hold other weights than they were given: another optimizer, the loading of a
-        checkpoint or the user may have changed them since."""
+        """Start over if the parameters were changed since, by another optimizer, a loaded checkpoint or the user."""
         self._check_device()
         shown = self._weights_of_forward()
         same = all(
@@ -101,40 +101,56 @@ class Driver:
             self.method = self.kind(self._context)
             self._apply_first()
 
+    def changed_since_last_step(self) -> str:
+        """The names of weights that somebody has changed since the last step; none of them has been if it is empty."""
+        tensors = self.state.tensors()
+        if self.method is None:
+            masks = self.state.views(self.mask)
+            wrong = [bool(tensor[~mask].any()) for tensor, mask in zip(tensors, masks, strict=True)]
+        else:
+            shown = self.state.views(self._weights_of_forward())
+            wrong = [not torch.equal(each, view.to(each.dtype)) for each, view in zip(tensors, shown, strict=True)]
+        names = [name for name, each in zip(self.names, wrong, strict=True) if each]
+        return "" if self._agreed(not names) else _listed(names)
+
+    def prune(self, indices: Sequence[int] | None = None) -> None:
+        """Pruned weights become zero in the parameters, whatever these hold."""
+        self.state.mask_parameters(self.mask, indices)
+
     def check_finite(self) -> None:
-        """Raise if a weight is NaN or infinite: masks cannot learn from it. Synchronizes with the device."""
+        """Raise if a weight is NaN or infinite, as masks cannot learn from it. Synchronizes with the device."""
         wrong = not_finite(zip(self.names, self.state.dense_views, strict=True))
         if not self._agreed(not wrong):
             raise RuntimeError(
-                f"weights are not finite (infinite or NaN) where masks train: {_listed(wrong)}. The run has diverged: "
+                f"prunable weights are not finite (infinite or NaN): {_listed(wrong)}. The run has diverged: "
                 "train again with a smaller learning rate or with gradient clipping"
             )
 
     def prepare(self, step: int) -> None:
-        """Get ready for a step of the run."""
+        """Prepare for a step of the run."""
         self._check_device()
         self.timeline.set(step - self.timeline.plan.warmup)
         self.log.set_step(step)
 
     def count(self) -> int:
-        """Kept weights, over all processes."""
+        """The number of kept weights over all processes."""
         if self.method is None:
             return self._final_count
         return int(self._over_shards(torch.count_nonzero(self.mask)))
 
     def counters(self) -> Counters:
-        """The latest figures of the log and the number of nonzeros. An accelerator is waited for only where the method
-        does not write its nonzeros to the log."""
+        """The latest figures of the log and the number of nonzeros. Synchronizes with an accelerator only if the method
+        does not log its nonzeros."""
         latest = self.log.counters()
         nonzeros = self.count() if self.method is None or not latest.nonzeros else latest.nonzeros
         return replace(latest, nonzeros=nonzeros)
 
     def masks(self) -> dict[str, Tensor]:
-        """The masks by name of the weight, sharded like it."""
+        """The masks by weight name, sharded like the weights."""
         return self._named(self.mask)
 
     def health(self, step: int, steps_per_epoch: int | None, *, layers: bool) -> Health:
-        """How mask learning has gone so far. For the layers it gathers what is sharded, one tensor at a time."""
+        """The progress of mask learning so far. For `layers`, sharded tensors are gathered one at a time."""
         if not layers:
             return self.log.read((), (), (), step, steps_per_epoch)
         masks = map(gathered, self.state.views(self.mask), self._parameters)
@@ -147,7 +163,7 @@ class Driver:
 
     # --- a step ---
 
-    def learn(
+    def update_masks(
         self,
         rate: float | Tensor,
         *,
@@ -155,10 +171,10 @@ class Driver:
         found_inf: Tensor | None = None,
         loss_scale: float | None = None,
     ) -> None:
-        """Let the method learn from the gradients of the parameters, and put w̃ into these.
+        """Update the method from the gradients of the parameters, and put w̃ into the parameters.
 
-        `rate` is the learning rate of the weights. Gradients still have to be multiplied by `unscale`; the loss was
-        multiplied by `loss_scale`, which only sums over samples need to know.
+        `rate` is the learning rate of the weights. `unscale` is the factor that unscales the gradients, if they are
+        still scaled. `loss_scale` is the scale of the loss, which only per-sample sums need.
         """
         self.timeline.rate.fill_(rate)
         step = ParameterStep(
@@ -175,25 +191,27 @@ class Driver:
         if outcome is not None:
             self.log.write(
                 decay=outcome.decay[0],
-                connections=outcome.nonzeros[0],
+                nonzeros=outcome.nonzeros[0],
                 flips=outcome.flips[0],
                 squares=outcome.squares[0],
                 healthy=outcome.finite[0],
             )
 
     def change_gradients(self) -> None:
-        """Turn new gradients into those that w̃ follows, as `learn` does."""
+        """Transform new gradients into the gradients of w̃, as `update_masks` does."""
         step = ParameterStep(self.state, self._gradients(), unscale=None, found_inf=None, samples=None)
         self.training.weight_gradient(step.gradient, self.state.dense)
         step.write_back_gradients()
 
-    def hide(self, indices: Sequence[int]) -> None:
-        """Put w̃ into the parameters, for the optimizer to update."""
+    def restore_dense(self, indices: Sequence[int]) -> None:
+        """Put w̃ into the parameters for the optimizer to update."""
         self.state.put(indices=indices)
 
-    def keep(self, indices: Sequence[int], *, last: bool) -> None:
-        """Take what the parameters hold as w̃, and leave the weights of the forward pass in them. `last`: all optimizers
-        have taken their step."""
+    def read_back(self, indices: Sequence[int], *, last: bool) -> None:
+        """Read w̃ back from the parameters, and put the weights of the forward pass into them.
+
+        `last`: all optimizers have taken their step.
+        """
         self._check_device()
         if self.kind.masked_forward and not self._projects:
             self.state.take_and_mask(self.mask, indices)
@@ -201,10 +219,10 @@ class Driver:
         self.state.take(indices)
         if last:
             self.training.project(self.state.dense)
-        self.show(None if last else indices)
+        self.apply_masks(None if last else indices)
 
-    def show(self, indices: Sequence[int] | None = None) -> None:
-        """Leave the weights of the forward pass in the parameters. Final masks prune whatever these hold."""
+    def apply_masks(self, indices: Sequence[int] | None = None) -> None:
+        """Put the weights of the forward pass into the parameters. Final masks are applied to the current values."""
         self._check_device()
         if self.method is None:
             self.state.mask_parameters(self.mask, indices)
@@ -214,16 +232,18 @@ class Driver:
             self.state.put(self._weights_of_forward(), indices)
 
     def update_topology(self, done: int) -> Tensor | None:
-        """What the method does once in a while, after this many steps of the mask phases. Returns, as (1, weights), the
-        weights whose optimizer state is to be forgotten."""
+        """Let the method change its topology after `done` steps of the mask phases.
+
+        Returns the weights, as (1, weights), whose optimizer state must be reset.
+        """
         if not self.training.topology_due(done):
             return None
         fresh = self.training.update_topology(self.state.dense, done)
-        self.show()
+        self.apply_masks()
         return fresh
 
     def finalize(self) -> None:
-        """Meet the target, if no step has done so yet; the masks stay as they are from now on."""
+        """Meet the target, if no step has done so yet, and make the masks final."""
         if self.method is None:
             return
         self.check_finite()
@@ -234,11 +254,11 @@ class Driver:
         self.freeze()
 
     def freeze(self) -> None:
-        """Release all but the masks."""
+        """Release everything but the masks."""
         if self.method is not None:
             self.final_mask = self.method.mask if self.final_mask is None else self.final_mask
             self.method, self._forward, self._context = None, None, None
-            self.timeline = self._make_timeline(self.timeline.plan)  # without the functions of the method
+            self.timeline = self._make_timeline(self.timeline.plan)  # drops the reference to the method
             self.state.release()
         if self.samples is not None:
             self.samples.close()
@@ -249,8 +269,8 @@ class Driver:
         return Timeline(plan, rows=1, device=state.device, dtype=state.dtype, epoch=self._epoch, tabulated=False)
 
     def _apply_first(self) -> None:
-        self.training.project(self.state.dense)  # for masks that prune from their first step on
-        self.show()
+        self.training.project(self.state.dense)  # for methods that prune from their first step on
+        self.apply_masks()
 
     def _weights_of_forward(self) -> Tensor:
         if self._forward is None:
@@ -260,6 +280,8 @@ class Driver:
 
     def _gradients(self) -> list[Tensor | None]:
         gradients = [parameter.grad for parameter in self._parameters]
+        if not self.state.sharded:
+            return gradients
         return [local(each) if each is not None and is_sharded(each) else each for each in gradients]
 
     def _add_penalty(self, unscale: Tensor | None) -> None:
@@ -273,13 +295,13 @@ class Driver:
             gradient.div_(unscale)
         parts = torch.split(gradient[0], [each.numel() for each in self._others])
         for each, part in zip(self._others, parts, strict=True):
-            if each.grad is not None:  # no gradient, no step: as optimizers do
+            if each.grad is not None:  # optimizers skip parameters without gradients
                 each.grad.copy_(part.view(each.shape))
 
     # --- checkpoints ---
 
     def state_dict(self) -> dict[str, Any]:
-        """Tensors by name of the weight, and those of the whole network by their own names."""
+        """Tensors per weight by name, and tensors of the whole network by their own names."""
         found: dict[str, Any] = {"mask": self.masks(), "log": self.log.state()}
         if self.method is None:
             return found
@@ -295,7 +317,8 @@ class Driver:
         return {**found, "network": network}
 
     def shapes(self) -> tuple[set[str], dict[str, torch.Size]]:
-        """What `state_dict` holds while masks train: entries with a tensor per weight, and the shapes of the tensors of
+        """The layout of `state_dict` while masks train: entries with a tensor per weight, and the shapes of the tensors
+        of
         the whole network."""
         by_weight, network = {"mask", "dense"}, {}
         for name, tensor in self.training.state().items():
@@ -306,9 +329,9 @@ class Driver:
         return by_weight, network
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a checked `state_dict()`."""
+        """Resume from a validated `state_dict()`."""
         self.log.load(state["log"])
-        self.log.set_step(state["step"] - 1)  # the latest entry is of the step before
+        self.log.set_step(state["step"] - 1)  # the latest entry is from the previous step
         self.timeline.set(max(0, state["step"] - self.timeline.plan.warmup))
         if "dense" not in state:
             self.final_mask = torch.zeros_like(self.mask)
@@ -335,7 +358,7 @@ class Driver:
         if now != before:
             raise RuntimeError(
                 f"the weights are on {now} now, but their masks on {before}: move the model before masks begin to "
-                "learn, or save the states of model, optimizer and Sparsifier, build all three anew there, and load"
+                "learn, or save the states of model, optimizer and Sparsifier, rebuild all three there, and load them"
             )
 
     def _named(self, matrix: Tensor) -> dict[str, Tensor]:
@@ -355,7 +378,7 @@ class Driver:
         return counts
 
     def _agreed(self, answer: bool) -> bool:
-        """Whether the answer is yes in all the processes that share the tensors."""
+        """Whether the answer is yes in all processes that share the tensors."""
         if self._group is None:
             return answer
         return not int(self._over_shards(torch.tensor(int(not answer), device=self.state.device)))

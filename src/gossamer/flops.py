@@ -1,16 +1,15 @@
-"""How often each connection is used: the multiply-adds of one forward pass, tensor by tensor.
+"""FLOPs: the number of multiply-adds per weight in one forward pass, tensor by tensor.
 
-Conventions. One multiply-add is two FLOPs. The FLOPs of a tensor are those of its connections alone: no bias,
-norm, activation or attention between activations. A connection at a padded border counts as everywhere else.
-A look-up multiplies nothing, so an embedding counts 0 unless it is also used as a matrix (tied weights).
+Conventions. One multiply-add is two FLOPs. The FLOPs of a tensor are those of its weights alone: no bias, norm,
+activation or product of two activations. Padding counts like any other input. A look-up multiplies nothing, so an
+embedding counts 0 unless it is also used as a matrix (tied weights).
 
-The count is taken from the ATen operations themselves, not from the modules: one evaluation forward runs under
-a dispatch mode that sees every matrix product and convolution, and knows the weights by the memory they lie in.
-The graph of ``gossamer.deployment`` consists of the same operations and gives the same count. The model itself
-is run, because many models cannot be exported (packed sequences, caches in the output, sharded weights).
-So ``F.linear(x, self.embedding.weight)``, attention's packed projections, recurrent layers, packed sequences,
-casts under autocast and weights that a module first rescales are all counted where they are used, and a
-shared weight gets the sum over its uses.
+The count comes from the ATen operations, not from the modules. One forward pass in evaluation mode runs under a
+dispatch mode that intercepts every matrix product and convolution and identifies weights by their memory. The graph of
+``gossamer.deployment`` consists of the same operations and gives the same count. The model itself is run, because many
+models cannot be exported (packed sequences, caches in the output, sharded weights). So ``F.linear(x,
+self.embedding.weight)``, the packed projections of attention, recurrent layers, packed sequences, casts under autocast
+and weights that a module rescales first are all counted, and a shared weight gets the sum over its uses.
 """
 
 import sys
@@ -26,13 +25,13 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from gossamer._forward import arguments, batch_size_at, batch_size_of, first_input, undisturbed
+from gossamer.forward import arguments, batch_size_at, batch_size_of, first_input, undisturbed
 from gossamer.prunable import Weight
 from gossamer.sharding import local
 
 FLOPS_PER_MULTIPLY_ADD = 2
 
-# Products of two matrices (or stacks of them): where the left and the right one are among the arguments.
+# Products of two matrices (or stacks of them): the positions of the two among the arguments.
 _MATRIX_PRODUCTS = {
     **dict.fromkeys(("mm", "bmm", "mv", "dot", "_grouped_mm"), (0, 1)),
     **dict.fromkeys(("addmm", "baddbmm", "addbmm", "addmv", "_addmm_activation"), (1, 2)),
@@ -44,17 +43,17 @@ _LOOK_UPS = frozenset({"embedding", "_embedding_bag", "_embedding_bag_forward_on
 def positions(
     model: nn.Module, weights: Sequence[Weight], example_input: object, *, batch_size: int | None = None
 ) -> dict[str, int]:
-    """Multiply-adds that one connection of each weight takes part in, for one sample, by ``Weight.name``.
+    """Multiply-adds per weight of each tensor for one sample, by ``Weight.name``.
 
-    ``example_input`` is a tensor, a tuple of positional inputs or a mapping of keyword inputs; the batch is
-    the first axis of its first tensor (or where a time-first recurrent or attention layer says), unless
-    ``batch_size`` gives the number of samples. A linear layer then has the number of vectors it maps, a
-    convolution the number of output pixels (transposed: input pixels), a recurrent layer the number of steps,
-    each averaged over the samples. A tensor that the forward pass does not use has 0.
+    ``example_input`` is a tensor, a tuple of positional inputs or a mapping of keyword inputs. The batch is the first
+    axis of its first tensor (time-first recurrent and attention layers override this), unless ``batch_size`` gives the
+    number of samples. The value is the number of vectors for a linear layer, of output pixels for a convolution
+    (transposed: input pixels), and of time steps for a recurrent layer, averaged over the samples. It is 0 for a tensor
+    that the forward pass does not use.
 
-    Where parts of a tensor are used unequally (the three projections that attention packs into one, between
-    sequences of different lengths) the value is the mean over its connections. Means are rounded, but never
-    to 0. The model is run once, in evaluation mode; nothing of it is changed.
+    If parts of a tensor are used unequally (the three packed projections of attention between sequences of different
+    lengths), the value is the mean over its weights. Means are rounded, but never to 0. The model is run once, in
+    evaluation mode, and is not changed.
     """
     with ExitStack() as stack:
         stack.enter_context(undisturbed(model))
@@ -62,49 +61,49 @@ def positions(
         batch = _BatchSize(example_input)
         for handle in (*counter.follow(weights), *batch.watch(model)):
             stack.callback(handle.remove)
-        if "torch._dynamo" in sys.modules:  # compiled parts would hide their operations
+        if "torch._dynamo" in sys.modules:  # compiled regions would hide their operations
             stack.enter_context(torch.compiler.set_stance("force_eager"))
-        # The fused kernel of attention in evaluation hides its products.
+        # The fused attention kernel of evaluation mode would hide its products.
         stack.callback(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
         torch.backends.mha.set_fastpath_enabled(False)
         positional, keyword = arguments(example_input)
         with counter:
             model(*positional, **keyword)
     samples = batch.size if batch_size is None else batch_size
-    return {weight.name: _per_connection(counter.totals[weight.name], weight, samples) for weight in weights}
+    return {weight.name: _per_weight(counter.totals[weight.name], weight, samples) for weight in weights}
 
 
-def _per_connection(multiply_adds: int, weight: Weight, samples: int) -> int:
+def _per_weight(multiply_adds: int, weight: Weight, samples: int) -> int:
     if multiply_adds == 0:
         return 0
     return max(1, round(Fraction(multiply_adds, weight.parameter.numel() * max(1, samples))))
 
 
 class _BatchSize:
-    """Finds the number of samples: the first layer that sees the example's own leading shape knows best."""
+    """The number of samples, from the first layer whose input has the leading shape of the example."""
 
     def __init__(self, example_input: object) -> None:
         self._example = first_input(arguments(example_input))
-        self._told: int | None = None
+        self._found: int | None = None
 
     @property
     def size(self) -> int:
-        return batch_size_of(self._example) if self._told is None else self._told
+        return batch_size_of(self._example) if self._found is None else self._found
 
     def watch(self, model: nn.Module) -> list[Any]:
-        return [module.register_forward_pre_hook(self._look, with_kwargs=True) for module in model.modules()]
+        return [module.register_forward_pre_hook(self._observe, with_kwargs=True) for module in model.modules()]
 
-    def _look(self, module: nn.Module, args: object, kwargs: object) -> None:
-        if self._told is not None or not isinstance(self._example, Tensor):
+    def _observe(self, module: nn.Module, args: object, kwargs: object) -> None:
+        if self._found is not None or not isinstance(self._example, Tensor):
             return
         value = first_input((args, kwargs))
         if isinstance(value, Tensor) and value.shape[:2] == self._example.shape[:2]:
-            self._told = batch_size_at(module, value)
+            self._found = batch_size_at(module, value)
 
 
 @dataclass(frozen=True)
 class _Span:
-    """A stretch of one memory block (in entries) that holds a weight, or a copy of it."""
+    """A range of one memory block (in entries) that holds a weight or a copy of it."""
 
     start: int
     end: int
@@ -114,15 +113,15 @@ class _Span:
 class _MultiplyAdds(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Adds up, per weight, the multiply-adds of every operation that multiplies with it.
 
-    Memory blocks are told apart as *constant* (parameters, buffers and what is computed from these alone) and
-    the rest, which depends on the input. What is computed from a weight and other constants, with its size
-    kept, stands for that weight: a cast copy, a rescaled or masked one.
+    A memory block is *constant* if it holds parameters, buffers or values computed only from these; the others depend
+    on the input. A tensor computed from a weight and other constants, of the same size, stands for that weight: a cast,
+    rescaled or masked copy.
     """
 
     def __init__(self, model: nn.Module, weights: Sequence[Weight]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.totals = {weight.name: 0 for weight in weights}
-        self._constant: dict[int, Tensor] = {}  # holds the tensor, so that its block is not used anew
+        self._constant: dict[int, Tensor] = {}  # keeps the tensor alive, so that its block is not reused
         self._spans: dict[int, list[_Span]] = {}
         for tensor in (*model.parameters(), *model.buffers()):
             self._constant[_block(tensor)] = tensor
@@ -131,10 +130,10 @@ class _MultiplyAdds(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # True would import the compiler, seconds for a count that needs none of it
+        return False  # True would import the compiler, which takes seconds and is not needed
 
     def follow(self, weights: Sequence[Weight]) -> list[Any]:
-        """Hooks for FSDP2, which puts a gathered weight in a module's place while the module runs."""
+        """Hooks for FSDP2, which puts the gathered weight into a module while the module runs."""
         handles: list[Any] = []
         for weight in weights:
             for use in weight.uses:
@@ -185,7 +184,8 @@ class _MultiplyAdds(TorchDispatchMode):  # type: ignore[no-untyped-call]
         outputs: list[Tensor],
         constant: bool,
     ) -> bool:
-        """Adds the multiply-adds of one operation to the weights among its operands; False if it has none."""
+        """Adds the multiply-adds of an operation to the weights among its operands; False if it has no
+        multiply-adds."""
         if operation in _MATRIX_PRODUCTS:
             left, right = (args[index] for index in _MATRIX_PRODUCTS[operation])
             amount = left.numel() * (right.shape[-1] if right.ndim > 1 else 1)
@@ -234,5 +234,5 @@ class _MultiplyAdds(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _block(tensor: Tensor) -> int:
-    """What tells one block of memory from another, as long as both are alive."""
+    """An identifier of the memory block of a tensor, unique while the block is alive."""
     return int(local(tensor).untyped_storage()._cdata)

@@ -1,4 +1,4 @@
-"""Where a measurement comes from: the versions, the commit and the processor."""
+"""The provenance of a measurement: versions, commit and processor."""
 
 import platform
 import subprocess
@@ -19,7 +19,7 @@ def versions() -> dict[str, str]:
 
 
 def commit() -> str | None:
-    """The commit of the checkout that this package lies in; None outside of one, or without git."""
+    """The commit of the checkout that contains this package; None outside a checkout or without git."""
     folder = Path(__file__).resolve().parents[2]
     if not (folder / ".git").exists():
         return None

@@ -1,11 +1,11 @@
-"""The phases of a run as a frozen value: `plan.at(step)` says, for any step, what happens in it.
+"""The phases of a run as a frozen value: `plan.at(step)` is what happens at any step.
 
     warm-up     masks frozen at one: plain dense training
-    sparsify    masks train; connectivity decay removes connections until the target is met
-    stabilise   masks train on at the target and settle
-    fine-tune   masks frozen: what is zero stays exactly zero
+    sparsify    masks train; connectivity decay prunes weights until the target is met
+    stabilise   masks continue to train at the target
+    fine-tune   masks frozen: pruned weights stay exactly zero
 
-Durations carry units: '150ep' (epochs), '2000it' (steps of the optimizer), '0.3run' (share of the run).
+Durations carry units: '150ep' (epochs), '2000it' (steps of the optimizer), '0.3run' (fraction of the run).
 """
 
 import math
@@ -35,7 +35,7 @@ def steps_of(duration: str, *, total_steps: int, steps_per_epoch: int | None) ->
 
 
 def _exact_steps(duration: str, total_steps: int, steps_per_epoch: int | None) -> float:
-    match = _DURATION.fullmatch(str(duration))  # a bare number is a likely mistake, and gets the same answer
+    match = _DURATION.fullmatch(str(duration))  # a bare number is a likely mistake and gets the same error
     if match is None:
         raise ValueError(f"expected a duration with its unit, such as '150ep', '2000it' or '0.3run', got {duration!r}")
     number, unit = float(match[1]), match[2]
@@ -45,11 +45,11 @@ def _exact_steps(duration: str, total_steps: int, steps_per_epoch: int | None) -
         return number
     if unit == "run":
         if number > 1:
-            raise ValueError(f"expected a share of the run between 0 and 1, got {duration!r}")
+            raise ValueError(f"expected a fraction of the run between 0 and 1, got {duration!r}")
         return number * total_steps
     if steps_per_epoch is None:
         raise ValueError(
-            f"{duration!r} counts epochs, but the length of an epoch is not known: "
+            f"{duration!r} counts epochs, but the length of an epoch is unknown: "
             "give steps_per_epoch=len(loader), or use 'it' or 'run'"
         )
     return number * steps_per_epoch
@@ -57,11 +57,11 @@ def _exact_steps(duration: str, total_steps: int, steps_per_epoch: int | None) -
 
 @dataclass(frozen=True)
 class Moment:
-    """What the plan says of one step."""
+    """The state of the plan at one step."""
 
     phase: Phase
-    ramp: float  # 0 to 1: how far the budget has come from everything to its target
-    settling: float  # 0 to 1: how far the mask phases (sparsify and stabilise) have come
+    ramp: float  # progress of the budget from dense (0) to the target (1)
+    settling: float  # progress of the mask phases (sparsify and stabilise), 0 to 1
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class Plan:
         return Moment(phase, ramp, done / (end - start))
 
     def leave_sparsify(self, step: int) -> "Plan":
-        """The same plan with the sparsify phase ended at `step`; what is left of it goes to fine-tuning."""
+        """The same plan with the sparsify phase ended at `step`; fine-tuning gets the remaining steps."""
         length = max(1, step - self.warmup)
         return replace(self, sparsify=length, finetune=self.finetune + self.sparsify - length)
 
@@ -109,7 +109,7 @@ def make_plan(
     stabilise: str,
     steps_per_epoch: int | None = None,
 ) -> Plan:
-    """A plan from durations; fine-tuning is what is left of the run."""
+    """A plan from durations; fine-tuning takes the rest of the run."""
     if total_steps < 1 or total_steps % 1:
         raise ValueError(
             f"expected a whole number of total_steps of at least 1 (len(loader) * epochs), got {total_steps}"
@@ -119,30 +119,30 @@ def make_plan(
     exact = [_exact_steps(duration, total_steps, steps_per_epoch) for duration in (warmup, sparsify, stabilise)]
     lengths = [round(steps) for steps in exact]
     if sum(lengths) > total_steps >= math.floor(sum(exact) + 0.001):
-        lengths[lengths.index(max(lengths))] -= 1  # they fit, and only their rounding does not
-    left = total_steps - sum(lengths)
-    if left < 0:
+        lengths[lengths.index(max(lengths))] -= 1  # they fit but for rounding
+    finetune = total_steps - sum(lengths)
+    if finetune < 0:
         raise ValueError(
             f"the phases warmup={warmup}, sparsify={sparsify} and stabilise={stabilise} take {sum(lengths)} steps, "
             f"but the run has only {total_steps}: shorten these settings or train longer; a duration such as "
             "'0.3run' follows the length of the run"
         )
-    return Plan(lengths[0], lengths[1], lengths[2], left)
+    return Plan(lengths[0], lengths[1], lengths[2], finetune)
 
 
 ANNEALS = ("cosine", "step", "constant")
 
 
 def cosine(progress: float) -> float:
-    """A factor that falls from 1 to 0 on half a cosine."""
+    """A factor that falls from 1 to 0 along half a cosine."""
     return 0.5 * (1.0 + math.cos(math.pi * min(max(progress, 0.0), 1.0)))
 
 
-def nonzeros_left(ramp: float, total: int, target: int) -> int:
-    """The budget along the ramp: a cubic from everything to the target, fast at first while much is redundant."""
+def cubic_budget(ramp: float, total: int, target: int) -> int:
+    """The budget along the ramp: a cubic from dense to the target, steep at first, while many weights are redundant."""
     return target + int((total - target) * (1.0 - ramp) ** 3 + 0.5)
 
 
-def sparse_weight_decay(dense: float, *, left: float, power: float) -> float:
-    """The weight decay once connections go, from that of the dense network and the share that shall be left."""
-    return dense * math.pow(left, power)
+def sparse_weight_decay(dense: float, *, density: float, power: float) -> float:
+    """The weight decay once masks train, from that of the dense network and the target density."""
+    return dense * math.pow(density, power)

@@ -1,24 +1,24 @@
-"""What `Sparsifier` takes by name: the phases of the run, the settings of its method, and named presets of both."""
+"""The settings of `Sparsifier`: the phases of the run, the settings of its method, and named presets of both."""
 
-import difflib
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from types import MappingProxyType
 from typing import Any
 
+from gossamer.hints import did_you_mean
 from gossamer.methods import Method, Options, make_options
 from gossamer.schedule import steps_of
 
 
 @dataclass(frozen=True)
 class Phases:
-    """How long each phase of the run takes, and what no phase prunes; the same for all methods and networks."""
+    """The lengths of the phases, and the minimum density of every tensor; the same for all methods and networks."""
 
     warmup: str = "0.25run"
     sparsify: str = "0.35run"
     stabilise: str = "0.15run"
-    min_density: float = 0.001  # share of each tensor that is never pruned, at least one weight; 0 switches it off
+    min_density: float = 0.001  # fraction of each tensor that is never pruned, at least one weight; 0 disables it
 
     def __post_init__(self) -> None:
         problems = [
@@ -27,9 +27,9 @@ class Phases:
             if (problem := _wrong_duration(getattr(self, name))) is not None
         ]
         if not 0 <= self.min_density < 1:
-            problems.append(f"min_density: expected a share from 0 to below 1, got {self.min_density!r}")
+            problems.append(f"min_density: expected a number of at least 0 and below 1, got {self.min_density!r}")
         if problems:
-            raise ValueError("settings that cannot be used:\n  " + "\n  ".join(problems))
+            raise ValueError("invalid settings:\n  " + "\n  ".join(problems))
 
 
 def _wrong_duration(duration: str) -> str | None:
@@ -43,7 +43,8 @@ def _wrong_duration(duration: str) -> str | None:
 PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
         "default": MappingProxyType({}),
-        # What the paper states, and for what it does not state, what fits its tables (docs/method.md). For scl only.
+        # The settings of the paper; those that it does not state were chosen to fit its tables (docs/method.md). For
+        # scl only.
         "paper": MappingProxyType(
             {
                 "scale": "batch",
@@ -70,19 +71,19 @@ RENAMED: Mapping[str, str] = MappingProxyType(
         "removed_gradient": "pruned_grad_scale",
     }
 )
-"""Settings with a new name, by the old one, which works until the next version."""
+"""New names of renamed settings by their old name, which works for one more version."""
 
 
 def with_current_names(settings: Mapping[str, Any], *, warn: bool = False) -> dict[str, Any]:
-    """The settings under their current names. `warn` about old ones where a user wrote them, not a file."""
+    """The settings under their current names. `warn` about old names, unless they come from a file."""
     both = [name for name, new in RENAMED.items() if name in settings and new in settings]
     if both:
-        raise TypeError(f"settings under their old and their new name, {both[0]} and {RENAMED[both[0]]}: drop the old")
+        raise TypeError(f"{both[0]} is the old name of {RENAMED[both[0]]}, and both are set: drop the old one")
     old = [name for name in settings if name in RENAMED]
     if old and warn:
         pairs = ", ".join(f"{name} is {RENAMED[name]}" for name in old)
         warnings.warn(
-            f"settings have new names ({pairs}); the old ones go with the next version",
+            f"settings have new names ({pairs}); the old ones will be removed in the next version",
             DeprecationWarning,
             stacklevel=4,
         )
@@ -90,20 +91,19 @@ def with_current_names(settings: Mapping[str, Any], *, warn: bool = False) -> di
 
 
 def choose(method: type[Method[Any]], preset: str, overrides: Mapping[str, Any]) -> tuple[Phases, Options]:
-    """The phases and the settings of a method: those of a preset, some of them replaced."""
+    """The phases and the settings of a method: those of a preset with `overrides`."""
     if preset not in PRESETS:
-        raise ValueError(f"expected a preset out of {', '.join(PRESETS)}, got {preset!r}")
+        raise ValueError(f"expected one of the presets {', '.join(PRESETS)}, got {preset!r}")
     if preset != "default" and method.name != "scl":
-        raise ValueError(f"preset={preset!r} is for method='scl', got method={method.name!r}: leave preset= out")
+        raise ValueError(f"preset={preset!r} is for method='scl', got method={method.name!r}: omit preset=")
     overrides = with_current_names(overrides, warn=True)
     of_phases = [field.name for field in fields(Phases)]
     of_method = [field.name for field in fields(method.options) if field.name not in of_phases]
     known = [*of_method, *of_phases]
     for name in overrides:
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"the settings are {', '.join(known)}"
+            hint = did_you_mean(name, known, f"the settings are {', '.join(known)}")
             raise TypeError(f"unknown setting {name!r} of method={method.name!r}: {hint}")
-    values = {**PRESETS[preset], **overrides}
+    values = {**method.usual_phases, **PRESETS[preset], **overrides}
     phases = Phases(**{name: value for name, value in values.items() if name in of_phases})
     return phases, make_options(method, {name: value for name, value in values.items() if name in of_method})

@@ -1,4 +1,4 @@
-"""Tensors that may be sharded over processes (the DTensors of FSDP2) and tensors that are not, alike."""
+"""A common interface to tensors that are sharded over processes (the DTensors of FSDP2) and to plain tensors."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, TypeGuard
@@ -20,17 +20,17 @@ def is_sharded(tensor: Tensor) -> TypeGuard["DTensor"]:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """The part of ``tensor`` that lies in this process's memory, outside autograd."""
+    """The local shard of ``tensor``, detached from autograd."""
     return (tensor.to_local() if is_sharded(tensor) else tensor).detach()
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """All of ``tensor``; of a DTensor gathered (or summed) over its mesh, which all processes have to do."""
+    """All of ``tensor``. A DTensor is gathered (or summed) over its mesh, so all processes have to call this."""
     return tensor.full_tensor() if is_sharded(tensor) else tensor
 
 
 def sharded_like(tensor: Tensor, parameter: Tensor) -> Tensor:
-    """``tensor``, the part in this process's memory, as a whole that is sharded like ``parameter``."""
+    """A tensor sharded like ``parameter``, of which ``tensor`` is the local shard."""
     if not is_sharded(parameter):
         return tensor
     from torch.distributed.tensor import DTensor
@@ -46,12 +46,12 @@ def sharded_like(tensor: Tensor, parameter: Tensor) -> Tensor:
 
 
 def gathered(tensor: Tensor, parameter: Tensor) -> Tensor:
-    """The whole of which ``tensor`` is the part in this process, sharded like ``parameter``."""
+    """The full tensor of which ``tensor`` is the local shard, sharded like ``parameter``."""
     return whole(sharded_like(tensor, parameter))
 
 
 def shard_axis(parameter: Tensor) -> int | None:
-    """The axis along which ``parameter`` is cut into shards, or None where it is whole."""
+    """The axis along which ``parameter`` is sharded, or None."""
     if not is_sharded(parameter):
         return None
     from torch.distributed.tensor import Shard
@@ -60,7 +60,7 @@ def shard_axis(parameter: Tensor) -> int | None:
 
 
 def shard_group(parameters: Sequence[Tensor]) -> dist.ProcessGroup | None:
-    """The processes over which the tensors are sharded, or None where each process has them whole."""
+    """The process group over which the tensors are sharded, or None."""
     groups: set[dist.ProcessGroup | None] = set()
     for parameter in parameters:
         if not is_sharded(parameter):
@@ -82,9 +82,10 @@ def shard_group(parameters: Sequence[Tensor]) -> dist.ProcessGroup | None:
 
 
 def of_all_processes(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The ``tensor`` of every process of the group, one row a process.
+    """The ``tensor`` of every process of the group, one row per process.
 
-    As a sum of rows that are zero elsewhere: the name of the gathering collective differs between versions of torch.
+    Computed as a sum of rows that are zero elsewhere, because the name of the gathering collective differs between
+    versions of torch.
     """
     rows = tensor.new_zeros(dist.get_world_size(group), tensor.numel())
     rows[dist.get_rank(group)] = tensor.flatten()

@@ -1,63 +1,78 @@
-"""The one object a user touches: it makes a model sparse through the steps of the model's own optimizer.
+"""The main object of the library: it makes a model sparse through the steps of the model's own optimizer.
 
-The model is left alone. Outside the optimizer's step its parameters hold w = w̃ ⊙ m, so they are exactly sparse. Around
-each step:
+The modules of the model are not changed. Between steps, the parameters hold w = w̃ ⊙ m, so they are exactly sparse.
+Around each step of the optimizer:
 
-    before   the method learns from the gradients and sets the masks; w̃ is put into the parameters
-    step     the user's optimizer, whichever it is, updates w̃ with the gradient that the method has left
-    after    w̃ is kept aside, and w = w̃ ⊙ m is left in the parameters
+    before   the method updates the masks from the gradients; the parameters get w̃
+    step     the optimizer updates w̃ with the gradient, which the method may have changed
+    after    w̃ is saved, and the parameters get w = w̃ ⊙ m
 
-Everything that has to be done to gradients first (accumulation, all-reduce, un-scaling, clipping) is done by then.
-This file decides when; driver.py does it, with any method of gossamer.methods.
+The hooks run inside `optimizer.step()`, so gradients have already been accumulated, all-reduced, unscaled and clipped.
+This file decides when; driver.py does the work, with any method of gossamer.methods.
 """
 
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, fields, replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from gossamer._claims import claim, owned_by, release
-from gossamer._hooks import capturing, is_nested, uncompiled, unscaling
-from gossamer._preconditions import check_weights
-from gossamer._resume import FORMAT, check_state, check_tensors
-from gossamer._selectors import Selectors, clean_name, some
-from gossamer.diagnostics import Counters, Health
+from gossamer.deprecation import renamed
+from gossamer.diagnostics import Counters, Health, HealthLog
 from gossamer.driver import Driver, not_finite
 from gossamer.flops import positions
 from gossamer.methods import Method, Request, load
 from gossamer.methods.base import min_nonzeros
 from gossamer.methods.budgets import BudgetedMethod
 from gossamer.methods.slimming import gains_of
+from gossamer.optimizers import (
+    capturing,
+    evaluates,
+    follow_modes,
+    is_nested,
+    owned_by,
+    uncompiled,
+    unscaling,
+    unwrapped,
+)
+from gossamer.per_sample.capture import check_layers
 from gossamer.prunable import Weight, select
 from gossamer.schedule import Phase, Plan, make_plan
+from gossamer.selectors import Selectors, clean_name, some
 from gossamer.settings import choose
 from gossamer.sharding import is_sharded, local, shard_group
-from gossamer.state import make_layout
+from gossamer.state import common_device, make_layout
+from gossamer.state_dict import FORMAT, check_state, check_tensors
 from gossamer.target import make_target
-from gossamer.zeros import impose
+from gossamer.watch import watch, watch_zeros
+from gossamer.zeros import impose, share_of_zeros
 
-_LEAVE_EVERY = 20  # at most this many mask steps between two checks whether the sparsify phase can be left
-_WARN_EVERY = 64  # steps between two readings of the count of steps with non-finite gradients, on an accelerator
+_LEAVE_EVERY = 20  # at most this many mask steps between two checks whether the sparsify phase can end
+_SPARSE_ALREADY = 0.05  # sparsity from which on the start of a plan looks like a run that should have been resumed
+_WARN_EVERY = 64  # steps between two reads of the number of steps with non-finite gradients, on an accelerator
+# Each weight has at most one Sparsifier: two would overwrite each other's masks.
+_CLAIMS: WeakKeyDictionary[object, frozenset[int]] = WeakKeyDictionary()  # Sparsifier -> ids of its parameters
 
 
 class Sparsifier:
     """Makes a model sparse while its optimizer trains the weights.
 
-    `method` is the name of a method (`gossamer.methods`), "my_module:MyMethod", or a class; "scl", the default, learns
-    its masks. Ask for one of `sparsity` (share of zeros, met exactly), `flops` (share of the multiply-adds that is
-    left, met exactly; needs `example_input`) and `decay` (the paper's fixed λ1; `leave_at` ends the sparsify phase
-    early once that sparsity is reached). `total_steps` is the number of optimizer steps of the whole run, over which
-    the phases are laid out; durations in epochs need `steps_per_epoch`. `include` and `exclude` choose tensors by name
-    pattern, module class or module. `seed` is for methods that draw random numbers. `loss_scale=scaler.get_scale` is
-    needed where a scaled loss meets scale="per_sample". `learning_rate(plan, step)` is for methods that train a second
-    time from an earlier learning rate. Phases and settings of the method can be given by name on top of a `preset`.
+    `method` is the name of a method (`gossamer.methods`), "my_module:MyMethod", or a class. The default, "scl", learns
+    its masks. The target is one of `sparsity` (fraction of zeros, met exactly), `flops` (fraction of the multiply-adds
+    to keep, met exactly; needs `example_input`) and `decay` (the paper's fixed λ1; `leave_at` ends the sparsify phase
+    as soon as that sparsity is reached). `total_steps` is the number of optimizer steps of the whole run; the phases
+    divide it. Durations in epochs need `steps_per_epoch`. `include` and `exclude` select tensors by name pattern,
+    module class or module. `seed` is for methods that draw random numbers. `loss_scale=scaler.get_scale` is needed if
+    a scaled loss is combined with scale="per_sample". `learning_rate(plan, step)` is for methods that rewind the
+    learning rate after pruning. Phases and settings of the method are keyword arguments that override the `preset`.
 
-    For a step captured in a CUDA graph call `advance()` before each replay, and capture again when `phase` changes.
+    If a step is captured in a CUDA graph, call `advance()` before each replay, and capture again when `phase` changes.
     """
 
     def __init__(
@@ -83,17 +98,17 @@ class Sparsifier:
     ) -> None:
         self._kind = load(method) if isinstance(method, str) else method
         self.phases, self.settings = choose(self._kind, preset, settings)
-        # Without the prefixes of wrappers, so that masks and states fit the model however it is wrapped.
+        # Names lack the prefixes of wrappers, so that masks and states fit the model however it is wrapped.
         selected = select(model, include=include, exclude=exclude)
         self.weights: tuple[Weight, ...] = tuple(
             replace(weight, name=clean_name(weight.name, model)) for weight in selected
         )
-        optimizers = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
-        # An optimizer that updates none of the weights (Muon beside AdamW) has no part in this.
+        optimizers = [unwrapped(each) for each in (optimizer if isinstance(optimizer, Sequence) else [optimizer])]
+        # An optimizer that updates none of the weights (AdamW next to Muon, say) is ignored.
         self._owned = [(owner, indices) for owner, indices in owned_by(optimizers, self.weights) if indices]
         self._group = shard_group([weight.parameter for weight in self.weights])
         self._replicas = model.process_group if isinstance(model, DistributedDataParallel) else None
-        check_weights(
+        _check_weights(
             self.weights,
             needs_samples=self._kind.needs_samples(self.settings),
             sharded=self._group is not None,
@@ -123,7 +138,9 @@ class Sparsifier:
             floors=min_nonzeros(sizes, floor),
         )
         if leave_at is not None and decay is None:
-            raise ValueError("leave_at= goes with decay=: a sparsity= or flops= budget is met at the end of its phase")
+            raise ValueError(
+                "leave_at= requires decay=: a sparsity= or flops= budget is met at the end of the sparsify phase"
+            )
         if leave_at is not None and not 0 < leave_at < 1:
             raise ValueError(f"expected leave_at to be a sparsity between 0 and 1, such as 0.94, got {leave_at}")
         self._leave_at, self._loss_scale, self._steps_per_epoch = leave_at, loss_scale, steps_per_epoch
@@ -136,16 +153,18 @@ class Sparsifier:
         sizes_of_others = [(name, parameter.numel()) for name, parameter in others]
         self._gains = gains_of(model, [weight.name for weight in selected], sizes_of_others)
         self._kind.check(make_layout(self.weights, any_order=self._kind.any_order, gains=self._gains), self._request)
-        self._driver: Driver | None = None  # made where masks begin
+        self._driver: Driver | None = None  # created when masks begin to train
         self._warned_of_skipped = 0
-        self._topology_done = 0  # the step after which the method has been asked to update its topology
-        self.step = 0
+        self._topology_done = 0  # the step of the last topology update
+        self.step, self.in_step = 0, False
         self.phase = self.plan.at(0).phase
-        claim(self, self.weights)
+        _claim(self, self.weights)
+        watch(self, self.weights)
         before, after = uncompiled(self._before_step), uncompiled(self._after_step)
         self._handles = [each.register_step_pre_hook(before) for each, _ in self._owned]
         self._handles += [each.register_step_post_hook(after) for each, _ in self._owned]
-        if self.phase.masks_train:
+        self._modes = [follow_modes(each, uncompiled(self._after_change_of_mode)) for each, _ in self._owned]
+        if self.phase.masks_train and not self._on_meta:
             self._begin()
 
     def _check_kind(self, flops: float | None, decay: float | None) -> None:
@@ -153,75 +172,95 @@ class Sparsifier:
         if self._group is not None and not self._kind.shardable:
             raise ValueError(
                 f"method={name!r} needs whole weights in every process, got {self.weights[0].name} in shards: use DDP, "
-                "or a method that works on shards, such as method='scl'"
+                "or a method that supports shards, such as method='scl'"
             )
         if not self._kind.solves_targets and (flops is not None or decay is not None):
-            raise ValueError(f"method={name!r} meets sparsity= alone: flops= and decay= need method='scl'")
-
-    # --- what a user reads ---
+            raise ValueError(f"method={name!r} supports only sparsity=: flops= and decay= need method='scl'")
 
     @property
-    def connections(self) -> int:
-        """Weights that are kept. With sharded weights all processes have to ask."""
+    def _on_meta(self) -> bool:
+        return self.weights[0].parameter.is_meta  # like all of them
+
+    def _check_values(self) -> None:
+        if self._on_meta:
+            raise RuntimeError(
+                f"expected weights with values, but {self.weights[0].name} is on the meta device, where a network can "
+                "be planned but not trained: give the model values (model.to_empty and load_state_dict), then build "
+                "the optimizer and the Sparsifier"
+            )
+
+    # --- properties and diagnostics ---
+
+    @property
+    def nonzeros(self) -> int:
+        """The number of kept weights. With sharded weights, all processes have to call it."""
         return self._total if self._driver is None else self._driver.count()
+
+    connections = renamed("connections", "nonzeros")
 
     @property
     def sparsity(self) -> float:
-        """Share of the weights that is pruned."""
-        return 1.0 - self.connections / self._total
+        """The fraction of the weights that is pruned."""
+        return 1.0 - self.nonzeros / self._total
 
     @property
     def masks(self) -> dict[str, Tensor]:
-        """The masks by name of the weight: True where it is kept. Sharded where the weights are."""
+        """The masks by weight name: True for kept weights. Sharded like the weights."""
         if self._driver is not None:
             return self._driver.masks()
         return {weight.name: torch.ones_like(weight.parameter, dtype=torch.bool) for weight in self.weights}
 
     @property
-    def settled(self) -> dict[str, float]:
-        """The values in use of settings that may be left open, such as the learning rate of the mask variables."""
+    def resolved_settings(self) -> dict[str, float]:
+        """The values of settings that default to None and are derived, such as the learning rate of the masks."""
         steps = self.plan.sparsify + self.plan.stabilise
         if self._driver is not None:
-            steps = self._driver.log.mask_steps  # of the plan with which masks began
-        chosen = self._kind.resolve(self.settings, mask_steps=steps, left=self._target.left)
-        open_ones = [field.name for field in fields(chosen) if field.default is None]
-        return {name: getattr(chosen, name) for name in open_ones if getattr(chosen, name) is not None}
+            steps = self._driver.log.mask_steps  # of the plan at the time when masks began to train
+        chosen = self._kind.resolve(self.settings, mask_steps=steps, density=self._target.density)
+        derived = [field.name for field in fields(chosen) if field.default is None]
+        return {name: getattr(chosen, name) for name in derived if getattr(chosen, name) is not None}
+
+    settled = renamed("settled", "resolved_settings")
 
     def health(self, *, layers: bool = True) -> Health:
-        """How mask learning has gone so far; without its layers it is cheap. With sharded weights all have to ask."""
+        """The progress of mask learning; cheap without `layers`. With sharded weights, call it in all processes."""
         if self._driver is None:
-            raise RuntimeError(f"masks have not begun to learn: step {self.step} of {self.plan.warmup} of the warm-up")
+            log = HealthLog(len(self.weights), self.plan.warmup, 1, torch.device("cpu"))
+            weights = self.weights if layers else ()
+            masks = (torch.ones(weight.parameter.shape, dtype=torch.bool) for weight in weights)
+            return log.read(weights, masks, [None] * len(weights), self.step, self._steps_per_epoch)
         return self._driver.health(self.step, self._steps_per_epoch, layers=layers)
 
     def metrics(self) -> dict[str, float]:
-        """What to log in every step, in every phase: flat, and cheap.
+        """A flat dict of floats to log in every step, in any phase. It is cheap to compute.
 
-        `step`, `phase` (0 warm-up, 1 sparsify, 2 stabilise, 3 fine-tune, 4 finished), `sparsity`, `density`, the
-        target (`target_sparsity`, or `target_flops`, the share that is left), `decay` (λ1), `flips` (masks that have
-        changed so far) and `skipped_steps` (steps in which masks did not learn because gradients were not finite).
-        `decay`, `flips` and `skipped_steps` are those of method="scl", and 0 with methods that do not report them.
+        The keys are `step`, `phase` (0 warm-up, 1 sparsify, 2 stabilise, 3 fine-tune, 4 finished), `sparsity`,
+        `density`, the target (`target_sparsity`, or `target_flops`, the fraction to keep), `decay` (λ1), `flips` (the
+        number of mask changes so far) and `skipped_steps` (steps in which masks did not learn because gradients were
+        not finite). `decay`, `flips` and `skipped_steps` are 0 for methods that do not report them.
 
-        An accelerator is not waited for: while masks train, its figures are those of the previous call. Only methods
-        that do not report their nonzeros count them, which waits, and with sharded weights all processes have to call.
+        It does not wait for an accelerator: while masks train, the figures are those of the previous call. If a method
+        does not report its nonzeros, they are counted, which waits for the device; with sharded weights, all processes
+        then have to call it.
         """
         latest = Counters(0.0, self._total, 0, 0) if self._driver is None else self._driver.counters()
-        density = latest.nonzeros / self._total
+        current = latest.nonzeros / self._total
         found = {
             "step": float(self.step),
             "phase": float(list(Phase).index(self.phase)),
-            "sparsity": 1.0 - density,
-            "density": density,
+            "sparsity": 1.0 - current,
+            "density": current,
             "decay": latest.decay,
             "flips": float(latest.flips),
             "skipped_steps": float(latest.skipped),
         }
-        left = self._target.left
-        if left is not None:
-            found |= {"target_flops": left} if self._target.costs else {"target_sparsity": 1.0 - left}
+        density = self._target.density
+        if density is not None:
+            found |= {"target_flops": density} if self._target.costs else {"target_sparsity": 1.0 - density}
         return found
 
     def __repr__(self) -> str:
-        """Several lines for people: target, phases, progress and tensors."""
+        """A summary in several lines: target, phases, progress and tensors."""
         lengths = {
             Phase.WARMUP: self.plan.warmup,
             Phase.SPARSIFY: self.plan.sparsify,
@@ -229,7 +268,7 @@ class Sparsifier:
             Phase.FINETUNE: self.plan.finetune,
         }
         progress = f"step {self.step:,} of {self.plan.total:,}, {self.phase}"
-        if self._group is None:  # otherwise the count needs all processes
+        if self._group is None:  # otherwise, the count needs all processes
             progress += f", {self.sparsity:.2%} zeros"
         tensors = [f"{weight.name} {'×'.join(map(str, weight.parameter.shape))}" for weight in self.weights]
         lines = (
@@ -247,20 +286,22 @@ class Sparsifier:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
-        """Finish, unless an error leaves the block: then all stays as it is, to be saved or continued."""
+        """Finish, unless an exception leaves the block; the run can then still be saved or resumed."""
         if kind is None:
             self.finish()
 
     def advance(self) -> Phase:
-        """Go to the next step of the plan. The optimizer's step does so by itself, unless replayed from a graph."""
+        """Advance the plan by a step. `optimizer.step()` does this itself, unless it is replayed from a CUDA graph."""
         if self.phase is Phase.FINISHED:
-            raise RuntimeError("finish() was called: make a new Sparsifier to train on, or use keep_zeros()")
+            raise RuntimeError("finish() was called: create a new Sparsifier to continue, or use keep_zeros()")
+        self._check_values()
         if self._leave_at is not None:
             self._leave_if_reached(self._leave_at)
         moment = self.plan.at(self.step)
+        self._warn_of_unplanned_steps()
         self._warn_of_skipped_steps(at_last=not moment.phase.masks_train)
         with torch.no_grad():
-            self._update_topology()  # after a step that was replayed
+            self._update_topology()  # after a replayed step
             if moment.phase.masks_train:
                 driver = self._begin()
                 if self.step == self.plan.warmup:
@@ -274,22 +315,24 @@ class Sparsifier:
         return self.phase
 
     def finish(self) -> None:
-        """Take the hooks off; the model is plain and exactly as sparse as was asked.
+        """Remove the hooks. The model is then plain and exactly as sparse as requested.
 
-        When the run ended before its plan, a warning says so, and the masks are cut to the target at once (with a
-        fixed `decay` they stay as they are). Raises an error, before anything else, if the model no longer holds the
-        weights that were made sparse.
+        If the run ends before its plan, a warning is given, and the masks are cut to the target at once (with a fixed
+        `decay`, they stay as they are). Raises an error, before anything else, if the model no longer holds the
+        parameters that were made sparse.
         """
         if self.phase is Phase.FINISHED:
             return
+        self._check_values()
         self._check_model()
+        self._check_weights_of_last_step()
         early = self.plan.at(self.step).phase is not Phase.FINETUNE
         if early:
             budget = self._target.decay is None
             warnings.warn(
                 f"finish() after {self.step} of {self.plan.total} steps, in the {self.phase} phase: the masks "
-                + ("are cut to the target now, without training afterwards. " if budget else "stay as they are now. ")
-                + "Give the true total_steps to have all the phases in the run",
+                + ("are cut to the target now, without further training. " if budget else "stay as they are now. ")
+                + "Pass the true total_steps to run all phases",
                 stacklevel=2,
             )
             if budget:
@@ -298,46 +341,75 @@ class Sparsifier:
         if self._driver is not None:
             with torch.no_grad():
                 self._driver.finalize()
-                self._driver.show()  # where a step was interrupted
+                self._driver.apply_masks()  # in case a step was interrupted
         wrong = not_finite((weight.name, local(weight.parameter)) for weight in self.weights)
+        self._forget_pruned(~self._driver.mask if self._driver is not None else None)
+        watch_zeros(self.weights)
         self._remove_hooks()
         if wrong:
             raise RuntimeError(
-                f"the run has ended with weights that are not finite (infinite or NaN), in {', '.join(wrong[:3])}: it "
+                f"the run ended with weights that are not finite (infinite or NaN) in {', '.join(wrong[:3])}: it "
                 "has diverged; train again with a smaller learning rate or with gradient clipping"
             )
 
     def _remove_hooks(self) -> None:
         for handle in self._handles:
             handle.remove()
-        release(self)
+        for modes in self._modes:
+            modes.remove()
+        _CLAIMS.pop(self, None)
         self.phase = Phase.FINISHED
-        # What belongs to the training is let go, so that a finished object can be copied and pickled.
-        self._handles, self._owned, self._others = [], [], []
+        # Release training state, so that a finished object can be copied and pickled.
+        self._handles, self._modes, self._owned, self._others = [], [], [], []
         self._loss_scale = self._learning_rate = self._replicas = None
 
     def _check_model(self) -> None:
-        """Raise if parameters were replaced: their zeros are not in the model any more."""
+        """Raise if parameters were replaced, as their zeros are no longer in the model."""
         lost = [
             weight.name
             for weight in self.weights
             for use in weight.uses
-            if not is_sharded(weight.parameter)  # FSDP2 puts whole weights in their place for a while
+            if not is_sharded(weight.parameter)  # FSDP2 temporarily replaces them with gathered weights
             and use.module._parameters.get(use.attribute, weight.parameter) is not weight.parameter
         ]
         if lost:
             raise RuntimeError(
-                f"the model holds another parameter as {', '.join(lost[:3])} than the one that was made sparse, so its "
-                "zeros are lost: replace layers before the Sparsifier is made, or use impose(model) to prune the new "
-                "ones by the masks"
+                f"the parameter {', '.join(lost[:3])} of the model is not the one that was made sparse, so its zeros "
+                "are lost: replace layers before creating the Sparsifier, or use impose(model) to apply the masks to "
+                "the new ones"
             )
 
+    def _check_weights_of_last_step(self) -> None:
+        """Raise if the model holds other weights than the last step left, such as those of an earlier checkpoint."""
+        if wrong := self._changed_weights():
+            raise RuntimeError(
+                f"{wrong} changed since the last step: an earlier checkpoint was loaded (load_best_model_at_end), or "
+                "averaged weights were put in. The final masks do not fit such weights. Load the weights of the last "
+                "step, and choose the best checkpoint among those of the fine-tune phase alone; or, to prune these "
+                "weights by the masks of now, call sparsifier.impose(model) before finish()"
+            )
+
+    def _changed_weights(self) -> str:
+        if self._driver is None or self.in_step or any(evaluates(owner) for owner, _ in self._owned):
+            return ""  # a step that was interrupted is repaired
+        return self._driver.changed_since_last_step()
+
+    def weights_changed(self) -> bool:
+        """Whether the model holds other weights than the last step left, such as averages or an earlier checkpoint."""
+        return bool(self._changed_weights())
+
+    def restore_weights(self) -> None:
+        """Put the weights of the last step back, under the masks. Once masks are final, only the zeros come back."""
+        if self._driver is not None and self.phase is not Phase.WARMUP:
+            with torch.no_grad():
+                self._driver.apply_masks()
+
     def impose(self, other: nn.Module) -> None:
-        """Put the zeros of the masks into another model with the same names, such as an average of the weights."""
+        """Apply the masks to another model with the same names, such as an average of the weights."""
         impose(other, self.masks)
 
     def _begin(self) -> Driver:
-        """The masks begin to train, if they have not begun yet."""
+        """Start training the masks, if they do not train yet."""
         if self._driver is None:
             with torch.no_grad():
                 self._driver = self._make_driver()
@@ -359,7 +431,7 @@ class Sparsifier:
         )
 
     def _leave_if_reached(self, sparsity: float) -> None:
-        """The paper's rule: leave the sparsify phase when the target is almost reached."""
+        """The rule of the paper: end the sparsify phase when the target is almost reached."""
         in_phase = self._driver is not None and self.plan.at(self.step).phase is Phase.SPARSIFY
         every = min(_LEAVE_EVERY, max(1, self.plan.sparsify // 10))
         if in_phase and (self.step - self.plan.warmup) % every == 0 and self.sparsity >= sparsity:
@@ -367,9 +439,9 @@ class Sparsifier:
             self._begin().timeline.plan = self.plan
 
     def _warn_of_skipped_steps(self, *, at_last: bool) -> None:
-        """Warn when gradients were not finite: at first, when the count has doubled, and at last.
+        """Warn about non-finite gradients: the first time, whenever their number has doubled, and at the end.
 
-        On an accelerator the count is some steps old, so that the step does not wait for it.
+        On an accelerator, the count is some steps old, so that the step does not wait for it.
         """
         driver = self._driver
         if driver is None or driver.method is None:
@@ -385,22 +457,54 @@ class Sparsifier:
             )
             warnings.warn(f"{where} (infinite or NaN): masks did not learn in {skipped} steps so far", stacklevel=5)
 
+    def _warn_of_unplanned_steps(self) -> None:
+        """Warn where the first step begins with a sparse model, and where there are more steps than planned."""
+        if self.step == self.plan.total:
+            warnings.warn(
+                f"more optimizer steps than total_steps={self.plan.total}: masks stay as they are, and the fine-tune "
+                "phase goes on. To spread the phases over the whole run, give the true number of optimizer steps "
+                "(batches times epochs, divided by gradient accumulation)",
+                stacklevel=5,
+            )
+        if self.step > 0 or self._driver is not None or not self.plan.warmup or capturing():
+            return
+        found = share_of_zeros(self.weights)
+        if found > _SPARSE_ALREADY:
+            warnings.warn(
+                f"the model is {found:.1%} sparse already, and this Sparsifier starts at step 0 of its plan, with "
+                "dense training, in which these zeros are lost. To resume a run, load its state too "
+                "(sparsifier.load_state_dict). To train a sparse model without losing its zeros, use "
+                "gossamer.keep_zeros(model, optimizer)",
+                stacklevel=5,
+            )
+
+    def _after_change_of_mode(self, optimizer: Optimizer) -> None:
+        """A schedule-free optimizer has exchanged the weights of training and of evaluation."""
+        if self._driver is None or self.phase is Phase.WARMUP:
+            return
+        with torch.no_grad():
+            if evaluates(optimizer) or not self.phase.masks_train:
+                self._driver.prune(self._indices(optimizer))
+            else:
+                self._driver.apply_masks(self._indices(optimizer))
+
     # --- the hooks on the optimizer ---
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if is_nested(optimizer):
             return None
-        leads = optimizer is self._owned[0][0]  # of several optimizers the first one is the clock
+        leads = optimizer is self._owned[0][0]  # with several optimizers, the first one advances the plan
         if leads and not capturing():
             self.advance()
             self._set_learning_rate(optimizer)
+        self.in_step = True
         if self._driver is None or self.phase is Phase.WARMUP:
             return None
         owned = self._indices(optimizer)
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         changed = None
         if closure is not None:
-            # The forward and backward of this step happen in the closure: do them first, on the sparse weights.
+            # The closure computes forward and backward of this step: run it first, on the sparse weights.
             closure = self._closure_on_sparse_weights(closure, self._driver, owned)
             changed = args[:1], {**kwargs, "closure": closure}
         if self.phase.masks_train:
@@ -409,41 +513,43 @@ class Sparsifier:
                     self._learn(optimizer, self._driver)
                     others = [index for _, indices in self._owned[1:] for index in indices]
                     if others:
-                        self._driver.show(others)
+                        self._driver.apply_masks(others)
                 else:
-                    self._driver.hide(owned)
+                    self._driver.restore_dense(owned)
+        self._versions = self._versions_of(owned) if closure is not None else []
         return changed
 
     def _learn(self, optimizer: Optimizer, driver: Driver) -> None:
         try:
-            driver.learn(
+            driver.update_masks(
                 optimizer.param_groups[0].get("lr", 0.0),
                 unscale=unscaling(optimizer),
                 found_inf=getattr(optimizer, "found_inf", None),
                 loss_scale=None if self._loss_scale is None else self._loss_scale(),
             )
         except BaseException:
-            driver.show()
+            driver.apply_masks()
             raise
 
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if is_nested(optimizer):
             return
         last = optimizer is self._owned[-1][0]
+        self.in_step = self.in_step and not last
         if self._driver is None:
             if last and self.plan.at(self.step).phase.masks_train and not capturing():
-                self._begin()  # so that the next forward pass uses its weights, and its samples are seen
+                self._begin()  # so that the next forward pass uses the masked weights, and its samples are recorded
             return
         if self.phase is Phase.WARMUP:
             return
         owned = self._indices(optimizer)
         with torch.no_grad():
             if not self.phase.masks_train:
-                self._driver.show(owned)
+                self._driver.apply_masks(owned)
                 return
             if last:
                 self._driver.timeline.clock += 1
-            self._driver.keep(owned, last=last)
+            self._driver.read_back(owned, last=last)
             if last and not capturing():
                 self._update_topology()
                 if self.plan.at(self.step).phase is Phase.FINETUNE:
@@ -455,10 +561,13 @@ class Sparsifier:
             return
         self._topology_done = self.step
         done = self.step - self.plan.warmup
-        fresh = self._driver.update_topology(done) if done > 0 else None
-        if fresh is None:
+        self._forget_pruned(self._driver.update_topology(done) if done > 0 else None)
+
+    def _forget_pruned(self, chosen: Tensor | None) -> None:
+        """Reset the state of the optimizers, such as their momentum, for the chosen weights."""
+        if chosen is None or self._driver is None:
             return
-        views = self._driver.state.views(fresh)
+        views = self._driver.state.views(chosen)
         for optimizer, indices in self._owned:
             for index in indices:
                 parameter = self.weights[index].parameter
@@ -483,27 +592,35 @@ class Sparsifier:
 
         def evaluate() -> Any:
             if first:
-                return first.pop()
-            # An optimizer that evaluates again (LBFGS) asks for the loss at the weights it has just tried.
+                loss = first.pop()
+                if self._versions == self._versions_of(owned):
+                    return loss
+            # An optimizer that evaluates again (LBFGS), or that moves the weights or clears the gradients before its
+            # first evaluation (SAM), needs the loss at its trial weights.
             with torch.no_grad():
                 if trains:
-                    driver.keep(owned, last=False)
+                    driver.read_back(owned, last=False)
                 else:
-                    driver.show(owned)
+                    driver.apply_masks(owned)
             with torch.enable_grad():
                 loss = closure()
             if trains:
                 with torch.no_grad():
-                    driver.hide(owned)
+                    driver.restore_dense(owned)
                     driver.change_gradients()
             return loss
 
         return evaluate
 
+    def _versions_of(self, owned: Sequence[int]) -> list[tuple[int, int, int]]:
+        """Changes when somebody writes to the weights or to their gradients."""
+        parameters = [self.weights[index].parameter for index in owned]
+        return [(each._version, id(each.grad), 0 if each.grad is None else each.grad._version) for each in parameters]
+
     # --- checkpoints ---
 
     def state_dict(self) -> dict[str, Any]:
-        """All that is needed to go on from here, as plain values and tensors by the name of the weight."""
+        """The state for resuming, as plain values and tensors by weight name."""
         state: dict[str, Any] = {
             "format": FORMAT,
             "method": self._kind.name,
@@ -516,12 +633,15 @@ class Sparsifier:
         return state if self._driver is None else {**state, **self._driver.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a `state_dict()`; load the model's and the optimizer's state too.
+        """Resume from a `state_dict()`; load the states of the model and the optimizer too.
 
-        A state that does not fit raises a ValueError, and nothing has changed then.
+        A state that does not fit raises a ValueError and changes nothing.
         """
         if self.phase is Phase.FINISHED:
-            raise RuntimeError("finish() was called, so this Sparsifier has no hooks: make a new one to load the state")
+            raise RuntimeError(
+                "finish() was called, so this Sparsifier has no hooks: create a new one to load the state"
+            )
+        self._check_values()
         check_state(state, self.weights, method=self._kind.name, target=self._target)
         driver = None
         with torch.no_grad():
@@ -536,23 +656,66 @@ class Sparsifier:
                         driver.freeze()
                     raise
             if self._driver is not None:
-                self._driver.freeze()  # stops watching the model
+                self._driver.freeze()  # removes its hooks from the model
             self._driver = driver
             self.step, self.phase, self.plan = state["step"], Phase(state["phase"]), Plan(**state["plan"])
             self._topology_done = state["topology_done"]
             if driver is not None:
                 driver.load_state_dict(state)
                 if self.phase is not Phase.WARMUP:
-                    driver.show()
+                    driver.apply_masks()
                 self._warned_of_skipped = int(driver.log.skipped)
         if self.phase is Phase.FINISHED:
             self._remove_hooks()
 
+    def __del__(self) -> None:
+        """Warn when masks never became final; an object that was never used is no problem."""
+        phase = getattr(self, "phase", Phase.FINISHED)
+        if phase in (Phase.FINETUNE, Phase.FINISHED) or not self.step:
+            return
+        warnings.warn(
+            f"a Sparsifier was discarded without finish() after {self.step} of {self.plan.total} optimizer steps, in "
+            f"the {phase} phase, so the model does not have the sparsity that was asked for. Call finish(), and give "
+            "the true number of optimizer steps as total_steps (batches × epochs, divided by gradient accumulation)",
+            stacklevel=2,
+        )
+
     def __getstate__(self) -> dict[str, Any]:
         if self.phase is not Phase.FINISHED or self._group is not None:
             raise TypeError(
-                "a Sparsifier cannot be copied or pickled before finish(), as its hooks would stay behind, nor with "
-                "sharded weights: save its state_dict(), make a new one for the copied model and optimizer, and load "
-                "it there"
+                "a Sparsifier cannot be copied or pickled before finish(), because its hooks cannot be copied, nor "
+                "with sharded weights: save its state_dict(), create a new Sparsifier for the copied model and "
+                "optimizer, and load the state there"
             )
         return self.__dict__
+
+
+def _check_weights(weights: Sequence[Weight], *, needs_samples: bool, sharded: bool, replicated: bool) -> None:
+    """Raise if masks of these weights cannot train.
+
+    `needs_samples`: the method needs per-sample gradients; `sharded`: each process has a shard of every weight;
+    `replicated`: the model is wrapped in DistributedDataParallel.
+    """
+    common_device([weight.parameter for weight in weights])
+    if not needs_samples:
+        return
+    if sharded:
+        raise ValueError('scale="per_sample" needs whole weights in every process: use DDP, or scale="global"')
+    check_layers(weights)
+    if not replicated and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        raise ValueError(
+            'scale="per_sample" sums over the samples of all processes: pass the Sparsifier the model that is '
+            'wrapped in DistributedDataParallel, or use scale="batch"'
+        )
+
+
+def _claim(owner: object, weights: Sequence[Weight]) -> None:
+    """Register `owner` as the one Sparsifier of these weights, until it finishes or is deleted."""
+    taken = frozenset().union(*_CLAIMS.values())
+    twice = [weight.name for weight in weights if id(weight.parameter) in taken]
+    if twice:
+        raise ValueError(
+            f"{', '.join(twice[:3])}{' and others' if len(twice) > 3 else ''}: these weights already have a "
+            "Sparsifier. Use that one, call its finish(), or rebuild the model and the optimizer"
+        )
+    _CLAIMS[owner] = frozenset(id(weight.parameter) for weight in weights)

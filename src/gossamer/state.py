@@ -1,12 +1,12 @@
-"""The dense weights of one run as one long vector, and how they move between it and the model's parameters.
+"""The dense weights of one run as one vector, and the copies between it and the parameters of the model.
 
-All weights lie side by side in one row of a (1, weights) matrix, so that the budget sees all of them at once and a
-step takes a handful of kernels however many layers there are. For each tensor there is a view into every such matrix
-with the tensor's own shape. Methods that treat every weight alike get columns in the order of the parameters' memory;
-the others in a fixed order, output features first and input channels last, which is also the order of batched training.
+All weights form one row of a (1, weights) matrix, so that the budget covers them all at once and a step takes a few
+kernels however many layers there are. Every such matrix has a view per tensor with the tensor's shape. The columns
+follow the parameters' memory for methods that treat all weights alike. For other methods, the order is fixed: output
+features first and input channels last, as in batched training.
 
-Outside the optimizer's step the parameters hold w = w̃ ⊙ m; during it they hold w̃ (`put`). Extra memory of a learned
-mask: w̃, m̃ and one byte per weight.
+Between steps the parameters hold w = w̃ ⊙ m; during the optimizer's step they hold w̃ (`put`). The extra memory of a
+learned mask is w̃, m̃ and one byte per weight.
 """
 
 import math
@@ -18,35 +18,45 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from gossamer.budget import triton_is_there
+from gossamer.budget import has_triton
 from gossamer.methods.base import Block, Layout, Part, SampleSums, Step, TensorView
 from gossamer.methods.blocks import Blocks
 from gossamer.prunable import Weight
 from gossamer.sharding import is_sharded, local, shard_axis
 
-_PIECE = 1 << 20  # weights treated together on a CPU: 4 MiB of each kind
-_KEPT_PIECE = 1 << 18  # the same where a pass has fewer operations
-_SMALL = 1 << 12  # tensors up to this size are treated together on a CPU
+_PIECE = 1 << 20  # weights per pass on a CPU: 4 MiB per buffer
+_KEPT_PIECE = 1 << 18  # the same for passes with fewer operations
+_SMALL = 1 << 12  # tensors up to this size are grouped on a CPU
 _LAYOUTS = {4: (torch.channels_last,), 5: (torch.channels_last_3d,)}
 _FUSED_TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True, eq=False)
 class Scratch:
-    """Memory for the gradients and the work of neighbouring small tensors, and their views."""
+    """Buffers for the gradients and intermediate values of adjacent small tensors, with views."""
 
     columns: slice
     gradient: Tensor
     work: Tensor
     gradient_views: list[Tensor]
     work_views: list[Tensor]
+    row: tuple[int, ...] | None
+    """Where all tensors have rows of one shape, and lie in memory row by row, this shape."""
+
+    def gather_(self, flat: Tensor, views: list[Tensor], tensors: list[Tensor]) -> None:
+        """Copy the tensors to their views of the vector `flat`."""
+        if self.row is None:
+            torch._foreach_copy_(views, tensors)
+        else:
+            torch.cat(tensors, out=flat.view(-1, *self.row))  # in half the time
 
 
 class State:
-    """w̃ of all prunable weights, and what lies in memory like it."""
+    """w̃ of all prunable weights, and other buffers with the same layout."""
 
     def __init__(self, weights: Sequence[Weight], *, any_order: bool, gains: tuple[slice | None, ...] = ()) -> None:
-        self._weights = weights
+        parameters: list[Tensor] = [weight.parameter for weight in weights]
+        self._parameters, self.sharded = parameters, any(map(is_sharded, parameters))
         tensors = self.tensors()
         self.device = common_device(tensors)
         self.sizes = [tensor.numel() for tensor in tensors]
@@ -64,22 +74,24 @@ class State:
         self._scratch: dict[int, Scratch] = {}
 
     def tensors(self) -> list[Tensor]:
-        """The parameters, or the parts of them that this process has. To be written to without gradients."""
-        parameters = [weight.parameter for weight in self._weights]
-        return [local(each) if is_sharded(each) else each for each in parameters]
+        """The parameters, or their local shards. Write to them only without autograd."""
+        if not self.sharded:
+            return self._parameters
+        return [local(each) if is_sharded(each) else each for each in self._parameters]
 
     def matrix(self, dtype: torch.dtype | None = None) -> Tensor:
         return torch.zeros(1, self.count, dtype=dtype or self.dtype, device=self.device)
 
+    def view(self, matrix: Tensor, index: int) -> Tensor:
+        """The part of one tensor, in the tensor's shape."""
+        return matrix.as_strided(*self._shapes[index], self.offsets[index])
+
     def views(self, matrix: Tensor) -> list[Tensor]:
-        """The part of each tensor, in the tensor's shape."""
-        return [
-            matrix.as_strided(shape, strides, offset)
-            for (shape, strides), offset in zip(self._shapes, self.offsets, strict=True)
-        ]
+        """One view per tensor, in the tensor's shape."""
+        return [self.view(matrix, index) for index in range(len(self.sizes))]
 
     def scratch(self, these: range) -> "Scratch":
-        """Memory for some neighbouring tensors, kept from step to step unless it is large."""
+        """Buffers for adjacent tensors, reused from step to step unless they are large."""
         begin, end = self.offsets[these.start], self.offsets[these.stop - 1] + self.sizes[these.stop - 1]
         kept = self._scratch.get(these.start)
         if kept is not None:
@@ -92,10 +104,40 @@ class State:
             work,
             [gradient.as_strided(shape, strides, offset) for shape, strides, offset in places],
             [work.as_strided((1, *shape), (0, *strides), offset) for shape, strides, offset in places],
+            self._common_row(these),
         )
         if end - begin + sum(each.work.numel() for each in self._scratch.values()) <= _PIECE:
             self._scratch[these.start] = scratch
         return scratch
+
+    def _common_row(self, these: range) -> tuple[int, ...] | None:
+        rows = {shape[1:] for shape, _ in self._shapes[these.start : these.stop]}
+        in_rows = all(view.is_contiguous() for view in self.dense_views[these.start : these.stop])
+        return rows.pop() if in_rows and len(rows) == 1 else None
+
+    @cached_property
+    def groups(self) -> Sequence[range]:
+        """Neighbouring small tensors together, the others alone: on a CPU torch takes longer to be called for a small
+        tensor than to treat it."""
+        found, start, total = list[range](), 0, 0
+        for index, size in enumerate(self.sizes):
+            if index > start and (total > _PIECE - size or max(size, self.sizes[start]) > _SMALL):
+                found.append(range(start, index))
+                start, total = index, 0
+            total += size
+        return [*found, range(start, len(self.sizes))]
+
+    def _groups_of(self, indices: Sequence[int]) -> Sequence[range]:
+        """The groups of some tensors; those whose neighbours are not among them are alone."""
+        if len(indices) == len(self.sizes):
+            return self.groups
+        chosen, found = set(indices), list[range]()
+        for these in self.groups:
+            if chosen.issuperset(these):
+                found.append(these)
+            else:
+                found += [range(index, index + 1) for index in these if index in chosen]
+        return found
 
     @cached_property
     def blocks(self) -> Blocks:
@@ -106,7 +148,8 @@ class State:
         return self.device.type == "cpu"
 
     def alike(self, tensors: Sequence[Tensor | None]) -> bool:
-        """Whether GPU kernels can read the tensors, one per weight or None: all lie in memory as the views do."""
+        """Whether GPU kernels can read the tensors (one per weight, or None): all have the memory layout of the
+        views."""
         there = [(tensor, shape) for tensor, shape in zip(tensors, self._shapes, strict=True) if tensor is not None]
         types = {tensor.dtype for tensor, _ in there}
         return (
@@ -119,44 +162,55 @@ class State:
         return _on_gpu(self.dense) and self.dtype == torch.float32 and self.alike(tensors)
 
     def take(self, indices: Sequence[int] | None = None) -> None:
-        """w̃ becomes what the parameters hold."""
+        """Copy the parameters to w̃."""
         tensors, chosen = self.tensors(), range(len(self.sizes)) if indices is None else indices
         torch._foreach_copy_([self.dense_views[i] for i in chosen], [tensors[i] for i in chosen])
 
     def put(self, matrix: Tensor | None = None, indices: Sequence[int] | None = None) -> None:
-        """The parameters get w̃, or another matrix."""
+        """Copy w̃, or another matrix, to the parameters."""
         tensors, chosen = self.tensors(), range(len(self.sizes)) if indices is None else indices
-        if matrix is None:
-            views = [self.dense_views[i] for i in chosen]
-        else:
-            views = [matrix.as_strided(*self._shapes[i], self.offsets[i]) for i in chosen]
-        if chosen:
+        if isinstance(chosen, range) and matrix is None:
+            part = slice(chosen.start, chosen.stop)
+            torch._foreach_copy_(tensors[part], self.dense_views[part])
+        elif chosen:
+            views = [self.dense_views[i] if matrix is None else self.view(matrix, i) for i in chosen]
             torch._foreach_copy_([tensors[i] for i in chosen], views)
 
     def take_and_mask(self, mask: Tensor, indices: Sequence[int]) -> None:
-        """w̃ becomes what the parameters hold, and they get w = w̃ ⊙ m."""
+        """Copy the parameters to w̃, and set them to w = w̃ ⊙ m."""
         tensors = self.tensors()
         if len(indices) == len(tensors) and self.has_kernels(tensors):
             from gossamer.state_triton import mask_on_gpu_  # needs Triton
 
             mask_on_gpu_(self.blocks, tensors, mask, self.dense)
             return
-        large, rest = self._large(tensors, indices)
-        for index in large:
-            begin = self.offsets[index]
-            part = slice(begin, begin + self.sizes[index])
-            flat = tensors[index].as_strided((tensors[index].numel(),), (1,))
-            _keep_and_mask_(flat, self.dense[0, part], mask[0, part])
-        if rest:
-            self.take(rest)
-            self.put_masked(mask, rest)
+        if not self.on_cpu:
+            self.take(indices)
+            self.put_masked(mask, indices)
+            return
+        for these in self._groups_of(indices):
+            index, part = these.start, slice(these.start, these.stop)
+            if len(these) == 1 and self.same_as_dense(tensors[index], index):
+                columns = slice(self.offsets[index], self.offsets[index] + self.sizes[index])
+                _copy_and_mask_(_flat(tensors[index]), self.dense[0, columns], mask[0, columns])
+            elif len(these) == 1:
+                self.dense_views[index].copy_(tensors[index])
+                self._put_masked(these, mask)
+            else:
+                scratch = self.scratch(these)
+                scratch.gather_(self.dense[0, scratch.columns], self.dense_views[part], tensors[part])
+                self._put_masked(these, mask)
 
     def release(self) -> None:
-        """Drop w̃, once masks are final."""
+        """Free w̃ once masks are final."""
         self.dense, self.dense_views, self._scratch = self.dense.new_empty(1, 0), [], {}
 
     def put_masked(self, mask: Tensor, indices: Sequence[int] | None = None) -> None:
-        """The parameters get w = w̃ ⊙ m."""
+        """Set the parameters to w = w̃ ⊙ m."""
+        if self.on_cpu:
+            for these in self._groups_of(range(len(self.sizes)) if indices is None else indices):
+                self._put_masked(these, mask)
+            return
         zero = self.dense.new_zeros(())
         if indices is None:
             self.put(torch.where(mask, self.dense, zero))
@@ -166,8 +220,20 @@ class State:
             torch.where(mask[:, columns], self.dense[:, columns], zero, out=masked[:, columns])
         self.put(masked, indices)
 
+    def _put_masked(self, these: range, mask: Tensor) -> None:
+        """The same for one group, on a CPU, without memory of the size of a large tensor."""
+        tensors = self.tensors()[these.start : these.stop]
+        if len(these) == 1:
+            tensors[0].copy_(self.dense_views[these.start])
+            self._mask_(tensors[0], self.view(mask, these.start))
+            return
+        scratch = self.scratch(these)
+        columns, zero = scratch.columns, self.dense.new_zeros(())
+        torch.where(mask[:, columns], self.dense[:, columns], zero, out=scratch.gradient)
+        torch._foreach_copy_(tensors, scratch.gradient_views)
+
     def _columns(self, indices: Sequence[int]) -> Iterator[slice]:
-        """The columns of some tensors, neighbours together."""
+        """The columns of some tensors, with adjacent ones merged."""
         ends = [self.offsets[index] + self.sizes[index] for index in indices]
         start = 0
         for place in range(1, len(indices) + 1):
@@ -176,7 +242,7 @@ class State:
                 start = place
 
     def mask_parameters(self, mask: Tensor, indices: Sequence[int] | None = None) -> None:
-        """Pruned weights become zero in the parameters, whatever these hold."""
+        """Zero the pruned weights in the parameters, whatever their values."""
         chosen, tensors = range(len(self.sizes)) if indices is None else indices, self.tensors()
         if not chosen:
             return
@@ -185,25 +251,26 @@ class State:
 
             mask_on_gpu_(self.blocks, tensors, mask, None)
             return
-        masks = self.views(mask)
-        for index in chosen:
-            tensor = tensors[index]
-            torch.where(masks[index], tensor, tensor.new_zeros(()), out=tensor)
+        for these in self._groups_of(chosen) if self.on_cpu else [range(index, index + 1) for index in chosen]:
+            if len(these) == 1:
+                self._mask_(tensors[these.start], self.view(mask, these.start))
+                continue
+            scratch, part = self.scratch(these), tensors[these.start : these.stop]
+            scratch.gather_(scratch.gradient[0], scratch.gradient_views, part)
+            self._mask_(scratch.gradient, mask[:, scratch.columns])
+            torch._foreach_copy_(part, scratch.gradient_views)
 
-    def _large(self, tensors: Sequence[Tensor], indices: Sequence[int]) -> tuple[list[int], list[int]]:
-        """On a CPU, tensors that lie in memory like w̃ and are worth a pass of their own, and the rest."""
-        if not self.on_cpu:
-            return [], list(indices)
-        large = [i for i in indices if self.sizes[i] > _SMALL and self.same_as_dense(tensors[i], i)]
-        chosen = set(large)
-        return large, [index for index in indices if index not in chosen]
+        """On a CPU: tensors with the memory layout of w̃ that are large enough for a separate pass, and the rest."""
+
+    def _mask_(self, tensor: Tensor, mask: Tensor) -> None:
+        torch.where(mask, tensor, tensor.new_zeros(()), out=tensor)
 
     def same_as_dense(self, tensor: Tensor, index: int) -> bool:
         return tensor.dtype == self.dtype and same_memory(tensor, self._shapes[index][1])
 
 
 def make_layout(weights: Sequence[Weight], *, any_order: bool, gains: tuple[slice | None, ...] = ()) -> Layout:
-    """Which columns are which tensor: in the order of the parameters' memory, or output features first."""
+    """The columns of each tensor: in the order of the parameters' memory, or output features first."""
     tensors = [local(weight.parameter) for weight in weights]
     views = tuple(
         TensorView(
@@ -221,7 +288,7 @@ def make_layout(weights: Sequence[Weight], *, any_order: bool, gains: tuple[slic
 
 
 class ParameterStep(Step):
-    """A step of one run whose gradients lie beside the parameters."""
+    """A step of a single run, whose gradients belong to the parameters."""
 
     def __init__(
         self,
@@ -235,26 +302,37 @@ class ParameterStep(Step):
         self.weights, self._state, self._gradients = state.dense, state, gradients
         self.unscale, self.found_inf, self.samples = unscale, found_inf, samples
         self.restored = False  # whether the parameters hold w̃ again
-        self._copies: list[tuple[Tensor, Tensor]] = []  # gradients, and copies of them to be written back
+        self._copied: list[Tensor] = []  # gradients, and copies of them to be written back
+        self._copies: list[Tensor] = []
         self._views: list[Tensor] = []
-        self._foreign: list[int] = []  # tensors on a CPU whose own memory is not the scratch memory
-        self._small: dict[int, range] = {}  # by the first column of a block, the tensors in it
+        self._foreign: list[int] = []  # tensors on a CPU that need separate scratch memory
+        self._small: dict[int, range] = {}  # the tensors of a block, by its first column
 
     @cached_property
     def gradient(self) -> Tensor:
         matrix = self._state.matrix()
-        present = [
-            (g, view) for g, view in zip(self._gradients, self._state.views(matrix), strict=True) if g is not None
-        ]
-        torch._foreach_copy_([view for _, view in present], [gradient for gradient, _ in present])
+        self._copy(self._gradients, self._state.views(matrix), matrix)
         if self.unscale is not None:
             matrix.mul_(self.unscale)
         if self.found_inf is not None:  # the optimizer will skip this step
             matrix.copy_(torch.where(self.found_inf == 0, matrix, 0.0))
-        self._copies += [(gradient, view) for gradient, view in present]
         return matrix
 
-    @property
+    def _copy(self, gradients: Sequence[Tensor | None], views: list[Tensor], matrix: Tensor) -> int:
+        """Copy the gradients that are present to their views of a matrix, to be written back later; absent ones are
+        zero. Returns how many are present."""
+        # Lists, not pairs: thousands of new tuples wake the garbage collector.
+        present = [each for each in gradients if each is not None]
+        if len(present) < len(gradients):
+            matrix.zero_()
+            views = [view for each, view in zip(gradients, views, strict=True) if each is not None]
+        if present:
+            torch._foreach_copy_(views, present)
+        self._copied += present
+        self._copies += views
+        return len(present)
+
+    @cached_property
     def absent(self) -> Sequence[int]:
         return [index for index, gradient in enumerate(self._gradients) if gradient is None]
 
@@ -263,47 +341,36 @@ class ParameterStep(Step):
         state = self._state
         if not state.on_cpu:
             work, matrix = state.matrix(), state.matrix()
-            present = [(g, v) for g, v in zip(self._gradients, state.views(matrix), strict=True) if g is not None]
-            torch._foreach_copy_([view for _, view in present], [gradient for gradient, _ in present])
-            self._copies += present
+            self._copy(self._gradients, state.views(matrix), matrix)
             self._views = [view[None] for view in state.views(work)]
             return [Part(range(len(state.sizes)), [Block(slice(None), matrix, state.dense, work)])]
-        tensors, found = state.tensors(), list[Part]()
+        tensors = state.tensors()
         self._views = [torch.empty(0)] * len(tensors)
-        index = 0
-        while index < len(tensors):
-            stop = index
-            total = 0
-            while stop < len(tensors) and state.sizes[stop] <= _SMALL and total + state.sizes[stop] <= _PIECE:
-                total += state.sizes[stop]
-                stop += 1
-            if stop - index > 1:
-                found.append(self._together(range(index, stop)))
-                index = stop
-            else:
-                found.append(self._alone(index, tensors[index]))
-                index += 1
-        return found
+        return [
+            self._together(these) if len(these) > 1 else self._alone(these.start, tensors[these.start])
+            for these in state.groups
+        ]
 
     def _together(self, these: range) -> Part:
-        """Small tensors in one block: torch takes longer to be called than to treat them."""
+        """Small tensors in one block, as the overhead of a torch call exceeds the work on one of them."""
         state = self._state
         scratch = state.scratch(these)
         gradient, work = scratch.gradient, scratch.work
-        given = [self._gradients[index] for index in these]
-        present = [(each, view) for each, view in zip(given, scratch.gradient_views, strict=True) if each is not None]
-        if len(present) < len(given):
-            gradient.zero_()
-        if present:
-            torch._foreach_copy_([view for _, view in present], [each for each, _ in present])
-        self._copies += present
+        given = self._gradients[these.start : these.stop]
+        present = [each for each in given if each is not None]
+        if len(present) == len(given):
+            scratch.gather_(gradient[0], scratch.gradient_views, present)
+            self._copied += present
+            self._copies += scratch.gradient_views
+        else:
+            self._copy(given, scratch.gradient_views, gradient)
         self._views[these.start : these.stop] = scratch.work_views
         columns = scratch.columns
         self._small[columns.start] = these
         return Part(these, [Block(columns, gradient if present else None, state.dense[:, columns], work)])
 
     def _alone(self, index: int, tensor: Tensor) -> Part:
-        """A tensor in pieces that stay in the cache; its parameter's own memory is the scratch memory."""
+        """A tensor in pieces that fit the cache; the memory of its parameter serves as scratch memory."""
         state, gradient = self._state, self._gradients[index]
         size, offset, (shape, strides) = state.sizes[index], state.offsets[index], state._shapes[index]
         own = state.same_as_dense(tensor, index)
@@ -318,7 +385,8 @@ class ParameterStep(Step):
             flat = torch.empty(size, dtype=gradient.dtype)
             view = flat.as_strided(shape, strides)
             view.copy_(gradient)
-            self._copies.append((gradient, view))
+            self._copied.append(gradient)
+            self._copies.append(view)
         blocks = []
         for start in range(0, max(size, 1), _PIECE):
             piece = slice(start, min(size, start + _PIECE))
@@ -338,7 +406,7 @@ class ParameterStep(Step):
         return self._views
 
     def release(self, block: Block) -> None:
-        """Leave w̃ in the parameter here, while this piece of memory is in the cache."""
+        """Write w̃ to the parameter while this piece of memory is in the cache."""
         if not self._state.on_cpu:
             return
         self.restored = True
@@ -357,14 +425,14 @@ class ParameterStep(Step):
         return None
 
     def write_back_gradients(self) -> None:
-        """Give the optimizer the gradients as the method left them."""
+        """Write the gradients of the method back to the parameters."""
         if "gradient" in self.__dict__ and self.unscale is not None:
             self.gradient.div_(self.unscale)
         if self._copies:
-            torch._foreach_copy_([each for each, _ in self._copies], [view for _, view in self._copies])
+            torch._foreach_copy_(self._copied, self._copies)
 
     def write_back(self) -> None:
-        """Give the optimizer the gradients as the method left them, and the parameters w̃."""
+        """Write the gradients of the method and w̃ back to the parameters."""
         self.write_back_gradients()
         if not self.restored:
             self._state.put()
@@ -373,11 +441,11 @@ class ParameterStep(Step):
 
 
 def _on_gpu(matrix: Tensor) -> bool:
-    return matrix.is_cuda and triton_is_there()
+    return matrix.is_cuda and has_triton()
 
 
 def same_memory(tensor: Tensor, strides: Sequence[int]) -> bool:
-    """Whether a tensor has these strides; along an axis of length one a stride means nothing."""
+    """Whether a tensor has these strides; strides of axes of length one do not matter."""
     pairs = zip(tensor.stride(), strides, tensor.shape, strict=True)
     return all(stride == ours or length == 1 for stride, ours, length in pairs)
 
@@ -387,12 +455,12 @@ def _flat(tensor: Tensor) -> Tensor:
 
 
 def common_device(tensors: Sequence[Tensor]) -> torch.device:
-    """The device of all the tensors."""
+    """The common device of the tensors."""
     devices = {tensor.device for tensor in tensors}
     if len(devices) != 1:
         raise ValueError(
             f"expected all the weights on one device, got {', '.join(sorted(map(str, devices)))}: "
-            "spread the model with fully_shard instead, or exclude what lies elsewhere"
+            "shard the model with fully_shard instead, or exclude weights on other devices"
         )
     return devices.pop()
 
@@ -402,14 +470,14 @@ def _strides(tensor: Tensor, feature_axis: int, any_order: bool) -> tuple[int, .
 
 
 def _dense_strides(tensor: Tensor) -> tuple[int, ...]:
-    """The strides of the tensor where they are those of a usual memory format, else row-major ones."""
+    """The strides of the tensor if it has a standard memory format, otherwise row-major strides."""
     if any(tensor.is_contiguous(memory_format=layout) for layout in _LAYOUTS.get(tensor.dim(), ())):
         return tensor.stride()
     return tuple(math.prod(tensor.shape[axis + 1 :]) for axis in range(tensor.dim()))
 
 
 def _order(dimensions: int, feature_axis: int) -> list[int]:
-    """The axes with output features first and, of images, input channels last."""
+    """The axes with output features first and, for images, input channels last."""
     axes = [feature_axis, *(axis for axis in range(dimensions) if axis != feature_axis)]
     return [axes[0], *axes[2:], axes[1]] if dimensions == 4 else axes
 
@@ -426,14 +494,14 @@ def _features_first(shape: Sequence[int], feature_axis: int) -> tuple[int, ...]:
     return tuple(strides)
 
 
-def _keep_and_mask_(weights: Tensor, kept: Tensor, mask: Tensor) -> None:
-    """Copy the vector `weights` to `kept` and zero what is masked in it, in pieces that stay in the cache.
+def _copy_and_mask_(weights: Tensor, copy: Tensor, mask: Tensor) -> None:
+    """Copy the vector `weights` to `copy` and zero its masked entries, in pieces that fit the cache.
 
-    The masking multiplies the bits of the numbers, as integers, by 0 or 1: pruned weights become +0, whatever their
-    sign was and even if they were NaN.
+    Masking multiplies the bit patterns, as integers, by 0 or 1, so pruned weights become +0, even if they were
+    negative or NaN.
     """
     bits = torch.int32 if weights.element_size() == 4 else torch.int64
-    vectors = (torch.split(vector, _KEPT_PIECE) for vector in (weights, kept, mask))
-    for here, there, connected in zip(*vectors, strict=True):
-        there.copy_(here)
-        here.view(bits).mul_(connected)
+    vectors = (torch.split(vector, _KEPT_PIECE) for vector in (weights, copy, mask))
+    for part, target, kept in zip(*vectors, strict=True):
+        target.copy_(part)
+        part.view(bits).mul_(kept)

@@ -1,8 +1,9 @@
-"""A fixed λ1 by short runs: the paper's own procedure, for those who want the paper's fixed connectivity decay.
+"""Tuning a fixed λ1 by short runs: the procedure of the paper, for the paper's fixed connectivity decay.
 
-Nobody needs it to reach a sparsity (`Sparsifier(sparsity=…)` meets it exactly in one run). The paper runs about a tenth
-of the training with a large λ1, which takes effect fast, and lowers it until the target sparsity comes out. Sparsity
-grows with λ1, so here the target is bracketed from above and then found by bisection of log λ1.
+Reaching a sparsity does not need it: `Sparsifier(sparsity=…)` meets the sparsity exactly in one run. The paper trains
+for about a tenth of the iterations with a large λ1, which takes effect fast, and lowers λ1 until the run ends at the
+target sparsity. Sparsity grows with λ1, so here the target is bracketed from above and then found by bisection of
+log λ1.
 """
 
 import math
@@ -20,7 +21,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class TunedDecay:
-    """The λ1 whose short run came closest to the target, and all the runs in order."""
+    """The λ1 whose short run came closest to the target, and all runs in order."""
 
     decay: float
     sparsity: float
@@ -40,11 +41,11 @@ def tune_decay(
     """Find the λ1 with which `short_run(λ1)` ends at `sparsity`.
 
     `short_run` trains a fresh model for about a tenth of the iterations with `Sparsifier(decay=λ1, …)` and returns its
-    sparsity. `start` should be a large λ1; it is divided by `factor` until the sparsity falls below the target (or
-    multiplied, should it not be large enough), and the bracket is then halved in log λ1.
+    sparsity. `start` should be a large λ1. It is divided by `factor` until the sparsity falls below the target, or
+    multiplied if it is too small, and the bracket is then bisected in log λ1.
     """
     if not 0 < sparsity < 1:
-        raise ValueError(f"expected sparsity to be a share between 0 and 1, got {sparsity}")
+        raise ValueError(f"expected sparsity to be between 0 and 1, got {sparsity}")
     if start <= 0 or factor <= 1 or tolerance <= 0 or max_trials < 1:
         raise ValueError(
             "expected start > 0, factor > 1, tolerance > 0 and max_trials of at least 1, "
@@ -55,7 +56,7 @@ def tune_decay(
     too_dense: float | None = None
     decay = start
     while len(trials) < max_trials:
-        found = float(short_run(decay))  # a tensor of one number will do
+        found = float(short_run(decay))  # a scalar tensor is fine
         if not 0 <= found <= 1:
             raise ValueError(f"expected short_run to return a sparsity from 0 to 1, got {found} for a decay of {decay}")
         trials.append(Trial(decay, found))

@@ -1,8 +1,8 @@
-"""Are two forms of a model the same? Same zeros in every tensor of connections, and same outputs.
+"""Comparison of two forms of a model: the same zeros in every prunable tensor, and the same outputs.
 
-For use after whatever may lose zeros or change results: saving and loading, export, quantisation, compaction,
-further training. ``other`` is another module, a state dict, an exported program, or any function of the same
-inputs (an ONNX session, say), of which only the outputs can be compared.
+For use after any step that may lose zeros or change results: saving and loading, export, quantisation, compaction,
+further training. ``other`` is another module, a state dict, an exported program, or a function of the same inputs (an
+ONNX session, say); for a function, only outputs are compared.
 """
 
 import copy
@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from gossamer._forward import arguments, undisturbed
-from gossamer._selectors import Selectors, clean_name, some
+from gossamer.forward import arguments, undisturbed
 from gossamer.prunable import Weight, select
+from gossamer.selectors import Selectors, clean_name, some
 from gossamer.sharding import whole
 
 Other: TypeAlias = nn.Module | torch.export.ExportedProgram | Mapping[str, Tensor] | Callable[..., Any]
@@ -30,10 +30,10 @@ class DifferenceError(ValueError):
 
 @dataclass(frozen=True)
 class Verification:
-    """What ``gossamer.verify`` found. True in a condition when nothing differs; ``str`` says what does."""
+    """The result of ``gossamer.verify``. It is true if nothing differs; ``str`` lists the differences."""
 
     differences: tuple[str, ...]
-    """One sentence for each difference."""
+    """One sentence per difference."""
     tensors: int
     """Tensors whose zeros were compared."""
     outputs: int
@@ -41,9 +41,9 @@ class Verification:
     max_absolute: float
     """Largest difference of any output value."""
     max_relative: float
-    """The same, relative to the largest value of the output tensor that it is in."""
+    """The same, relative to the largest value of the output tensor."""
     ignored: tuple[str, ...]
-    """Outputs that are no tensors or numbers and were not compared."""
+    """Outputs that were not compared, because they are neither tensors nor numbers."""
 
     def __bool__(self) -> bool:
         return not self.differences
@@ -62,7 +62,7 @@ class Verification:
         return "\n".join(lines)
 
     def raise_if_different(self) -> None:
-        """Raises ``DifferenceError`` with all differences, if there are any."""
+        """Raise ``DifferenceError`` with all differences, if there are any."""
         if self.differences:
             raise DifferenceError(str(self))
 
@@ -78,13 +78,13 @@ def verify(
 ) -> Verification:
     """Compare ``model`` with ``other``: zeros tensor by tensor, and with ``example_input`` the outputs.
 
-    Zeros have to be at exactly the same places. An output may differ by ``tolerance`` times the largest
-    absolute value of that output tensor; 0 asks for equal values (NaN equals NaN). Both are run in evaluation
-    mode on copies of ``example_input`` (a tensor, a tuple of inputs or a mapping of keyword inputs), in the
-    precision of each model, and left as they were found. ``include`` and ``exclude`` are those of ``select``.
+    Zeros have to be at exactly the same positions. An output may differ by ``tolerance`` times the largest absolute
+    value of that output tensor; 0 requires equal values (NaN equals NaN). Both models run in evaluation mode and in
+    their own precision, on copies of ``example_input`` (a tensor, a tuple of inputs or a mapping of keyword inputs).
+    Neither is changed. ``include`` and ``exclude`` are as in ``select``.
     """
     if not tolerance >= 0:
-        raise ValueError(f"tolerance is relative to the largest output, expected 0 or more, got {tolerance}")
+        raise ValueError(f"expected a tolerance (relative to the largest output) of at least 0, got {tolerance}")
     if isinstance(other, torch.export.ExportedProgram):
         other = other.module()
     differences: list[str] = []
@@ -119,7 +119,7 @@ def verify(
 
 
 def _tensors_of(other: nn.Module | Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """All tensors by the names that a user knows, tied ones under each of their names."""
+    """All tensors by name without the parts that wrappers insert; tied tensors appear under each of their names."""
     if isinstance(other, nn.Module):
         named = other.named_parameters(remove_duplicate=False)
         everything: dict[str, Tensor] = dict(other.named_buffers(remove_duplicate=False))
@@ -155,7 +155,8 @@ def _plain(tensor: Tensor) -> Tensor:
 
 
 def _filled(model: nn.Module, state: Mapping[str, Tensor], differences: list[str]) -> nn.Module | None:
-    """A copy of ``model`` with the values of ``state``, or None (and why) where they do not fit."""
+    """A copy of ``model`` with the values of ``state``, or None (with a reason in ``differences``) if they do not
+    fit."""
     filled = copy.deepcopy(model)
     try:
         filled.load_state_dict({name: _plain(tensor) for name, tensor in state.items()})
@@ -175,7 +176,7 @@ def _run(runnable: Callable[..., Any], example_input: object) -> object:
 
     positional, keyword = arguments(tree_map(copy_of, example_input))
     with ExitStack() as stack:
-        # Both sides draw the same numbers, where they draw any.
+        # Both sides draw the same random numbers, if any.
         stack.enter_context(torch.random.fork_rng(devices=[]))
         stack.enter_context(torch.no_grad())
         if isinstance(runnable, nn.Module):
@@ -184,7 +185,7 @@ def _run(runnable: Callable[..., Any], example_input: object) -> object:
 
 
 def _precision(runnable: Callable[..., Any]) -> torch.dtype | None:
-    """The one type of all the parameters, where there is one: a copy in half precision wants such inputs."""
+    """The dtype of the parameters, if they all have the same: a copy in half precision needs inputs of its dtype."""
     if not isinstance(runnable, nn.Module):
         return None
     types = {parameter.dtype for parameter in runnable.parameters() if parameter.is_floating_point()}
@@ -229,7 +230,7 @@ def _compare_outputs(expected: object, got: object, tolerance: float) -> _Output
 
 
 def _largest_difference(a: Tensor, b: Tensor) -> tuple[float, float, tuple[int, ...]]:
-    """(largest absolute difference, largest finite value of ``a``, where); inf where only one is NaN."""
+    """(largest absolute difference, largest finite value of ``a``, position); inf if only one of them is NaN."""
     wide = torch.complex128 if a.is_complex() or b.is_complex() else torch.float64
     a, b = a.to(wide), b.to(wide)
     same = (a == b) | (a.isnan() & b.isnan())
@@ -241,7 +242,7 @@ def _largest_difference(a: Tensor, b: Tensor) -> tuple[float, float, tuple[int, 
 
 
 def _leaves(value: object, name: str, ignored: list[str]) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor, array and number in a nested output, with a name that says where it is."""
+    """Every tensor, array and number in a nested output, with its path as the name."""
     if isinstance(value, Tensor):
         yield name, _plain(value)
     elif isinstance(value, np.ndarray | np.number | bool | int | float | complex):

@@ -243,7 +243,7 @@ def check_log(seed: int, device: torch.device) -> None:
         squares[0] = torch.nan if step == 8 else squares[0]
         told = {
             "decay": torch.randn((), generator=generator).to(device),
-            "connections": torch.randint(1 << 40, (), generator=generator).to(device),
+            "nonzeros": torch.randint(1 << 40, (), generator=generator).to(device),
             "flips": torch.randint(1 << 20, (), generator=generator).to(device),
             "squares": squares.to(device),
             "healthy": torch.tensor(step != 8, device=device),

@@ -24,7 +24,7 @@ def test_print_shows_target_phases_progress_and_tensors() -> None:
     run = start(MLP)
     assert str(run.sparsifier).splitlines() == [
         "Sparsifier(method='scl')",
-        "  target    128 of 640 connections",
+        "  target    128 of 640 weights",
         "  phases    warm-up 6, sparsify 8, stabilise 4, fine-tune 6 steps",
         "  progress  step 0 of 24, warm-up, 0.00% zeros",
         "  tensors   0.weight 20×12, 2.weight 16×20, 4.weight 5×16",
@@ -39,19 +39,19 @@ def test_print_shows_target_phases_progress_and_tensors() -> None:
 def test_metrics_are_flat_numbers_that_are_right_in_every_phase(method: str) -> None:
     run = start(MLP, method=method)
     keys, seen = run.sparsifier.metrics().keys(), set()
-    for step in range(TOTAL + 1):
+    for step in range(TOTAL):
         metrics = run.sparsifier.metrics()
         assert metrics.keys() == keys
         assert all(type(value) is float and math.isfinite(value) for value in metrics.values())
         assert metrics["step"] == step
         assert PHASES[int(metrics["phase"])] is run.sparsifier.phase
-        assert metrics["density"] == run.sparsifier.connections / 640
+        assert metrics["density"] == run.sparsifier.nonzeros / 640
         assert metrics["sparsity"] == run.sparsifier.sparsity
         assert metrics["target_sparsity"] == pytest.approx(0.8)
         seen.add(run.sparsifier.phase)
         run.train(step + 1)
     run.sparsifier.finish()
-    assert run.sparsifier.metrics() == {**metrics, "step": TOTAL + 1.0, "phase": 4.0}
+    assert run.sparsifier.metrics() == {**metrics, "step": float(TOTAL), "phase": 4.0}
     assert len(seen) == (4 if method != "rigl" else 3)
 
 

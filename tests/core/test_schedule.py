@@ -7,7 +7,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from gossamer.schedule import Phase, Plan, make_plan, nonzeros_left, sparse_weight_decay, steps_of
+from gossamer.schedule import Phase, Plan, cubic_budget, make_plan, sparse_weight_decay, steps_of
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_leaving_early_lengthens_fine_tuning() -> None:
 
 
 def test_budget_ramp_ends_exactly_at_the_target() -> None:
-    budgets = [nonzeros_left(step / 100, 1000, 50) for step in range(101)]
+    budgets = [cubic_budget(step / 100, 1000, 50) for step in range(101)]
     assert budgets[0] == 1000
     assert budgets[-1] == 50
     assert budgets == sorted(budgets, reverse=True)
@@ -94,6 +94,8 @@ def test_budget_ramp_ends_exactly_at_the_target() -> None:
 
 
 def test_weight_decay_falls_with_what_is_left() -> None:
-    assert sparse_weight_decay(0.01, left=0.25, power=0.5) == pytest.approx(0.005)
-    assert sparse_weight_decay(0.01, left=0.25, power=2.0) == pytest.approx(0.01 / 16)
-    assert sparse_weight_decay(0.01, left=0.25, power=0.0) == sparse_weight_decay(0.01, left=1.0, power=2.0) == 0.01
+    assert sparse_weight_decay(0.01, density=0.25, power=0.5) == pytest.approx(0.005)
+    assert sparse_weight_decay(0.01, density=0.25, power=2.0) == pytest.approx(0.01 / 16)
+    assert (
+        sparse_weight_decay(0.01, density=0.25, power=0.0) == sparse_weight_decay(0.01, density=1.0, power=2.0) == 0.01
+    )

@@ -65,7 +65,7 @@ def test_what_costs_nothing_is_kept() -> None:
         optimizer.step()
     sparsifier.finish()
     table, linear = gossamer.report(model).rows
-    assert (table.connections, linear.connections) == (120, 9)
+    assert (table.nonzeros, linear.nonzeros) == (120, 9)
 
 
 def test_a_decay_of_nothing_removes_only_what_the_loss_does() -> None:
@@ -90,10 +90,10 @@ def test_a_request_that_is_no_number_is_refused(request_: dict[str, object]) -> 
         make_target([10], positions=[1], floors=[0], **wanted)  # type: ignore[arg-type]
 
 
-def test_the_share_that_shall_be_left() -> None:
+def test_density_of_a_target() -> None:
     def target(**request: float) -> float | None:
         asked: dict[str, Any] = {"sparsity": None, "flops": None, "decay": None, **request}
-        return make_target([30, 10], positions=[2, 4], floors=[0, 0], **asked).left
+        return make_target([30, 10], positions=[2, 4], floors=[0, 0], **asked).density
 
     assert target(sparsity=0.75) == 0.25
     assert target(flops=0.5) == 0.5

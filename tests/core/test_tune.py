@@ -64,7 +64,7 @@ def test_a_tensor_of_one_number_will_do() -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: gossamer.tune_decay(sparsity_of, 1.0), "share between 0 and 1, got 1.0"),
+        (lambda: gossamer.tune_decay(sparsity_of, 1.0), "sparsity to be between 0 and 1, got 1.0"),
         (lambda: gossamer.tune_decay(sparsity_of, 0.9, factor=1.0), "factor > 1"),
         (lambda: gossamer.tune_decay(lambda decay: 95.0, 0.9), "a sparsity from 0 to 1, got 95.0 for a decay of 0.1"),
         (lambda: gossamer.tune_decay(lambda decay: math.nan, 0.9), "got nan"),

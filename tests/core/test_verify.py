@@ -170,7 +170,7 @@ def test_wrong_arguments(model: nn.Sequential) -> None:
         verify(model, lambda x: x)
     with pytest.raises(TypeError, match="expected a module, a state dict or a function to compare with, got int"):
         verify(model, 3)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="expected 0 or more, got -1"):
+    with pytest.raises(ValueError, match="at least 0, got -1"):
         verify(model, model, tolerance=-1)
 
 

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 import gossamer
+from gossamer.lab.checkpoint import Checkpoints
 from gossamer.lab.training import result
-from gossamer.lab.training.checkpoint import Checkpoints
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ def _unordered_digest(folder: Path, version: int) -> None:
     """A checkpoint that takes its name before its digest is there, and whose predecessor is removed before that."""
     import hashlib
 
-    from gossamer.lab.training.checkpoint import write_atomically
+    from gossamer.lab.checkpoint import write_atomically
 
     stream = io.BytesIO()
     state: dict[str, Any] = {"step": version, **_tensors(version)}

@@ -136,21 +136,6 @@ def _changed_table(table: Any, rng: random.Random) -> Any:
     return [row if each is not row and each.get("name") == row["name"] else each for each in table]
 
 
-@or_anywhere
-def race_file(content: bytes, rng: random.Random) -> bytes:
-    """The checkpoint of a batched sweep: what is told in its metadata has a checksum of its own."""
-    header, contents = split_container(content)
-    metadata = header["__metadata__"]
-    if rng.random() < 0.6:
-        told = json_text(mutated_json(json.loads(metadata["race"]), rng), rng).decode("utf-8", "replace")
-        metadata["race"] = told
-    else:
-        name = rng.choice([*contents])
-        contents[name] = mutated_bytes(contents[name], rng)
-    metadata["crc32"] = str(zlib.crc32(metadata["race"].encode("utf-8", "surrogatepass")))
-    return join_container(header, contents)
-
-
 # --------------------------------------------------------------------------------------------------- checkpoints
 
 _PICKLED = (

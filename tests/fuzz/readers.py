@@ -32,7 +32,9 @@ from fuzz import forge
 from fuzz.forge import Forge
 from fuzz.limits import Bounds
 from gossamer.lab import models, recipes, tables
-from gossamer.lab.batched import checkpoint as race
+from gossamer.lab.batched.sweeps import begun_batches, checkpoints_of
+from gossamer.lab.batched.training import check_state, fill_
+from gossamer.lab.checkpoint import Checkpoints
 from gossamer.lab.data import Position
 from gossamer.lab.data.cifar import CifarSpec, load_cifar
 from gossamer.lab.data.files import File
@@ -41,9 +43,8 @@ from gossamer.lab.data.idx import IdxPart, IdxSpec, load_idx
 from gossamer.lab.data.pixels import centre_crop, decode, random_crop_flip
 from gossamer.lab.data.text import TextSpec, load_text
 from gossamer.lab.model_files import open_network
-from gossamer.lab.results import records
+from gossamer.lab.results import comparison_page, records
 from gossamer.lab.training import Run, result, snapshot
-from gossamer.lab.training.checkpoint import Checkpoints
 from gossamer.lab.training.distributed import DistributedContext
 from gossamer.methods.scl import SCLOptions
 from gossamer.report import report
@@ -133,8 +134,8 @@ def _checkpoint_seeds() -> list[bytes]:
     return found
 
 
-def _write_checkpoint(content: bytes, folder: Path, step: int) -> None:
-    path = folder / f"checkpoint-{step:09d}.pt"
+def _write_checkpoint(content: bytes, folder: Path, step: int, name: str = "checkpoint") -> None:
+    path = folder / f"{name}-{step:09d}.pt"
     path.write_bytes(content)
     path.with_suffix(".sha256").write_bytes(hashlib.sha256(content).hexdigest().encode())
 
@@ -172,19 +173,24 @@ def _digest_seeds() -> list[bytes]:
 
 
 @cache
-def _race_seeds() -> list[bytes]:
-    told = {"step": 3, "runs": ["a", "b"], "seconds": 1.5}
-    return [_written(lambda path: race.write(path, {"weights": torch.ones(2, 5), "step": torch.tensor(3)}, told))]
+def _batch_seeds() -> list[bytes]:
+    tensors = {"weights": torch.ones(2, 5), "step": torch.tensor(3)}
+    state = {"format": 3, "runs": [_RUN.run_id], "steps": 3, "seconds": 1.5, "tensors": tensors, "random": {}}
+    stream = io.BytesIO()
+    torch.save(state, stream)
+    return [stream.getvalue()]
 
 
-def _read_race(content: bytes, folder: Path) -> object:
-    path = folder / f"x{race.ENDING}"
-    path.write_bytes(content)
-    race.begun(folder, {"a": 1, "b": 2}, lambda runs: path)
-    found = race.read_newest(path)
-    if found is not None:
-        race.fill_({"weights": torch.zeros(2, 5)}, found[0], path)
-    return found
+def _read_batch(content: bytes, folder: Path) -> object:
+    """The checkpoint of a batch, whose damage agrees with its digest."""
+    checkpoints = checkpoints_of([_RUN], folder)
+    _write_checkpoint(content, folder, 3, checkpoints.name)
+    begun_batches({_RUN.run_id: _RUN}, folder)
+    state = checkpoints.load()
+    if state is not None:
+        check_state(state, [_RUN.run_id], 20)
+        fill_({"weights": torch.zeros(2, 5)}, state["tensors"])
+    return state
 
 
 # ------------------------------------------------------------------------------------------ run and result files
@@ -194,7 +200,7 @@ _RESULT: Mapping[str, Any] = MappingProxyType(
         "accuracy": 0.9,
         "validation_accuracy": None,
         "sparsity": 0.5,
-        "connections": 5,
+        "nonzeros": 5,
         "weights": 10,
         "seconds": 3.5,
         "complete": True,
@@ -225,12 +231,12 @@ def _read_result(content: bytes, folder: Path) -> None:
 
 def _read_layers(content: bytes, folder: Path) -> None:
     (folder / result.LAYERS).write_bytes(content)
-    _show(tables.of_layers(result.read_layers(folder), "x"))
+    _show(result.read_layers(folder).table("x"))
 
 
 def _read_record(content: bytes, folder: Path) -> object:
     (folder / "a.json").write_bytes(content)
-    return records.read_races(folder)
+    return comparison_page(records.read_records(folder, ("tier", "options", "hardware")), "final")
 
 
 def _layers() -> list[bytes]:
@@ -239,10 +245,8 @@ def _layers() -> list[bytes]:
 
 
 def _record() -> list[bytes]:
-    words = dict.fromkeys(("tier", "net", "data", "method", "hardware"), "x")
-    numbers: dict[str, Any] = dict.fromkeys(("sparsity", "asked_sparsity", "seed", "epochs", "accuracy"), 1)
-    losses = {"validation_accuracy": None, "train_loss": 0.5}
-    return [json.dumps({**words, **numbers, **losses, "settings": asdict(SCLOptions())}).encode()]
+    about = {"run_id": _RUN.run_id, "tier": "final", "seed": 0, "hardware": {"device": "cpu"}}
+    return [json.dumps({**_RESULT, **about, "options": asdict(SCLOptions())}).encode()]
 
 
 _NETWORKS: Mapping[str, Mapping[str, int]] = MappingProxyType(
@@ -489,7 +493,7 @@ READERS: Mapping[str, Reader] = MappingProxyType(
             Reader("sparse", _read_sparse, _sparse_seeds, forge.sparse_file, Bounds(memory=80 << 20)),
             Reader("checkpoint", _read_checkpoint, _checkpoint_seeds, forge.torch_file),
             Reader("digest", _read_digest, _digest_seeds, forge.text),
-            Reader("race", _read_race, _race_seeds, forge.race_file),
+            Reader("batch", _read_batch, _batch_seeds, forge.torch_file),
             Reader("run", _read_run, lambda: [json.dumps(_RUN.to_dict()).encode()], forge.or_anywhere(forge.json_file)),
             Reader(
                 "result", _read_result, lambda: [json.dumps(dict(_RESULT)).encode()], forge.or_anywhere(forge.json_file)

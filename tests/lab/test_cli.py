@@ -1,4 +1,5 @@
 import errno
+import importlib.util
 import io
 import json
 import os
@@ -22,7 +23,7 @@ from gossamer.lab.batched import runs_of
 from gossamer.lab.recipes import RECIPES, find
 from gossamer.lab.training import Run
 from gossamer.lab.training.progress import JsonLines, LiveLine, PlainLines, Status
-from gossamer.lab.training.result import read_run
+from gossamer.lab.training.result import read_result_file, read_run
 from gossamer.methods.scl import SCLOptions
 from gossamer.settings import Phases
 
@@ -41,7 +42,7 @@ def test_train_writes_the_model_and_shows_the_result(tmp_path: Path, capsys: pyt
     shown = capsys.readouterr().out
     result = json.loads((tmp_path / "result.json").read_text())
     assert f"{result['accuracy']:.2%}" in shown
-    assert f"{result['connections']:,}" in shown
+    assert f"{result['nonzeros']:,}" in shown
     assert result["config"]["epochs"] == 2
     assert result["config"]["model_options"] == {"width": 4}
     assert {"log.jsonl", "layers.json", "model.safetensors"} <= {path.name for path in tmp_path.iterdir()}
@@ -63,8 +64,16 @@ def test_the_quick_start_compares_dense_and_sparse(
     shown = capsys.readouterr().out
     assert re.search(r"digits-dense .* 0\.00% +58,144 ", shown)
     assert re.search(r"digits .* 95\.00% +2,907 ", shown)
-    assert "features.3.weight" in shown
+    assert "features.3" in shown
     assert str(tmp_path / "digits" / "model.safetensors") in shown.replace("\n", "")
+    assert re.search(
+        r"On this machine \(.*\) gossamer.deploy runs it [\d.]+ times as fast as torch and [\d.]+ times", shown
+    )
+    if importlib.util.find_spec("plotly") is not None:
+        assert f"is in {tmp_path / 'report.html'}" in shown
+        text = (tmp_path / "report.html").read_text()
+        assert "Speed on this machine" in text
+        assert f"{read_result_file(tmp_path / 'digits-dense')['accuracy']:.2%} dense" in text
 
 
 def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
@@ -74,17 +83,19 @@ def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_report_of_a_folder_of_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    values = {"sparsity": 0.5, "connections": 123, "weights": 246, "seconds": 1.0, "accuracy": 0.5}
+    values = {"sparsity": 0.5, "nonzeros": 123, "weights": 246, "seconds": 1.0, "accuracy": 0.5}
     for name in ("one", "two"):
         (tmp_path / "runs" / name).mkdir(parents=True)
         (tmp_path / "runs" / name / "result.json").write_text(json.dumps(values))
+    older = {{"nonzeros": "connections"}.get(key, key): value for key, value in values.items()}
+    (tmp_path / "runs" / "two" / "result.json").write_text(json.dumps(older))
     (tmp_path / "sweep").mkdir()
     (tmp_path / "sweep" / "0123456789.json").write_text(json.dumps(values))
     assert run("report", str(tmp_path / "runs")) == 0
     assert capsys.readouterr().out.count(" 123 ") == 2
     assert run("report", str(tmp_path / "sweep"), str(tmp_path / "runs" / "one")) == 0
     assert capsys.readouterr().out.count(" 123 ") == 2
-    (tmp_path / "sweep" / "lost.json").write_text(json.dumps(values | {"diverged": True, "connections": 0}))
+    (tmp_path / "sweep" / "lost.json").write_text(json.dumps(values | {"diverged": True, "nonzeros": 0}))
     assert run("report", str(tmp_path / "sweep")) == 0
     assert "diverged – – – – 1 s" in " ".join(capsys.readouterr().out.split())
     (tmp_path / "begun").mkdir()
@@ -92,15 +103,15 @@ def test_a_report_of_a_folder_of_runs(tmp_path: Path, capsys: pytest.CaptureFixt
     assert run("report", str(tmp_path / "begun")) == 2
     assert "train it to the end first" in capsys.readouterr().err
     assert run("report") == 2
-    assert "expected folders of finished runs, got none" in capsys.readouterr().err
-    (tmp_path / "race").mkdir()
-    (tmp_path / "race" / "0.json").write_text(json.dumps({"tier": "screening", "accuracy": 90.0}))
-    assert run("report", str(tmp_path / "race")) == 2
-    assert "a comparison has its table beside its records" in " ".join(capsys.readouterr().err.split())
+    assert "expected folders of finished runs, or a model, got none" in capsys.readouterr().err
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "0.json").write_text(json.dumps({"accuracy": 0.9}))
+    assert run("report", str(tmp_path / "other")) == 2
+    assert "name folders of gossamer train, sweep or compare" in " ".join(capsys.readouterr().err.split())
 
 
 def test_a_report_of_a_sweep_says_what_its_runs_differ_in(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    values = {"sparsity": 0.5, "connections": 123, "weights": 246, "seconds": 1.0, "validation_accuracy": None}
+    values = {"sparsity": 0.5, "nonzeros": 123, "weights": 246, "seconds": 1.0, "validation_accuracy": None}
     for number, (seed, share) in enumerate([(0, 0.9), (1, 0.9), (0, 0.8)]):
         told = {"config": {"seed": seed, "sparsity": share}, "accuracy": 0.5 + seed / 10, "train_loss": 0.25}
         (tmp_path / f"{number}.json").write_text(json.dumps({**values, **told, "diverged": False}))
@@ -118,7 +129,7 @@ def test_list_shows_everything_with_its_count(capsys: pytest.CaptureFixture[str]
     for name in (*models.names(), *data.names(), *(recipe.name for recipe in RECIPES), "scl"):
         assert name in shown
     assert f"{len(RECIPES)} recipes" in shown
-    assert all(f"{entry.connections:,}" in shown for entry in models.MODELS)
+    assert all(f"{entry.weights:,}" in shown for entry in models.MODELS)
 
 
 def test_signs_that_a_terminal_does_not_know_are_no_error() -> None:
@@ -131,12 +142,12 @@ def test_signs_that_a_terminal_does_not_know_are_no_error() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["train", "digitz", "--out", "OUT"], "got 'digitz': did you mean digits"),
+        (["train", "digitz", "--out", "OUT"], "got 'digitz': did you mean 'digits'?"),
         (
             ["train", "digits", "--out", "OUT", "--set", "epoch=3"],
             "unknown key 'epoch' of a run: did you mean 'epochs'?",
         ),
-        (["train", "digits", "--out", "OUT", "--set", "device=cuda"], "device=cuda was asked for, but torch"),
+        (["train", "digits", "--out", "OUT", "--set", "device=cuda"], "device=cuda was requested, but torch"),
         (["train", "digits", "--out", "OUT", "--set", "lr=1e30"], "the loss is not finite"),
         (["train", "digits", "--out", "OUT", "--set", "model=resnet20"], "resnet20 does not take batches of digits"),
         (["train", "cifar10-resnet20", "--out", "OUT", "--set", "data_root=OUT"], "to name a folder with data sets"),
@@ -145,7 +156,7 @@ def test_signs_that_a_terminal_does_not_know_are_no_error() -> None:
         (["sweep", "digits", "--out", "OUT", "--seed", "0"], "got no option with several values: add --seed 0,1,2"),
         (["sweep", "digits", "--out", "OUT", "--epochs", "1,"], "such as seed=0,1,2, got 'epochs=1,'"),
         (["train", "digits", "--out", "OUT", "--epochs", "2.5"], "epochs: expected a whole number, got '2.5'"),
-        (["train", "digits", "--out", "OUT", "--epochs="], "expected a value behind --epochs, got an empty one"),
+        (["train", "digits", "--out", "OUT", "--epochs="], "expected a value after --epochs, got an empty one"),
         (["train", "digits", "--out", "OUT", "--nesterov=2"], "nesterov: expected true or false, got '2'"),
         (["train", "digits", "--out", "OUT", "--optimizer", "sdg"], "expected one of sgd, adamw, got 'sdg'"),
         (
@@ -155,7 +166,7 @@ def test_signs_that_a_terminal_does_not_know_are_no_error() -> None:
         (["train", "digits", "--out", "OUT", "--settings.fraction", "0.1"], "unknown setting 'fraction'"),
         (
             ["train", "digits", "--out", "OUT", "--settings.mask-lr", "1", "--set", "settings.mask_lr=1"],
-            "expected each key once, got settings.mask_lr more than once, as an option or behind --set or --grid: keep",
+            "expected each key once, got settings.mask_lr more than once, as an option or after --set or --grid: keep",
         ),
         (["train", "digits", "--out", "OUT", "--set", "lr=1", "--set", "lr=2"], "expected each key once, got lr more"),
         (["sweep", "digits", "--out", "OUT", "--seed", "0,1", "--grid", "seed=2,3"], "each key once, got seed more"),
@@ -163,15 +174,15 @@ def test_signs_that_a_terminal_does_not_know_are_no_error() -> None:
         (["compare", "--out", "OUT", "--sparsity", "95"], "such as 0.95, got [95.0]"),
         (["speed", "NEW", "--out", "OUT/nowhere/speed.json"], "make it first"),
         (["train", "NEW", "--out", "OUT"], "new.json: expected a run in format 1 or older, got format 7"),
-        (["train", "digits", "--out", ""], "expected a folder behind --out, got an empty name: write --out . for"),
-        (["sweep", "digits", "--out=", "--grid", "seed=0"], "expected a folder behind --out, got an empty name"),
+        (["train", "digits", "--out", ""], "expected a folder after --out, got an empty name: write --out . for"),
+        (["sweep", "digits", "--out=", "--grid", "seed=0"], "expected a folder after --out, got an empty name"),
         (["report", "OUT"], "expected the folder of a finished run, got "),
         (["report", "EMPTY"], "expected a finished run with a result.json in it"),
         (["train", "digits", "--out", "NEW"], "is a file: choose another name"),
         (["train", "digits", "--out", "NEW/deeper"], "is a file: choose another name"),
         (["train", "digits", "--out", "OUT", "--set", ""], "expected key=value, such as lr=0.05, got ''"),
-        (["train", "digits", "--out", "OUT", "--set"], "expected key=value behind --set and --grid, got nothing"),
-        (["sweep", "digits", "--out", "OUT", "--grid"], "expected key=value behind --set and --grid, got nothing"),
+        (["train", "digits", "--out", "OUT", "--set"], "expected key=value after --set and --grid, got nothing"),
+        (["sweep", "digits", "--out", "OUT", "--grid"], "expected key=value after --set and --grid, got nothing"),
         (["sweep", "digits", "--out", "NEW", "--grid", "seed=0"], "which is a file: choose another name (--out)"),
     ],
 )
@@ -200,7 +211,7 @@ def test_an_error_is_one_message_without_a_traceback(
 @pytest.mark.parametrize(
     ("error", "said"),
     [
-        (OSError(errno.ENOSPC, "No space left on device"), "device: free some space on the disk, and give"),
+        (OSError(errno.ENOSPC, "No space left on device"), "device: free some space on the disk, and run"),
         (PermissionError(errno.EACCES, "Permission denied", "x"), "'x': choose another place, or change its perm"),
         (OSError("expected a folder"), "gossamer: expected a folder\n"),
         (FileNotFoundError(errno.ENOENT, "No such file or directory", "x"), "directory: 'x'\n"),
@@ -227,7 +238,7 @@ def test_a_run_that_has_finished_before_says_so(tmp_path: Path, capsys: pytest.C
     assert run(*command) == 0
     assert said in capsys.readouterr().out
     assert run(*command, "--set", "seed=1") == 2
-    assert f"gossamer train {tmp_path / 'run.json'} --out {tmp_path} goes on" in capsys.readouterr().err
+    assert f"gossamer train {tmp_path / 'run.json'} --out {tmp_path} resumes" in capsys.readouterr().err
 
 
 @pytest.mark.filterwarnings("always:this run has finished")
@@ -344,7 +355,7 @@ def test_a_sweep_tells_what_is_there_and_its_example_can_be_trained(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run("sweep", "--help") == 0
-    grid = re.findall(r"[a-z_.]+=[a-z0-9.]+(?:,[a-z0-9.]+)+(?=[ .])", capsys.readouterr().out)
+    grid = re.findall(r"[a-z_.]+=[a-z0-9.]+(?:,[a-z0-9.]+)+(?=[ .])", " ".join(capsys.readouterr().out.split()))
     assert len(grid) == 3
     assert len(runs_of(find("digits").run, [each.rstrip(".") for each in grid])) == 12
     sweep = ["sweep", "digits", "--out", str(tmp_path), "--set", "epochs=1", "model_options.width=2", "--grid"]
@@ -443,7 +454,7 @@ def test_ctrl_c_stops_after_a_checkpoint_and_the_same_command_goes_on(
         assert run("train", "digits", "--out", str(tmp_path), *SHORT) == 130
     said = capsys.readouterr().err
     assert "stopped after step 8 of" in said
-    assert "run the same command again to go on" in said
+    assert "run the same command again to resume" in said
     assert run("train", "digits", "--out", str(tmp_path), *SHORT) == 0
 
 
@@ -456,11 +467,11 @@ def test_a_warning_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
     warned = [line for line in capsys.readouterr().err.splitlines() if "warning" in line]
     assert len(warned) == 1
     assert warned[0].startswith("warning: the checkpoint")
-    assert warned[0].endswith("; beginning again")
+    assert warned[0].endswith("; starting over")
 
 
 def test_numbers_stay_whole_beside_a_long_name() -> None:
-    result = {"accuracy": 0.91, "sparsity": 0.95, "connections": 36_461_232, "flops": 1e9, "seconds": 3725}
+    result = {"accuracy": 0.91, "sparsity": 0.95, "nonzeros": 36_461_232, "flops": 1e9, "seconds": 3725}
     rows = [["magnitude, chosen anew in every step", *["98.19 ± 0.20"] * 4]]
     for table, numbers in (
         (tables.of_results([("runs/" * 30, result)]), ("91.00%", "95.00%", "36,461,232", "62 min 5 s")),

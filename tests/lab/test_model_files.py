@@ -15,9 +15,9 @@ from torch import nn
 
 import gossamer
 from gossamer import cli
-from gossamer._json import read_object
 from gossamer.deployment.runtime import memory
 from gossamer.lab import models
+from gossamer.lab.json_files import read_object
 from gossamer.lab.model_files import open_network
 from gossamer.lab.models.digits_cnn import DigitsNet
 

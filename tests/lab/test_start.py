@@ -100,7 +100,7 @@ class Gone(io.StringIO):
         raise OSError(self._number, os.strerror(self._number))
 
 
-@pytest.mark.filterwarnings("always:what PlainLines tells could not be written")
+@pytest.mark.filterwarnings("always:the output of PlainLines could not be written")
 @pytest.mark.parametrize("number", [errno.EBADF, errno.EPIPE, errno.EIO])
 def test_a_run_goes_on_where_its_progress_cannot_be_shown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int

@@ -25,13 +25,13 @@ from gossamer.cli.deploy import Export, Speed
 from gossamer.cli.many import Compare, Sweep
 from gossamer.cli.paper import Reproduce
 from gossamer.cli.run_options import with_values
-from gossamer.cli.show import List, Report
+from gossamer.cli.show import Frontier, List, Report
 from gossamer.cli.train import Quickstart, Train, leads
+from gossamer.lab.checkpoint import Checkpoints
 from gossamer.lab.training import Interrupted
-from gossamer.lab.training.checkpoint import Checkpoints
 from gossamer.lab.training.distributed import end_process
 
-# What a user's input or machine can cause. Anything else is a bug in gossamer and keeps its traceback.
+# Errors caused by the user's input or machine. Anything else is a bug in gossamer and keeps its traceback.
 _EXPECTED = (ValueError, OSError, ImportError, ArithmeticError, RuntimeError)
 
 Command = (
@@ -42,6 +42,7 @@ Command = (
     | Annotated[Reproduce, tyro.conf.subcommand("reproduce")]
     | Annotated[List, tyro.conf.subcommand("list")]
     | Annotated[Report, tyro.conf.subcommand("report")]
+    | Annotated[Frontier, tyro.conf.subcommand("frontier")]
     | Annotated[Speed, tyro.conf.subcommand("speed")]
     | Annotated[Export, tyro.conf.subcommand("export")]
 )
@@ -92,7 +93,7 @@ def run(command: Executable) -> int:
     try:
         with warnings.catch_warnings():
             warnings.showwarning = _show_warning
-            command.carry_out(Console(markup=False))  # names of files and layers may have brackets
+            command.carry_out(Console(markup=False))  # names of files and layers may contain brackets
         return 0
     except Interrupted as stopped:
         if leads():  # all processes have stopped
@@ -114,22 +115,22 @@ _REMEDIES = {
     errno.EDQUOT: "free some space on the disk",
     errno.EACCES: "choose another place, or change its permissions",
     errno.EPERM: "choose another place, or change its permissions",
-    errno.EROFS: "choose a place that can be written",
+    errno.EROFS: "choose a writable place",
     errno.ENOTDIR: "choose a folder, as a file is in the way",
     errno.EEXIST: "choose a folder, as a file is in the way",
 }
 
 
 def _remedy(error: Exception) -> str:
-    """What to do about an error of the operating system, whose message has no advice."""
+    """Advice on an error of the operating system."""
     advice = _REMEDIES.get(error.errno or 0) if isinstance(error, OSError) else None
-    return f": {advice}, and give the command again" if advice else ""
+    return f": {advice}, and run the command again" if advice else ""
 
 
 def _afterwards(command: Executable) -> str:
-    """What the same command would do after an immediate stop, by a second Ctrl-C or before the first step."""
+    """What the same command would do after an immediate stop (a second Ctrl-C, or before the first step), in words."""
     if isinstance(command, Train):
-        return f" at once; when the same command is given again {Checkpoints(at_home(command.out)).next_time()}"
+        return f" at once; if the same command is run again, {Checkpoints(at_home(command.out)).next_time()}"
     if isinstance(command, Quickstart | Sweep | Compare | Reproduce):
         return "; finished runs are kept, and the same command resumes the rest, from a checkpoint if there is one"
     return ""

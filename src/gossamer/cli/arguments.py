@@ -27,23 +27,24 @@ def at_home(path: Path) -> Path:
 
 
 def repeated(given: Sequence[str]) -> str | None:
-    """What is wrong with a command line that has an option twice, of which only the last one would count."""
+    """The problem of a command line with a repeated option, of which only the last one would count; None if there is
+    none."""
     names = [each.partition("=")[0].replace("_", "-") for each in given if each.startswith("--")]
     twice = next((name for name in names if names.count(name) > 1 and name not in _REPEATABLE), None)
     return f"expected {twice} once, got it {names.count(twice)} times: keep one of them" if twice else None
 
 
 def nameless_folder(given: Sequence[str]) -> str | None:
-    """What is wrong with a command line that has --out "", as from an unset shell variable: as a path it would mean the
-    current folder."""
+    """The problem of a command line with --out "", as from an unset shell variable: it would mean the current
+    folder."""
     if "--out=" not in given and ("--out", "") not in pairwise(given):
         return None
-    return "expected a folder behind --out, got an empty name: write --out . for the current folder"
+    return "expected a folder after --out, got an empty name: write --out . for the current folder"
 
 
 def joined(given: tuple[tuple[str, ...], ...]) -> list[str]:
-    """All assignments of a repeatable option. An option without any, as from an unset shell variable, is an error, as
-    it would start another run than the one that was meant."""
+    """All assignments of a repeatable option. An option without assignments, as from an unset shell variable, is an
+    error, because it would start the wrong run."""
     if () in given:
-        raise ValueError("expected key=value behind --set and --grid, got nothing: write it, or leave the option out")
+        raise ValueError("expected key=value after --set and --grid, got nothing: add it, or omit the option")
     return [assignment for several in given for assignment in several]

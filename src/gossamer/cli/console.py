@@ -17,7 +17,7 @@ def lines_to(console: Console) -> Callable[[str], None]:
     """A function that prints a line of progress and ignores a closed output."""
 
     def show(line: str) -> None:
-        # At a broken pipe rich raises SystemExit once, and prints nothing from then on.
+        # On a broken pipe, rich raises SystemExit once and prints nothing afterwards.
         with contextlib.suppress(OSError, ValueError, SystemExit):
             console.print(line)
 

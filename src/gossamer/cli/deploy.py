@@ -1,4 +1,4 @@
-"""Using a trained network: `gossamer speed` and `gossamer export`."""
+"""Commands for trained networks: `gossamer speed` and `gossamer export`."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -18,13 +18,13 @@ from gossamer.lab.model_files import open_network
 
 @dataclass(frozen=True)
 class Speed:
-    """Time a network with every engine available, dense and sparse, and report what its zeros gain on this machine."""
+    """Time a network with all available engines, dense and sparse, and report the speed-up on this machine."""
 
     file: NetworkFile
     """A safetensors file, sparse or plain."""
     net: OptionalName = None
-    """Architecture of the file: a name from `gossamer list`, or module:function. Default: as the file or its run.json
-    says."""
+    """Architecture of the file: a name from `gossamer list`, or module:function. Default: from the file or its
+    run.json."""
     shape: tuple[int, ...] = ()
     """Shape of one sample, for your own network."""
     max_bytes: OptionalNumber = None
@@ -34,7 +34,7 @@ class Speed:
     threads: tuple[int, ...] = (1,)
     """Numbers of threads to time."""
     engines: tuple[str, ...] = tuple(ENGINES)
-    """Engines to time; one that is not installed says so in its row."""
+    """Engines to time; the row of an engine that is not installed says so."""
     seconds: float = 5.0
     """Seconds of timing per batch size and number of threads, after preparation."""
     out: OptionalFile = None
@@ -81,8 +81,8 @@ class Export:
     to: Literal["onnx", "pt2", "dense"]
     """pt2 is torch.export's format; dense is plain safetensors."""
     net: OptionalName = None
-    """Architecture of the file: a name from `gossamer list`, or module:function. Default: as the file or its run.json
-    says."""
+    """Architecture of the file: a name from `gossamer list`, or module:function. Default: from the file or its
+    run.json."""
     shape: tuple[int, ...] = ()
     """Shape of one sample, for your own network."""
     max_bytes: OptionalNumber = None
@@ -94,7 +94,7 @@ class Export:
         console.print(str(self._export()), highlight=False, soft_wrap=True)
 
     def _export(self) -> Exported:
-        if self.to == "dense":  # needs no network: tensors are tensors
+        if self.to == "dense":  # needs only the tensors, not the network
             return to_dense(load(self.file, max_bytes=self.max_bytes), self.out)
         stored = open_network(self.file, self.net, shape=self.shape or None, max_bytes=self.max_bytes)
         write = to_onnx if self.to == "onnx" else to_torch

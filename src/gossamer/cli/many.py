@@ -24,11 +24,10 @@ from gossamer.lab.batched.compare import TIERS, Comparison, compare
 from gossamer.lab.batched.sweeps import record_path
 from gossamer.lab.batched.tuned import tuned
 from gossamer.lab.recipes import find
-from gossamer.lab.results import about, race_blocks, race_table, sweep_table
+from gossamer.lab.results import about, blocks_of, sweep_table, table_of
 from gossamer.methods import METHODS
-from gossamer.provenance import commit
 
-_OF_A_METHOD = ("sparsity=", "flops=", "decay=", "settings.")  # what one method takes and another one does not
+_OF_A_METHOD = ("sparsity=", "flops=", "decay=", "settings.")  # options that only some methods take
 
 
 @dataclass(frozen=True)
@@ -42,13 +41,13 @@ class Sweep:
     """Folder for one record per run; runs that have one are not trained again."""
     options: RunOptions
     grid: Assignments = ()
-    """What the runs differ in as key=value,value: seed=0,1,2 method=scl,dpf sparsity=0.9,0.95."""
+    """The grid as key=value,value: seed=0,1,2 method=scl,dpf sparsity=0.9,0.95."""
     set: Assignments = ()
     """Changes to the recipe as key=value, for all runs."""
     together: int = 32
     """Runs trained at the same time."""
     save_models: bool = False
-    """Save each network beside its record, for `gossamer.load`."""
+    """Save each network next to its record, for `gossamer.load`."""
     debug: bool = False
     """Show the traceback of an error."""
 
@@ -58,7 +57,7 @@ class Sweep:
         grid += [each for each in options if _has_several(each)]
         if not grid:
             raise ValueError(
-                "expected what the runs differ in, got no option with several values: add --seed 0,1,2, for example, "
+                "expected a grid, got no option with several values: add --seed 0,1,2, for example, "
                 "or train one run with gossamer train"
             )
         if any(each.startswith("method=") for each in grid):
@@ -87,7 +86,7 @@ class Compare:
     """Compare methods under the same rules, all runs batched in one process, and show the table."""
 
     out: OptionalFolder = None
-    """Folder for records, table and plot (default: results/race-NET); runs that have a record are not trained again."""
+    """Folder for records, table and plot (default: results/compare-NET); runs with a record are not trained again."""
     net: str = "resnet20"
     """Network from `gossamer list`, for images like those of the data set."""
     data: str = "cifar10"
@@ -104,7 +103,7 @@ class Compare:
     epochs: OptionalNumber = None
     """Epochs. Default: those of the tier."""
     validation: OptionalNumber = None
-    """Training images held out as a validation set; 0 trains on all of them. Default: that of the tier."""
+    """Size of the validation set, of training images; 0 trains on all of them. Default: that of the tier."""
     weight_decay: float = Comparison.weight_decay
     """Weight decay of all runs except those with their own, such as str:weight_decay=1e-4."""
     plot: OptionalFile = None
@@ -112,7 +111,7 @@ class Compare:
     together: int = 32
     """Runs trained at the same time."""
     save_models: bool = False
-    """Save each network beside its record, for `gossamer.load`."""
+    """Save each network next to its record, for `gossamer.load`."""
     device: str = "auto"
     """auto takes a GPU if there is one."""
     debug: bool = False
@@ -130,16 +129,15 @@ class Compare:
             self.seeds,
             tier.epochs if self.epochs is None else self.epochs,
             tier.validation if self.validation is None else self.validation,
-            commit() or "unknown",
             self.tier,
             self.weight_decay,
         )
-        out = at_home(self.out or Path("results") / f"race-{self.net}")
+        out = at_home(self.out or Path("results") / f"compare-{self.net}")
 
         def show(records: list[dict[str, Any]]) -> None:
-            console.print(about(records), highlight=False)
-            for block in race_blocks(records):
-                console.print(tables.of_rows(*race_table(block), block.title))
+            console.print(about(records, self.tier), highlight=False)
+            for block in blocks_of(records):
+                console.print(tables.of_rows(*table_of(block), block.title))
 
         compare(
             comparison,

@@ -10,7 +10,6 @@ from rich.console import Console
 from gossamer.cli.arguments import OptionalFolder, at_home
 from gossamer.cli.console import lines_to
 from gossamer.lab import tables
-from gossamer.lab.batched.folder import held
 from gossamer.lab.reproduce import map_fitting, mnist
 from gossamer.lab.results import map_fitting_rows, mnist_decay_table, mnist_estimator_table
 from gossamer.lab.training.distributed import check_one_process, join
@@ -37,16 +36,12 @@ class Reproduce:
     def carry_out(self, console: Console) -> None:
         check_one_process()
         out = at_home(self.out or Path("results") / self.exhibit)
-        with held(out):
-            self._repeat(out, console)
-
-    def _repeat(self, out: Path, console: Console) -> None:
         if self.exhibit == "map-fitting":
             records = map_fitting.reproduce(out, seeds=self.seeds, steps=self.steps, progress=lines_to(console))
             console.print(tables.of_map_fitting(map_fitting_rows(records)))
             console.print(
-                "The paper prints curves and no numbers: clipped ReLU is worst, ReLU better, the other three better "
-                "still and alike, and normalisation reduces all errors."
+                "The paper prints curves and no numbers: clipped ReLU is worst, ReLU is better, the other three "
+                "are best and similar, and normalisation reduces all errors."
             )
             console.print(f"the records and, if matplotlib is installed, their curves are in {out}")
             return

@@ -23,14 +23,14 @@ from gossamer.lab.training.setting_names import options_of, setting_types
 from gossamer.methods import METHODS
 from gossamer.settings import Phases
 
-# The groups of the help: each has the fields from the one named here up to the first one of the next group.
+# The groups of the help: each contains the fields from the one named here to the first one of the next group.
 _GROUPS: Mapping[str, tuple[str, str]] = {
-    "data": ("model", "What is trained on what. The defaults, here and below, are those of the recipe."),
-    "sparsity": ("method", "How the network is made sparse: by one of sparsity, flops and decay."),
-    "training": ("epochs", "How long, and in what portions."),
+    "data": ("model", "Network and data. The defaults, here and below, are those of the recipe."),
+    "sparsity": ("method", "The method and its target: one of sparsity, flops and decay."),
+    "training": ("epochs", "Length of the run, and batches."),
     "optimizer": ("optimizer", "The optimizer and its learning rate."),
-    "teacher": ("distil", "Learning from another network as well (docs/training.md)."),
-    "computing": ("precision", "The arithmetic, the machine, and what is written."),
+    "teacher": ("distil", "Distillation from a teacher (docs/training.md)."),
+    "computing": ("precision", "Precision, devices, checkpoints and logs."),
 }
 _METAVARS: Mapping[Any, str] = {int: "INT", float: "FLOAT", str: "TEXT", bool: "true|false"}
 _typed_dict: Any = TypedDict  # with keys that type checkers cannot see
@@ -38,7 +38,7 @@ _TABLES = ("settings", "model_options")  # fields of a run that are tables: --se
 
 
 def _make_options() -> Any:
-    """What tyro reads: a dictionary of groups, each with the options that were given."""
+    """The type for tyro: a dictionary of groups, each with the given options."""
     groups = {name: Annotated[_group(name), arg(help=text)] for name, (_, text) in _GROUPS.items()}
     return _typed_dict("RunOptions", {**groups, "settings": _settings(), "model_options": _model_options()})
 
@@ -47,7 +47,7 @@ RunOptions: TypeAlias = Annotated[Mapping[str, Mapping[str, str]], arg(name="", 
 
 
 def assignments(options: Mapping[str, Mapping[str, str]], others: Iterable[str] = ()) -> list[str]:
-    """The options as key=value, for `Run.with_settings`. A key that is also in `others`, behind --set or --grid, is an
+    """The options as key=value, for `Run.with_settings`. A key that is also in `others`, from --set or --grid, is an
     error."""
     given = {
         f"{group}.{name}" if group in _TABLES else name: value
@@ -56,11 +56,11 @@ def assignments(options: Mapping[str, Mapping[str, str]], others: Iterable[str] 
     }
     if empty := [key for key, value in given.items() if not value]:
         option = f"--{empty[0].replace('_', '-')}"
-        raise ValueError(f"expected a value behind {option}, got an empty one: write it, or leave the option out")
+        raise ValueError(f"expected a value after {option}, got an empty one: add it, or omit the option")
     keys = [*given, *(other.partition("=")[0].strip() for other in others)]
     if twice := sorted({key for key in keys if keys.count(key) > 1}):
         raise ValueError(
-            f"expected each key once, got {', '.join(twice)} more than once, as an option or behind --set or --grid: "
+            f"expected each key once, got {', '.join(twice)} more than once, as an option or after --set or --grid: "
             "keep one of them"
         )
     return [f"{key}={value}" for key, value in given.items()]

@@ -1,4 +1,4 @@
-"""`gossamer list` of what is available, and `gossamer report` of finished runs."""
+"""`gossamer list` of what is available, and `gossamer report` of finished runs and of models."""
 
 import json
 from dataclasses import dataclass
@@ -7,11 +7,20 @@ from typing import Annotated
 
 import tyro
 from rich.console import Console
+from rich.progress import Progress as Bar
 from tyro.conf import arg
 
+from gossamer.cli.arguments import OptionalFile, OptionalName, at_home
+from gossamer.io.checkpoints import is_checkpoint, read_checkpoint
+from gossamer.io.container import writable
 from gossamer.lab import tables
+from gossamer.lab.frontier import FRONTIER, SPARSITIES, WITHIN, frontier, frontier_table, write_frontier
+from gossamer.lab.model_files import knows_its_network, open_network
+from gossamer.lab.report_pages import page_of_panels, page_of_run, panel_of_sweep, panels_of_comparison
 from gossamer.lab.results import sweep_table
 from gossamer.lab.training.result import RESULT, RUN, read_layers, read_result_file
+from gossamer.report import report
+from gossamer.report.page import Page, page_of, write_page
 
 
 @dataclass(frozen=True)
@@ -28,30 +37,112 @@ class List:
 
 @dataclass(frozen=True)
 class Report:
-    """Show finished runs in one table, for a sweep with the settings that differ, and with --layers the nonzeros of
-    every layer."""
+    """Show finished runs in one table, for a sweep with the settings that differ, and models by layer. With --html also
+    write a page with charts."""
 
-    files: Annotated[tyro.conf.Positional[tuple[Path, ...]], arg(metavar="DIR [DIR ...]")]
-    """Folders of runs, folders that contain such folders or the records of a sweep, or result.json files."""
+    files: Annotated[tyro.conf.Positional[tuple[Path, ...]], arg(metavar="PATH [PATH ...]")]
+    """Folders of runs, folders that contain such folders or the records of a sweep, result.json files; or a model:
+    safetensors, a state dict of torch.save, or a folder from Hugging Face."""
     layers: bool = False
     """Also show one table per run with every layer."""
+    html: OptionalFile = None
+    """Write a page to look at into this file: one run, one model, a sweep or a comparison. It needs no network. Needs
+    plotly (pip install 'gossamer[report]')."""
+    net: OptionalName = None
+    """Architecture of a model file, for its multiply-adds: a name from `gossamer list`, or module:function. Default: as
+    the file or its run.json says."""
+    shape: tuple[int, ...] = ()
+    """Shape of one sample, for your own network."""
     debug: bool = False
     """Show the traceback of an error."""
 
     def carry_out(self, console: Console) -> None:
         if not self.files:
-            raise ValueError("expected folders of finished runs, got none: gossamer report DIR")
+            raise ValueError("expected folders of finished runs, or a model, got none: gossamer report PATH")
+        if self.html is not None:
+            writable(at_home(self.html))
+        model = len(self.files) == 1 and _is_model(self.files[0])
+        page = self._model(console, self.files[0]) if model else self._runs(console)
+        if self.html is not None:
+            path = write_page(page, at_home(self.html))
+            console.print(f"The page is in {path}", soft_wrap=True, highlight=False)
+
+    def _model(self, console: Console, path: Path) -> Page:
+        known = self.net is not None or (path.suffix == ".safetensors" and path.is_file() and knows_its_network(path))
+        if known:
+            stored = open_network(path, self.net, shape=self.shape or None)
+            found = report(stored.model, stored.example(1), batch_size=1)
+        else:
+            found = report(read_checkpoint(path))
+        console.print(found)
+        return page_of(found.rows, found.tensors, title=path.name)
+
+    def _runs(self, console: Console) -> Page:
+        if self.html is not None and (panels := panels_of_comparison(self.files)):
+            return page_of_panels("Comparison", ", ".join(map(str, self.files)), panels)
         found = {run: read_result_file(run) for file in self.files for run in _runs_in(file)}
         console.print(tables.of_results([(str(run), result) for run, result in found.items()]))
         swept = [result for result in found.values() if {"config", "diverged"} <= result.keys()]
         if len(swept) > 1:  # the names of their files do not describe them
             console.print(tables.of_rows(*sweep_table(sorted(swept, key=lambda each: json.dumps(each["config"])))))
         for file in found if self.layers else ():
-            console.print(tables.of_layers(read_layers(file), str(file)))
+            console.print(read_layers(file).table(str(file)))
+        if self.html is None:
+            return Page("")
+        if len(found) == 1:
+            (run,) = found
+            return page_of_run(run if run.is_dir() else run.parent)
+        return page_of_panels(
+            "Sweep",
+            f"{len(found)} runs in {', '.join(map(str, self.files))}",
+            [("Runs", panel_of_sweep([*found.values()]))],
+        )
+
+
+@dataclass(frozen=True)
+class Frontier:
+    """Show the accuracy of one trained network at every sparsity, by thresholding its mask variables, with the gap to
+    networks that were trained for their sparsity. Nothing is trained but batch-norm statistics."""
+
+    run: Annotated[tyro.conf.Positional[Path], arg(metavar="DIR")]
+    """Folder of a finished run; the whole curve needs one of gossamer train --keep-mask-variables, others give the part
+    beyond their sparsity, by magnitude."""
+    sparsity: tuple[float, ...] = SPARSITIES
+    """Sparsities: 0.95 is 95 % zeros."""
+    against: tuple[Path, ...] = ()
+    """Folders of other finished runs, or of a sweep, to compare with: the same network and data."""
+    device: OptionalName = None
+    """Device, such as cpu or cuda:1. Default: that of the run."""
+    debug: bool = False
+    """Show the traceback of an error."""
+
+    def carry_out(self, console: Console) -> None:
+        others = [run for path in self.against for run in _runs_in(path)]
+        with Bar(console=Console(stderr=True), transient=True) as bar:
+            task = bar.add_task("evaluating", total=1.0)
+            found = frontier(
+                self.run,
+                sparsities=self.sparsity,
+                against=others,
+                device=self.device,
+                progress=lambda sparsity, share: bar.update(task, description=f"at {sparsity:.1%}", completed=share),
+            )
+        write_frontier(found, self.run / FRONTIER)
+        console.print(tables.of_rows(*frontier_table(found), f"One network at every sparsity, by {found.order}"))
+        console.print(
+            f"The knee, {found.knee.sparsity:.1%}, is the sparsest point within {100 * WITHIN:g} point of the best "
+            f"accuracy. gossamer report {self.run} --html FILE draws the curve.",
+            soft_wrap=True,
+            highlight=False,
+        )
+
+
+def _is_model(path: Path) -> bool:
+    return is_checkpoint(path) and not (path / RESULT).exists() and not (path / RUN).exists()
 
 
 def _runs_in(path: Path) -> list[Path]:
-    """The path itself if it is a run, finished or not; else the runs in the folder."""
+    """The path itself if it is a run, finished or not; otherwise the runs in the folder."""
     if not path.is_dir() or (path / RESULT).exists() or (path / RUN).exists():
         return [path]
     folders = sorted(child for child in path.iterdir() if (child / RESULT).is_file())

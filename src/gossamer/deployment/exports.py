@@ -20,8 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from gossamer._forward import quiet_export
-from gossamer.deployment.graph import trace
+from gossamer.deployment.graph import quiet_export, trace
 from gossamer.io.container import writable
 
 TOLERANCE = 1e-4  # of the largest output: other engines sum in another order
@@ -59,9 +58,9 @@ def to_onnx(
         with quiet_export():
             written = torch.onnx.export(program, dynamo=True, verbose=False)
     except Exception as error:
-        told = " ".join(str(error.__cause__ or error).split())[:200]
+        message = " ".join(str(error.__cause__ or error).split())[:200]
         raise ValueError(
-            f"expected a model whose operations ONNX has, but of {type(model).__name__} torch.onnx says: {told}. "
+            f"expected a model whose operations ONNX has, but of {type(model).__name__} torch.onnx says: {message}. "
             "Replace that operation, or export with to_torch"
         ) from error
     cast(Any, written).save(str(target))
@@ -201,6 +200,6 @@ def _bits(tensor: Tensor) -> Tensor:
 
 
 def _size(path: Path) -> int:
-    """Bytes of a file and of the data that ONNX puts beside large ones."""
-    beside = path.with_name(path.name + ".data")
-    return path.stat().st_size + (beside.stat().st_size if beside.is_file() else 0)
+    """The size of a file in bytes, with the separate data file of large ONNX models."""
+    data = path.with_name(path.name + ".data")
+    return path.stat().st_size + (data.stat().st_size if data.is_file() else 0)

@@ -9,12 +9,15 @@ in place, and calls that do nothing in evaluation mode are gone.
 from __future__ import annotations
 
 import inspect
+import logging
 import operator
 import os
 import re
+import warnings
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, redirect_stderr
 from functools import cached_property
+from io import StringIO
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -25,7 +28,7 @@ from torch._decomp import decomposition_table
 from torch.export import Dim, ExportedProgram, export
 from torch.utils._pytree import tree_map
 
-from gossamer._forward import arguments, quiet_export, undisturbed
+from gossamer.forward import arguments, undisturbed
 
 aten = torch.ops.aten
 RECURRENT_CALLS = (aten.lstm.input, aten.gru.input, aten.rnn_tanh.input, aten.rnn_relu.input)
@@ -115,9 +118,9 @@ def module_path(node: fx.Node) -> str:
 
 
 def _untraceable(name: str, error: Exception) -> UntraceableError:
-    told = " ".join((str(error).strip() or repr(error)).split())[:200]
+    message = " ".join((str(error).strip() or repr(error)).split())[:200]
     return UntraceableError(
-        f"expected a model that torch.export can trace, but of {name} it says: {told}. The model is "
+        f"expected a model that torch.export can trace, but of {name} it says: {message}. The model is "
         "left as it is. Usual causes are branches or loops that depend on the values of tensors; take the traceable "
         "parts one by one"
     )
@@ -171,6 +174,20 @@ def _no_fast_path() -> Iterator[None]:
         yield
     finally:
         torch.backends.mha.set_fastpath_enabled(before)
+
+
+@contextmanager
+def quiet_export() -> Iterator[None]:
+    """Silence ``torch.export``: it warns of its own handling of some layers, logs a line, and prints half a graph
+    before it raises. The error alone has all the information."""
+    log = logging.getLogger("torch.fx.experimental.symbolic_shapes")
+    disabled, log.disabled = log.disabled, True
+    try:
+        with warnings.catch_warnings(), redirect_stderr(StringIO()), torch.no_grad():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        log.disabled = disabled
 
 
 @contextmanager

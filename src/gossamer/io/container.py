@@ -93,7 +93,9 @@ SHAPE = f"a shape of at most {DIMENSIONS} non-negative integers with a product b
 def parse_json(text: bytes, path: Path, what: str) -> object:
     try:
         parsed: object = json.loads(text.decode("utf-8"))
-    except (UnicodeDecodeError, RecursionError, ValueError) as error:
+        if b"\\ud" in text or b"\\uD" in text:  # half a surrogate pair is not text: it could not be printed or hashed
+            json.dumps(parsed, ensure_ascii=False).encode()
+    except (RecursionError, ValueError) as error:
         raise bad_file(path, f"{what} in JSON", f"{type(error).__name__}: {str(error)[:80]}") from None
     return parsed
 

@@ -100,6 +100,13 @@ def make_job(state: Mapping[str, Tensor], values: Values, negative_zeros: Negati
     return Job(state, records, drop, minus)
 
 
+def stored_bytes(tensor: Tensor) -> int:
+    """The bytes of one tensor in a sparse file, before they are entropy-coded."""
+    (record,) = make_job({"": tensor}, "float32", "drop").records
+    values = record.count if record.kind == "gap" else tensor.numel()
+    return record.gap_bytes + values * WIDTHS[record.stored]
+
+
 def _bits(chunk: Tensor) -> npt.NDArray[Any]:
     return raw_bytes(chunk).view(UNSIGNED[chunk.element_size()])
 

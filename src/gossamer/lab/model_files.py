@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gossamer._json import read_object
 from gossamer.io.container import read_header
 from gossamer.io.sparse_file import load
 from gossamer.lab import models
+from gossamer.lab.json_files import read_object
 from gossamer.lab.models.digits_cnn import QUICK_START, DigitsNet
 
 # What `gossamer train` leaves in its folder: the network, and what it is.
@@ -93,6 +93,13 @@ def open_network(
         shape = shape or known
     model.load_state_dict(state, strict=False)  # strict would miss the second names of tied weights
     return StoredModel(name, model.eval(), source, shape, tokens)
+
+
+def knows_its_network(path: Path) -> bool:
+    """Whether a safetensors file, or the run.json beside it, says which network it belongs to."""
+    with path.open("rb") as file:
+        _, metadata = read_header(path, file)
+    return "network" in metadata or path.with_name(RUN).is_file()
 
 
 def _named(

@@ -13,14 +13,13 @@ from rich.text import Text
 from gossamer.lab import data, models
 from gossamer.lab.recipes import RECIPES, Published, Recipe
 from gossamer.methods import METHODS
-from gossamer.report import Report
 
 _NUMBERS = 70  # characters for the numbers of a row, on a terminal of 80
 
 
 def of_results(results: Sequence[tuple[str, Mapping[str, Any]]]) -> Table:
-    """One row a result. That of a run which has diverged side by side with others has numbers that mean nothing."""
-    table = _table("", "test", "validation", "sparsity", "connections", "FLOPs", "time", left=1)
+    """One row per result. A batched run that has diverged has numbers without meaning."""
+    table = _table("", "test", "validation", "sparsity", "nonzeros", "FLOPs", "time", left=1)
     for name, result in results:
         metric = "perplexity" if "perplexity" in result else "accuracy"
         if result.get("diverged"):
@@ -31,7 +30,7 @@ def of_results(results: Sequence[tuple[str, Mapping[str, Any]]]) -> Table:
             _metric(metric, result[metric]),
             _metric(metric, result.get(f"validation_{metric}")),
             f"{result['sparsity']:.2%}",
-            f"{result['connections']:,}",
+            f"{result['nonzeros']:,}",
             _short(result.get("flops")),
             _time(result["seconds"]),
         )
@@ -55,21 +54,6 @@ def of_rows(head: Sequence[str], rows: Sequence[Sequence[str]], title: str | Non
     return _with_whole_numbers(table)
 
 
-def of_layers(report: Report, title: str) -> Table:
-    """One row a tensor, narrower than the report's own table."""
-    table = _table("tensor", "weights", "connections", "density", "dead features", "FLOPs", left=1, title=title)
-    for row in (*report.rows, report.total):
-        table.add_row(
-            Text(row.name),
-            f"{row.weights:,}",
-            f"{row.connections:,}",
-            f"{row.density:.2%}",
-            f"{row.dead_features} / {row.features}",
-            _short(row.flops_sparse),
-        )
-    return table
-
-
 def against_paper(recipe: Recipe, result: Mapping[str, Any]) -> str:
     """What the paper has for this run, in one line."""
     metric = "perplexity" if "perplexity" in result else "accuracy"
@@ -85,9 +69,9 @@ def against_paper(recipe: Recipe, result: Mapping[str, Any]) -> str:
 
 def of_everything() -> tuple[Table, ...]:
     """The models, data sets, methods and recipes, each with their number."""
-    zoo = _table("model", "data", "connections", "", left=2, title=f"{len(models.names())} models")
+    zoo = _table("model", "data", "weights", "", left=2, title=f"{len(models.names())} models")
     for entry in models.MODELS:
-        zoo.add_row(entry.name, entry.data, f"{entry.connections:,}", entry.description)
+        zoo.add_row(entry.name, entry.data, f"{entry.weights:,}", entry.description)
     sets = _table("data set", "", left=2, title=f"{len(data.names())} data sets")
     for name, description in data.table():
         sets.add_row(name, description)

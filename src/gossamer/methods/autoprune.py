@@ -1,13 +1,13 @@
-"""AutoPrune: one mask variable per weight, whose gradient ignores how large the weight is.
+"""AutoPrune: one mask variable per weight, with a gradient that ignores the size of the weight.
 
 Rule: w̄ = w ⊙ H(m). m follows ∂L/∂w̄ ⊙ sgn(w)·h'(m), with h' the derivative of leaky ReLU or softplus, and a
-regularizer on h(m) that pushes it down. w follows ∂L/∂w̄ ⊙ H(m), so that pruned weights rest. As published, w learns
-from the training set and m from another set, in two passes.
-Reference: Xiao, Wang & Rajasekaran 2019, AutoPrune: Automatic Network Pruning by Regularizing Auxiliary Parameters.
-Ours: the pull of the regularizer on m carries h'(m); a constant, the same for all m, takes its place and is solved for,
-so that the budget is met. m starts at |w| of the warmed-up network, and its gradient is divided by its root mean square
-over the network, as for SCL. One pass by default, so that the weights see all batches; `two_pass` gives every other
-batch to the masks instead: weights then move by their momentum alone, while biases and norms learn from all batches.
+regularizer on h(m) that pushes it down. w follows ∂L/∂w̄ ⊙ H(m), so pruned weights do not train. As published, w learns
+from the training set and m from another set, in two passes. Reference: Xiao, Wang & Rajasekaran 2019, AutoPrune:
+Automatic Network Pruning by Regularizing Auxiliary Parameters. Ours: the pull of the regularizer on m contains h'(m).
+It is replaced by a constant, the same for all m, which is solved for so that the budget is met. m starts at |w| of the
+warmed-up network, and its gradient is divided by its root mean square over the network, as for SCL. One pass by
+default, so that the weights see all batches. `two_pass` uses every other batch for the masks: weights then move by
+their momentum alone, while biases and norms learn from all batches.
 """
 
 import math
@@ -28,7 +28,7 @@ class AutoPruneOptions(Options):
     estimator: str = "softplus"
     alpha: float = 0.1  # slope of leaky_relu
     two_pass: bool = False
-    pruned_grad_scale: float = 0.0  # share of their gradient that pruned weights follow
+    pruned_grad_scale: float = 0.0  # factor on the gradient of pruned weights
 
     def __post_init__(self) -> None:
         expect(
@@ -36,7 +36,7 @@ class AutoPruneOptions(Options):
             mask_lr=(is_rate(self.mask_lr), "a number of at least 0"),
             estimator=(self.estimator in ESTIMATORS, f"one of {', '.join(ESTIMATORS)}"),
             alpha=(0 < self.alpha < math.inf, "a number above 0"),
-            pruned_grad_scale=(0 <= self.pruned_grad_scale <= 1, "a share from 0 to 1"),
+            pruned_grad_scale=(0 <= self.pruned_grad_scale <= 1, "a number from 0 to 1"),
         )
 
 

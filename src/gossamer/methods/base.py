@@ -1,19 +1,19 @@
-"""What a method is: a rule on matrices with one row per run and one column per weight.
+"""The protocol of methods: a method is a rule on matrices with one row per run and one column per weight.
 
-All prunable weights of a network lie side by side in a row (`Layout` says where each tensor is). The same method
-therefore serves one run, driven by `gossamer.Sparsifier` through the steps of any optimizer, and many runs at once, in
-batched training. Around a step of the optimizer:
+A row has all prunable weights of a network (`Layout` has the columns of each tensor). The same method therefore serves
+one run, driven by `gossamer.Sparsifier` through the steps of any optimizer, and many runs at once, in batched training.
+The calls around a step of the optimizer:
 
-    update_masks      sees the gradient of the weights that the forward pass used; updates what the method learns, and
-                      turns the gradient, in place, into the one that the dense weights w̃ follow
+    update_masks      gets the gradient of the weights of the forward pass; updates the state of the method, and turns
+                      the gradient, in place, into that of the dense weights w̃
     project           after the optimizer's step: a constraint on w̃, such as zeros where weights are pruned
-    update_topology   at the steps that `topology_due` names: work that is done once in a while
-    apply_masks       writes the weights that the next forward pass uses: w̃ ⊙ m, unless the method says otherwise
+    update_topology   at the steps given by `topology_due`: infrequent changes of the masks
+    apply_masks       writes the weights of the next forward pass: w̃ ⊙ m, unless the method overrides it
     finalize          at the end of the mask phases: the final masks, which meet the budget exactly
 
 `update_masks`, `project` and `apply_masks` consist of tensor operations that never synchronize with the device, in
-place on tensors that keep their address, so that a whole step can be captured in a CUDA graph. `update_topology` and
-`finalize` run outside of it. Numbers that change from step to step come from the `Timeline`.
+place on tensors with fixed addresses, so that a whole step can be captured in a CUDA graph. `update_topology` and
+`finalize` run outside it. Values that change from step to step come from the `Timeline`.
 
 `register` makes a method available by name; `find` also takes "my_module:MyMethod".
 """
@@ -23,13 +23,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from types import MappingProxyType
 from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gossamer.schedule import Phase, Plan, cosine, nonzeros_left
+from gossamer.schedule import Phase, Plan, cosine, cubic_budget
 from gossamer.target import Target, make_target
 
 
@@ -42,7 +43,7 @@ S = TypeVar("S", bound=Options)
 
 
 def expect(options: Options, **asked: tuple[bool, str]) -> None:
-    """Refuse unusable settings: for each name, whether its value is good and what was expected."""
+    """Raise on invalid settings: for each name, whether its value is valid, and what was expected."""
     wrong = [
         f"{name}: expected {what}, got {getattr(options, name)!r}" for name, (good, what) in asked.items() if not good
     ]
@@ -61,31 +62,31 @@ def is_rate(value: float) -> bool:
     return 0 <= value < math.inf
 
 
-# --- where the weights are ---
+# --- the layout of the weights ---
 
 
 @dataclass(frozen=True)
 class TensorView:
-    """How one tensor lies in its columns where these follow the memory of a parameter."""
+    """The view of one tensor in its columns, if these follow the memory of a parameter."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     feature_axis: int
     groups: int
-    split: bool  # the weights of a feature are spread over processes
-    size: int  # weights of the tensor in all processes
+    split: bool  # the weights of a feature are sharded over processes
+    size: int  # weights of the tensor over all processes
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Which columns are which tensor. Output features come first in every shape."""
+    """The columns of each tensor. Output features come first in every shape."""
 
     names: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
     gains: tuple[slice | None, ...] = ()
-    """For each tensor, where among the other parameters the gains of the batch norm behind it lie."""
+    """For each tensor, the positions of the gains of the following batch norm among the other parameters."""
     views: tuple[TensorView, ...] = ()
-    """Set where columns follow the memory of the parameters, so that features need not come first."""
+    """Set if columns follow the memory of the parameters; features may then not come first."""
 
     @cached_property
     def sizes(self) -> list[int]:
@@ -98,34 +99,34 @@ class Layout:
         return sum(self.sizes)
 
     def split(self, matrix: Tensor) -> tuple[Tensor, ...]:
-        """The part of each tensor: views."""
+        """One view per tensor."""
         return torch.split(matrix, self.sizes, dim=1)
 
     def tensor_of_each(self, device: torch.device) -> Tensor:
-        """The number of the tensor of each weight."""
+        """The index of the tensor of each weight."""
         numbers = torch.arange(len(self.sizes))
         return torch.repeat_interleave(numbers, torch.tensor(self.sizes), output_size=self.count).to(device)
 
     def by_tensor(self, values: Tensor) -> Tensor:
-        """One number per tensor, (runs, tensors), laid out along the weights. Not for a captured step."""
+        """One number per tensor, (runs, tensors), expanded to the weights. Not for a captured step."""
         return values.index_select(1, self.tensor_of_each(values.device))
 
     def keep(self, sparsity: float) -> int:
-        """How many weights a sparsity leaves."""
+        """The number of weights to keep at a sparsity."""
         return self.count - math.floor(self.count * sparsity + 0.5)
 
 
 def min_nonzeros(sizes: Sequence[int], min_density: float) -> list[int]:
-    """How many weights of each tensor are never pruned."""
+    """The minimum number of kept weights of each tensor."""
     return [min(size, max(1, math.ceil(min_density * size))) if min_density else 0 for size in sizes]
 
 
-# --- what a method is given ---
+# --- the inputs of a method ---
 
 
 @dataclass(frozen=True)
 class Request(Generic[S]):
-    """What one run asks of a method. `target` is made from `sparsity` unless it is given."""
+    """The target and settings of one run. `target` is derived from `sparsity` unless it is given."""
 
     sparsity: float
     seed: int
@@ -139,7 +140,7 @@ class Request(Generic[S]):
 
 
 class Series:
-    """A number per run that changes from step to step of the mask phases."""
+    """One number per run that changes over the steps of the mask phases."""
 
     def __init__(self, function: Callable[[int], Sequence[float]], like: Tensor) -> None:
         self._function, self._like = function, like
@@ -147,7 +148,7 @@ class Series:
         self.now = torch.tensor([list(function(0))], dtype=like.dtype, device=like.device).T.contiguous()
 
     def at(self, step: int) -> Tensor:
-        """One column: the value of each run at this step of the mask phases."""
+        """The value of each run at a step of the mask phases, as a column."""
         return torch.tensor([list(self._function(step))], dtype=self._like.dtype, device=self._like.device).T
 
     def set(self, step: int) -> None:
@@ -158,18 +159,19 @@ class Series:
             self.now.copy_(self.at(step))
 
     def tabulate(self, steps: int) -> None:
-        self.fill(torch.tensor([list(self._function(step)) for step in range(steps)]))
+        values = [list(self._function(step)) for step in range(steps)]
+        self.fill(torch.tensor(values, dtype=self._like.dtype))
 
     def fill(self, table: Tensor) -> None:
-        """Take the values of all steps, (steps, runs)."""
+        """Set the values of all steps, (steps, runs)."""
         self.table = table.to(self._like.device, self._like.dtype)
 
 
 class Timeline:
     """The phases of the runs, the clock of their mask phases, and the learning rate of the weights in this step.
 
-    `tabulated` timelines read their numbers from tables on the device at the clock, so that a captured step needs
-    nothing from the host. The others are set before each step by `set`, so that the plan may change on the way.
+    A `tabulated` timeline reads its values from tables on the device, indexed by the clock, so that a captured step
+    needs nothing from the host. Other timelines are set before each step by `set`, so that the plan may change.
     """
 
     def __init__(
@@ -182,13 +184,13 @@ class Timeline:
         self._tabulated, self._series = tabulated, list[Series]()
 
     def set(self, step: int) -> None:
-        """Go to this step of the mask phases."""
+        """Move to a step of the mask phases."""
         self.clock.fill_(step)
         for series in self._series:
             series.set(step)
 
     def now(self, series: Series) -> Tensor:
-        """The value of this step, as a column: one number per run."""
+        """The current value, as a column: one number per run."""
         return series.now if series.table is None else series.table.index_select(0, self.clock).view(-1, 1)
 
     def series(
@@ -198,7 +200,7 @@ class Timeline:
         *,
         table: Callable[[], Tensor] | None = None,
     ) -> Series:
-        """`table` is a faster way to all values of the function, (steps, runs)."""
+        """A `Series` of the timeline. `table` computes all values, (steps, runs), faster than the function."""
         found = Series(function, torch.empty(0, dtype=dtype or self.dtype, device=self.device))
         if self._tabulated and table is not None:
             found.fill(table())
@@ -208,7 +210,7 @@ class Timeline:
         return found
 
     def budgets(self, targets: Sequence[Target], ramp: str = "cubic") -> Series:
-        """The budget after each step, for each run: along the cubic ramp, or the final one "at_once"."""
+        """The budget of each run after each step: along the cubic ramp, or the final one "at_once"."""
 
         def at(step: int) -> list[int]:
             return [_budget(step, self.plan.sparsify, target.total, target.final, ramp) for target in targets]
@@ -222,7 +224,7 @@ class Timeline:
         return self.series(at, torch.int64, table=table)
 
     def annealed(self, values: Sequence[float], kinds: Sequence[str] = ()) -> Series:
-        """Numbers that go to zero on a cosine over the mask phases, or by another kind of `schedule.ANNEALS`."""
+        """Values annealed over the mask phases: by a cosine to zero, or another kind of `schedule.ANNEALS`."""
         chosen = list(kinds) or ["cosine"] * len(values)
 
         def at(step: int) -> list[float]:
@@ -235,7 +237,8 @@ class Timeline:
         return self.series(at, table=table)
 
     def often(self, steps: int) -> int:
-        """This many steps, or fewer where the sparsify phase would otherwise see less than ten of them."""
+        """An interval of this many steps, or less if the sparsify phase would otherwise have fewer than ten
+        intervals."""
         return max(1, min(steps, self.plan.sparsify // 10))
 
 
@@ -243,7 +246,7 @@ def _budget(step: int, ramp_steps: int, total: int, final: int, ramp: str) -> in
     if ramp == "at_once":
         return final
     # The last step of the ramp is the first one at the full target.
-    return nonzeros_left(min(1.0, (step + 1) / max(1, ramp_steps)), total, final)
+    return cubic_budget(min(1.0, (step + 1) / max(1, ramp_steps)), total, final)
 
 
 def _factor(plan: Plan, step: int, kind: str) -> float:
@@ -269,13 +272,13 @@ def _factors(plan: Plan, kind: str) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Context(Generic[S]):
-    """All that a method starts from. `weights` are the dense weights when masks begin, one row per run."""
+    """The inputs of a method. `weights` are the dense weights at the first mask step, one row per run."""
 
     layout: Layout
     requests: Sequence[Request[S]]
     timeline: Timeline
     weights: Tensor
-    min_density: float  # share of each tensor that is never pruned, where a method chooses over the whole network
+    min_density: float  # fraction of each tensor that is never pruned, for methods with one threshold for the network
     group: dist.ProcessGroup | None = None  # the processes that share each tensor
 
     @cached_property
@@ -300,18 +303,18 @@ class Context(Generic[S]):
         return [getattr(options, name) for options in self.options]
 
     def column(self, name: str) -> Tensor:
-        """One setting of all runs, to multiply a matrix with."""
+        """One setting of all runs, as a column that broadcasts against a matrix."""
         return column(self.values(name), self.weights)
 
     def total(self, sums: Tensor) -> Tensor:
-        """`sums`, added up over the processes that share the tensors."""
+        """`sums`, reduced over the processes that share the tensors."""
         if self.group is not None:
             dist.all_reduce(sums, group=self.group)
         return sums
 
-    @property
+    @cached_property
     def size(self) -> int:
-        """Weights of a run in all processes."""
+        """The number of weights of a run over all processes."""
         return sum(view.size for view in self.layout.views) if self.layout.views else self.layout.count
 
     def mean_squares(self, matrix: Tensor) -> Tensor:
@@ -322,7 +325,7 @@ class Context(Generic[S]):
 
 
 def column(values: Sequence[float], like: Tensor) -> Tensor:
-    """One number per run, to multiply a matrix with."""
+    """One number per run, as a column that broadcasts against a matrix."""
     return torch.tensor(values, dtype=like.dtype, device=like.device)[:, None]
 
 
@@ -331,7 +334,7 @@ def column(values: Sequence[float], like: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Block:
-    """Some columns of all runs, small enough to stay in the cache of a CPU. All tensors are (runs, columns)."""
+    """Some columns of all runs, small enough for the cache of a CPU. All tensors are (runs, columns)."""
 
     columns: slice
     gradient: Tensor | None  # None: these weights have no gradient in this step
@@ -356,22 +359,22 @@ class SampleSums:
 
 
 class Step(ABC):
-    """The gradients of one step and the dense weights, as one matrix or block by block."""
+    """The gradients of one step and the dense weights, as a matrix or in blocks."""
 
     weights: Tensor
-    unscale: Tensor | None = None  # factor by which gradients still have to be multiplied
-    found_inf: Tensor | None = None  # nonzero where a scaled gradient was not finite
+    unscale: Tensor | None = None  # factor that unscales the gradients, if they are still scaled
+    found_inf: Tensor | None = None  # nonzero if a scaled gradient was not finite
     samples: SampleSums | None = None
 
     @property
     @abstractmethod
     def gradient(self) -> Tensor:
-        """The gradients as one matrix; what is written into it is what the optimizer applies."""
+        """The gradients as one matrix; the optimizer applies the values written to it."""
 
     @property
     @abstractmethod
     def parts(self) -> Sequence[Part]:
-        """The same in blocks, which together have all columns."""
+        """The gradients in blocks that cover all columns."""
 
     @property
     @abstractmethod
@@ -384,17 +387,17 @@ class Step(ABC):
         return ()
 
     def release(self, block: Block) -> None:
-        """To be called when a block has been treated for the last time."""
+        """Call this after the last use of a block."""
         return
 
     @abstractmethod
     def segments(self) -> tuple[Sequence[Tensor | None], Sequence[Tensor] | None] | None:
         """For fused GPU kernels: gradients as tensors in memory, one per tensor of a run or one per run, and the
-        parameters that are to hold w̃ afterwards; None where kernels cannot read them."""
+        parameters that receive w̃; None if the kernels cannot read them."""
 
 
 class MatrixStep(Step):
-    """A step of batched training, where gradients are one matrix anyway."""
+    """A step of batched training, where the gradients are a matrix already."""
 
     def __init__(self, gradient: Tensor, weights: Tensor, layout: Layout) -> None:
         self._gradient, self.weights, self._layout = gradient, weights, layout
@@ -419,17 +422,17 @@ class MatrixStep(Step):
 
 @dataclass(frozen=True, eq=False)
 class Outcome:
-    """What a step of mask learning saw, for diagnostics."""
+    """Figures of a step of mask learning, for diagnostics."""
 
     decay: Tensor  # λ1 of each run
-    nonzeros: Tensor  # kept weights of each run, in all the processes that share its tensors
+    nonzeros: Tensor  # kept weights of each run, over all processes that share its tensors
     flips: Tensor  # masks that changed in each run, likewise
     squares: Tensor  # sums of squares of the mask gradient, (runs, tensors)
-    finite: Tensor  # (runs,): False where gradients were not finite, so that masks stayed as they were
+    finite: Tensor  # (runs,): False if gradients were not finite, so that masks did not change
 
 
 class Method(ABC, Generic[S]):
-    """A method for some runs, from the step where masks begin."""
+    """A method for some runs, from the first mask step on."""
 
     name: ClassVar[str]
     title: ClassVar[str]  # in tables of results
@@ -439,14 +442,15 @@ class Method(ABC, Generic[S]):
     structured: ClassVar[bool] = False  # prunes whole filters
     masked_forward: ClassVar[bool] = True  # the forward pass uses w̃ ⊙ m; otherwise what apply_masks writes
     penalizes: ClassVar[bool] = False  # changes the gradient of parameters that are not prunable
-    rewinds: ClassVar[bool] = False  # has the learning rate of a second training after its cut
-    shardable: ClassVar[bool] = False  # works on weights that are spread over processes (FSDP2)
-    solves_targets: ClassVar[bool] = False  # knows flops= and decay= besides sparsity=
+    usual_phases: ClassVar[Mapping[str, str]] = MappingProxyType({})  # durations that suit it better than the default
+    rewinds: ClassVar[bool] = False  # rewinds the learning rate after pruning
+    shardable: ClassVar[bool] = False  # supports weights that are sharded over processes (FSDP2)
+    solves_targets: ClassVar[bool] = False  # supports flops= and decay= besides sparsity=
     any_order: ClassVar[bool] = False  # columns may follow the memory of the parameters
-    shared: ClassVar[tuple[str, ...]] = ()  # settings that all runs of one object share; others may differ
+    shared: ClassVar[tuple[str, ...]] = ()  # settings that must be equal for all runs of one object
 
     mask: Tensor
-    """True where a weight is kept now, (runs, weights)."""
+    """True for kept weights, (runs, weights)."""
 
     @abstractmethod
     def __init__(self, context: Context[S]) -> None: ...
@@ -457,28 +461,28 @@ class Method(ABC, Generic[S]):
         return
 
     @classmethod
-    def resolve(cls, options: S, *, mask_steps: int, left: float | None) -> S:
-        """The settings with every open one chosen, for masks that train for `mask_steps` and keep the share `left`,
-        if that is known."""
+    def resolve(cls, options: S, *, mask_steps: int, density: float | None) -> S:
+        """The settings with values for those that are None, given the number of mask steps and the target density
+        (None with a fixed decay)."""
         return options
 
     @classmethod
     def needs_samples(cls, options: S) -> bool:
-        """Whether `Step.samples` is needed: sums over the samples of a batch."""
+        """Whether the method needs `Step.samples`, sums over the samples of a batch."""
         return False
 
     @classmethod
     def phases(cls, plan: Plan) -> Plan:
-        """The phases of a run with this method: without warm-up where it is sparse from the start."""
+        """The phases of a run with this method: without warm-up if it is sparse from the start."""
         return replace(plan, warmup=0, sparsify=plan.warmup + plan.sparsify) if cls.from_start else plan
 
     @abstractmethod
     def update_masks(self, step: Step) -> Outcome | None:
-        """Learn from a step; the outcome is for diagnostics."""
+        """Update the masks from a step; the outcome is for diagnostics."""
 
     def weight_gradient(self, gradient: Tensor, weights: Tensor) -> None:
-        """Turn ∂L/∂w into the gradient that w̃ follows, in place: what `update_masks` does with its gradient. Optimizers
-        that evaluate a closure several times per step need it."""
+        """Turn ∂L/∂w into the gradient of w̃, in place, as `update_masks` does. For optimizers that evaluate a closure
+        several times per step."""
         return
 
     def apply_masks(self, weights: Tensor, out: Tensor) -> None:
@@ -486,14 +490,14 @@ class Method(ABC, Generic[S]):
         torch.where(self.mask, weights, weights.new_zeros(()), out=out)
 
     def add_penalty(self, gradient: Tensor, others: Tensor) -> None:
-        """Change, in place, the gradient of the parameters that are not prunable."""
+        """Change the gradient of the parameters that are not prunable, in place."""
         return
 
     def project(self, weights: Tensor) -> None:
         return
 
     def topology_due(self, step: int) -> bool:
-        """Whether `update_topology` is called when this many steps of the mask phases are done."""
+        """Whether to call `update_topology` after this many steps of the mask phases."""
         return False
 
     def update_topology(self, weights: Tensor, step: int) -> Tensor | None:
@@ -502,20 +506,20 @@ class Method(ABC, Generic[S]):
 
     @abstractmethod
     def finalize(self, weights: Tensor) -> Tensor:
-        """The final masks. The caller sets what they prune to zero."""
+        """The final masks. The caller zeroes the pruned weights."""
 
     @abstractmethod
     def state(self) -> dict[str, Tensor]:
-        """All tensors that change, to be saved, or copied into on resume."""
+        """All tensors that change, for checkpoints. Resuming copies into them."""
 
     def load_state(self, saved: Mapping[str, Tensor]) -> None:
-        """Go on from what `state` returned."""
+        """Resume from the result of `state`."""
         for name, tensor in self.state().items():
             tensor.copy_(saved[name])
 
 
 class PrunedAtZero(Method[S]):
-    """Methods whose pruned weights are zero and get no gradient. Some do nothing else in a step."""
+    """Base of methods whose pruned weights are zero and get no gradient."""
 
     def update_masks(self, step: Step) -> Outcome | None:
         self.weight_gradient(step.gradient, step.weights)
@@ -529,5 +533,5 @@ class PrunedAtZero(Method[S]):
 
 
 def scale_pruned_(gradient: Tensor, mask: Tensor, share: Tensor) -> None:
-    """Leave pruned weights this share of their gradient, one number per run."""
+    """Multiply the gradient of pruned weights by this factor, one number per run."""
     gradient.mul_(torch.where(mask, torch.ones_like(share), share))

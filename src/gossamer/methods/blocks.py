@@ -1,4 +1,4 @@
-"""Tensors cut into the blocks that one program of a GPU kernel treats."""
+"""Tensors divided into blocks, one per program of a GPU kernel."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,21 +7,21 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-BLOCK = 4096  # weights that one program treats
-TOGETHER = 32  # tensors that one launch treats
+BLOCK = 4096  # weights per program
+TOGETHER = 32  # tensors per launch
 
 
 @dataclass(frozen=True, eq=False)
 class Blocks:
-    """The blocks of all tensors, none of which lies in two tensors."""
+    """The blocks of all tensors. No block spans two tensors."""
 
     table: Tensor
-    """One row per block: its place in the state of the method, in w̃ and in its tensor; its size; the number of its
+    """One row per block: its offsets in the state of the method, in w̃ and in its tensor; its size; the index of its
     tensor in the launch; its run."""
     sizes: Sequence[int]
-    first: Sequence[int]  # the first block of each tensor, and the number of all
+    first: Sequence[int]  # the first block of each tensor, and the total number
     firsts: Tensor  # the same, on the device
-    multiple: int  # 16 where all places and sizes are multiples of it, which is faster, else 1
+    multiple: int  # 16 if it divides all offsets and sizes, which is faster, otherwise 1
 
     @classmethod
     def of(
@@ -33,7 +33,7 @@ class Blocks:
         places: Sequence[int] | None = None,
         runs: Sequence[int] | None = None,
     ) -> "Blocks":
-        """`offsets` are in the state of the method, `places` in w̃, where they differ."""
+        """`offsets` are those in the state of the method, and `places` those in w̃, if different."""
         places = offsets if places is None else places
         runs = [0] * len(sizes) if runs is None else runs
         rows = [

@@ -1,4 +1,4 @@
-"""Choosing which weights stay: over the whole network by one threshold, or tensor by tensor."""
+"""Selection of the weights to keep: by one threshold for the network, or tensor by tensor."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,15 +13,15 @@ from gossamer.methods.base import Context, Layout, Method, S, min_nonzeros
 from gossamer.sharding import of_all_processes
 from gossamer.target import Target
 
-_PROTECT_EVERY = 100  # steps between two choices of the weights that min_density keeps
+_PROTECT_EVERY = 100  # steps between two updates of the weights that min_density protects
 
 
 class GlobalBudget:
     """Keeps, in each row, the weights with the largest scores: as many as the budget of the step allows.
 
-    `score` is lowered in place by the threshold, so that what stays is above zero (budget.py). `min_density`, one share
-    for all rows or one per row, keeps the strongest weights of each tensor whatever the threshold is. The `ramp` of the
-    budget is "cubic", "at_once", or "none" where only the final budget is ever met.
+    `score` is lowered in place by the threshold, so that the scores of kept weights are positive (budget.py).
+    `min_density`, one number or one per row, protects that fraction of each tensor, those with the largest scores,
+    whatever the threshold. The `ramp` of the budget is "cubic", "at_once", or "none" if only the final budget is met.
     """
 
     def __init__(
@@ -46,14 +46,14 @@ class GlobalBudget:
         self._budgets = None if ramp == "none" else context.timeline.budgets(context.targets, ramp)
         self._final = torch.tensor(context.keep, device=score.device)
         self.met = torch.tensor([target.total for target in context.targets], device=score.device)
-        """The budgets that the masks meet now."""
+        """The current budgets."""
         first = context.targets[0]
         self.costs = None if first.costs is None else Costs.of(context.layout.sizes, first.costs, score.device)
-        self._reach = [0.0] * len(score)  # of the last thresholds: the next one is seldom much larger
+        self._reach = [0.0] * len(score)  # of the last thresholds: the next one is rarely much larger
         self.protected = self._strongest() if any(densities) else None
 
     def meet_(self, finite: Tensor | None = None) -> Met:
-        """Meet the budget of this step; in rows that are not `finite` budget and masks stay where they were."""
+        """Meet the budget of this step. In rows that are not `finite`, budget and masks do not change."""
         assert self._budgets is not None
         budget = self._timeline.now(self._budgets)[:, 0]
         return self.allow_(budget if finite is None else torch.where(finite, budget, self.met))
@@ -87,17 +87,17 @@ class GlobalBudget:
         return self.protected is not None and step % _PROTECT_EVERY == 0
 
     def protect_(self) -> None:
-        """Choose again which weights of each tensor are kept whatever happens: those with the largest scores."""
+        """Update the protected weights of each tensor: those with the largest scores."""
         if self.protected is None:
             return
         strongest = self._strongest()
         if self._group is None:
-            self.protected.copy_(strongest)  # in place, where a captured step reads it
+            self.protected.copy_(strongest)  # in place, because a captured step reads it
         else:
-            self.protected = strongest  # their number in this process varies
+            self.protected = strongest  # their number in this process may change
 
     def raise_protected_(self) -> None:
-        """Where no budget is met: protected weights stay above zero."""
+        """Keep the scores of protected weights positive when no budget is met."""
         if self.protected is not None:
             kept = self.score.gather(1, self.protected).clamp_min(torch.finfo(self.score.dtype).tiny)
             self.score.scatter_(1, self.protected, kept)
@@ -107,8 +107,7 @@ class GlobalBudget:
         return tensors if self.protected is None else {**tensors, "protected": self.protected}
 
     def _strongest(self) -> Tensor:
-        """Positions, in each row, of the protected scores of each tensor; where these are fewer than in another row,
-        the first of them again."""
+        """The positions of the protected scores of each tensor, per row. Rows with fewer of them repeat the first."""
         if self._group is not None:
             return self._strongest_of_all(self._group)
         found, offset = [], 0
@@ -122,8 +121,7 @@ class GlobalBudget:
         return torch.cat(found, dim=1)
 
     def _strongest_of_all(self, group: dist.ProcessGroup) -> Tensor:
-        """The same for one run whose tensors are spread over processes: each offers its best, and the best of all
-        offers are taken."""
+        """The same for one run with sharded tensors: the processes exchange their largest scores."""
         counts, parts = self._least[0], self._layout.split(self.score)
         best = [part[0].topk(min(count, part.shape[1])) for part, count in zip(parts, counts, strict=True)]
         offers = [
@@ -142,7 +140,7 @@ class GlobalBudget:
 
 
 def check_min_nonzeros(target: Target, least: Sequence[int]) -> None:
-    """Refuse a target that leaves fewer weights than min_density keeps."""
+    """Refuse a target with fewer weights than min_density protects."""
     if target.decay is None and target.costs is None and sum(least) > target.final:
         raise ValueError(
             f"the target leaves {target.final} of {target.total} weights, but min_density keeps {sum(least)} of them: "
@@ -151,12 +149,12 @@ def check_min_nonzeros(target: Target, least: Sequence[int]) -> None:
 
 
 def magnitude(weights: Tensor) -> Tensor:
-    """|w| as a score, above zero also where a weight is exactly zero."""
+    """|w| as a score, positive even if a weight is exactly zero."""
     return weights.abs().clamp_min_(torch.finfo(weights.dtype).tiny)
 
 
 def shares(sizes: Sequence[int], total: int, densities: Sequence[float]) -> list[int]:
-    """Whole numbers near size · density, at least one and at most the size each, whose sum is exactly `total`."""
+    """Integers close to size · density, each between 1 and its size, with the exact sum `total`."""
     wanted = [size * density for size, density in zip(sizes, densities, strict=True)]
     counts = [min(size, max(1, int(share))) for size, share in zip(sizes, wanted, strict=True)]
     while sum(counts) != total:
@@ -168,14 +166,14 @@ def shares(sizes: Sequence[int], total: int, densities: Sequence[float]) -> list
         ]
         if not room:
             raise ValueError(f"expected a total from {len(sizes)} to {sum(sizes)} weights, got {total}")
-        # The largest remainders first; a tensor with much room takes all that is missing only when others are full.
+        # Largest remainders first. A tensor takes more than one missing weight only if the others are full.
         for _, index in sorted(room, reverse=True)[: abs(total - sum(counts))]:
             counts[index] += 1 if up else -1
     return counts
 
 
 def largest(scores: Tensor, counts: Sequence[int]) -> Tensor:
-    """For each row its largest scores, `counts` of them, as a mask; of equal ones the earliest."""
+    """A mask of the `counts` largest scores of each row; ties are broken by position."""
     order = scores.argsort(dim=1, descending=True, stable=True)
     rank = torch.arange(scores.shape[1], device=scores.device)
     chosen = rank < torch.tensor(counts, device=scores.device)[:, None]
@@ -189,7 +187,7 @@ def keep_largest_(masks: Tensor, layout: Layout, scores: Tensor, counts: Sequenc
 
 
 class BudgetedMethod(Method[S]):
-    """Methods whose masks are those of a `GlobalBudget`; they say when it is met."""
+    """Base of methods whose masks are those of a `GlobalBudget`."""
 
     _budget: GlobalBudget
 
@@ -201,12 +199,14 @@ class BudgetedMethod(Method[S]):
 
     def load_state(self, saved: Mapping[str, Tensor]) -> None:
         if "protected" in saved:
-            self._budget.protected = saved["protected"]  # their number in this process varies with the processes
+            self._budget.protected = saved[
+                "protected"
+            ]  # their number in this process depends on the number of processes
         super().load_state(saved)
 
 
 class GlobalThreshold(BudgetedMethod[S]):
-    """Methods that keep, in every step, what scores highest in the whole network, weight by weight."""
+    """Base of methods that keep the weights with the largest scores of the network in every step."""
 
     shardable = any_order = True
 

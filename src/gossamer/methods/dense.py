@@ -1,4 +1,4 @@
-"""No method: the dense network at the same epochs, the baseline of every sparse one."""
+"""No pruning: the dense network with the same number of epochs, as the baseline."""
 
 import torch
 from torch import Tensor

@@ -1,10 +1,9 @@
-"""Dynamic pruning with feedback: keep the largest weights of the network, chosen anew in every step.
+"""Dynamic pruning with feedback: keep the largest weights of the network, chosen again in every step.
 
-Rule: the mask keeps the κ(t) largest |w̃| of the whole network. w̃ follows the gradient of the masked weights, also
-where it is pruned, so that a pruned weight can grow and return.
-Reference: Lin et al. 2020, Dynamic Model Pruning with Feedback.
-Ours: the mask is chosen in every step instead of every 16th, along our cubic budget, and min_density keeps a share of
-each tensor.
+Rule: the mask keeps the κ(t) largest |w̃| of the whole network. w̃ follows the gradient of the masked weights, also if
+it is pruned, so pruned weights can grow and return. Reference: Lin et al. 2020, Dynamic Model Pruning with Feedback.
+Ours: the mask is chosen in every step instead of every 16th, along our cubic budget, and min_density protects a
+fraction of each tensor.
 """
 
 from gossamer.methods.base import Context, Options, Step

@@ -1,8 +1,8 @@
-"""What methods share that prune whole filters of convolutions: soft_filter.py, l1_filter.py and slimming.py.
+"""Common parts of the methods that prune whole filters of convolutions: soft_filter.py, l1_filter.py and slimming.py.
 
-What counts is the weights of the pruned filters. Convolutions are the tensors with three or more dimensions; all others
-stay dense. At least one filter of each convolution stays, and the number of pruned weights is the one nearest to the
-request that whole filters allow.
+The sparsity counts the weights of the pruned filters. Convolutions are the tensors with three or more dimensions; all
+others stay dense. At least one filter of each convolution is kept, and the number of pruned weights is the closest to
+the request that whole filters allow.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,8 @@ from gossamer.methods.budgets import largest
 
 
 def equal_share(layout: Layout, sparsity: float) -> list[int]:
-    """How many filters of each tensor stay when every convolution loses the same share; for other tensors all rows."""
+    """The number of filters to keep per tensor if the same fraction of every convolution is pruned; other tensors keep
+    all rows."""
     filters = [index for index, shape in enumerate(layout.shapes) if len(shape) > 2]
     wanted = layout.count - layout.keep(sparsity)
     check_reach(layout, sparsity)
@@ -32,13 +33,13 @@ def equal_share(layout: Layout, sparsity: float) -> list[int]:
         )
         return abs(pruned - wanted)
 
-    # Every share at which one filter more or less stays is at a half of one of the tensors.
+    # The number of kept filters of a tensor changes where its share is a half-integer.
     most = max(layout.shapes[index][0] for index in filters)
     return min((kept(step / (4 * most)) for step in range(4 * most + 1)), key=misses)
 
 
 def by_norm(layout: Layout, requests: Sequence[Request[Any]], weights: Tensor, *, order: int) -> Tensor:
-    """The filters with the largest norms, an equal share of every convolution, as a mask of weights."""
+    """A mask of weights that keeps the filters with the largest norms, the same fraction in every convolution."""
     counts = [equal_share(layout, request.sparsity) for request in requests]
     sizes = norms(layout, weights, order)
     return laid_out(layout, [largest(each, [row[index] for row in counts]) for index, each in enumerate(sizes)])
@@ -57,7 +58,7 @@ def laid_out(layout: Layout, kept: Sequence[Tensor]) -> Tensor:
 
 
 def check_reach(layout: Layout, sparsity: float) -> None:
-    """Raise an error where whole filters are too coarse for a sparsity."""
+    """Raise an error if whole filters are too coarse for a sparsity."""
     most = sum(
         size - size // shape[0] for shape, size in zip(layout.shapes, layout.sizes, strict=True) if len(shape) > 2
     )

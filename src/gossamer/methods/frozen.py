@@ -1,6 +1,6 @@
-"""Final masks: what they prune is zero and stays zero, whatever the optimizer does.
+"""Final masks: pruned weights stay exactly zero, whatever the optimizer does.
 
-Not a method of its own, but what follows all of them in batched training.
+Not a separate method: in batched training it follows every other method in the fine-tuning phase.
 """
 
 from torch import Tensor

@@ -1,10 +1,10 @@
 """Gradual magnitude pruning over the whole network.
 
-Rule: the weights with the smallest |w| are pruned, along a cubic from everything to the target. What is pruned is zero
-and never returns.
+Rule: the weights with the smallest |w| are pruned, along a cubic from dense to the target. Pruned weights are zero and
+never return.
 Reference: Zhu & Gupta 2017, To Prune, or Not to Prune.
-Ours: one threshold for the whole network (gradual_per_layer.py has one per layer), in every step, and min_density keeps
-a share of each tensor.
+Ours: one threshold for the whole network (gradual_per_layer.py has one per layer), in every step, and min_density
+protects a fraction of each tensor.
 """
 
 from typing import ClassVar
@@ -16,7 +16,7 @@ from gossamer.methods.budgets import GlobalBudget, GlobalThreshold, magnitude
 
 
 class SmallestPruned(GlobalThreshold[Options], PrunedAtZero[Options]):
-    """Prunes for good, by magnitude over the whole network, what the budget does not allow."""
+    """Permanently prunes the smallest weights of the network, as the budget requires."""
 
     ramp: ClassVar[str]
 

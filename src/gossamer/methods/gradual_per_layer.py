@@ -1,10 +1,10 @@
 """Gradual magnitude pruning with the same sparsity in every tensor.
 
-Rule: every n-th step the smallest |w| of each tensor are pruned, s(t) = s_f · (1 - (1 - t/T)³) of them. What is pruned
-is zero and never returns.
+Rule: every n-th step the smallest |w| of each tensor are pruned, s(t) = s_f · (1 - (1 - t/T)³) of them. Pruned
+weights are zero and never return.
 Reference: Zhu & Gupta 2017, To Prune, or Not to Prune.
-Ours: the counts of the tensors are rounded so that their sum is exactly the budget. The published schedules leave some
-layers dense by hand (the first, the last); here all are treated alike, as the name says.
+Ours: the counts of the tensors are rounded such that their sum is exactly the budget. The published schedules exempt
+some layers by hand (the first, the last); here all are treated alike.
 """
 
 from dataclasses import dataclass
@@ -15,12 +15,12 @@ from torch import Tensor
 from gossamer.methods.base import Context, Options, expect
 from gossamer.methods.budgets import keep_largest_, shares
 from gossamer.methods.timing import PrunedInStages
-from gossamer.schedule import nonzeros_left
+from gossamer.schedule import cubic_budget
 
 
 @dataclass(frozen=True)
 class PerLayerOptions(Options):
-    every: int = 100  # steps from one pruning to the next
+    every: int = 100  # steps between two prunings
 
     def __post_init__(self) -> None:
         expect(self, every=(self.every >= 1, "at least 1 step"))
@@ -37,9 +37,9 @@ class GradualPerLayer(PrunedInStages[PerLayerOptions]):
         self.mask = torch.ones_like(context.weights, dtype=torch.bool)
 
     def _prune(self, weights: Tensor, step: int) -> None:
-        """Leave each tensor its share of the budget."""
+        """Prune each tensor to its part of the budget."""
         total, sizes = self._layout.count, self._layout.sizes
-        left = [nonzeros_left(step / self._last, total, keep) for keep in self._keep]
+        left = [cubic_budget(step / self._last, total, keep) for keep in self._keep]
         counts = [shares(sizes, each, [each / total] * len(sizes)) for each in left]
         keep_largest_(self.mask, self._layout, weights.abs().masked_fill_(~self.mask, -torch.inf), counts)
 

@@ -4,15 +4,15 @@ Rule: the layer uses w ⊙ z with random gates; with u uniform,
 
     s = σ((log u - log(1 - u) + log α)/β),   z = min(1, max(0, s·(ζ - γ) + γ))
 
-and the loss gets λ·Σ σ(log α - β·log(-γ/ζ)), λ times the expected number of gates that are not zero. β = 2/3, γ = -0.1,
-ζ = 1.1. Both w and log α follow their true gradients. After training z = min(1, max(0, σ(log α)·(ζ - γ) + γ)).
-Reference: Louizos, Welling & Kingma 2018, Learning Sparse Neural Networks through L0 Regularization.
-Ours: one gate per weight, open at first, from the warmed-up network on. λ is set in every step so that, to first order,
-its gradient brings the expected count to the budget of the step (it never pushes gates open). The gradient of the loss
-on log α is divided by its root mean square over the network, so that one `gate_lr` fits all networks: at the learning
-rate of the weights gates hardly move. At the end the largest log α stay, exactly as many as the budget. Where many
-gates that are hardly ever open make up the expected count, fewer than that are open after training: then all log α are
-raised together, until enough are, so that no kept weight begins its fine-tuning at zero.
+and the loss gets λ·Σ σ(log α - β·log(-γ/ζ)), λ times the expected number of nonzero gates. β = 2/3, γ = -0.1, ζ = 1.1.
+Both w and log α follow their true gradients. After training z = min(1, max(0, σ(log α)·(ζ - γ) + γ)). Reference:
+Louizos, Welling & Kingma 2018, Learning Sparse Neural Networks through L0 Regularization. Ours: one gate per weight,
+open at first, starting from the warmed-up network. λ is set in every step such that, to first order, its gradient
+brings the expected count to the budget of the step (it never opens gates). The gradient of the loss with respect to log
+α is divided by its root mean square over the network, so that one `gate_lr` fits all networks: at the learning rate of
+the weights, gates hardly move. At the end the largest log α are kept, exactly as many as the budget. If many gates that
+are rarely open make up the expected count, fewer gates than that are open after training. Then all log α are raised
+together until enough gates are open, so that no kept weight starts fine-tuning at zero.
 """
 
 import math
@@ -39,12 +39,12 @@ class L0Options(Options):
         expect(
             self,
             gate_lr=(is_rate(self.gate_lr), "a number of at least 0"),
-            open=(0 < self.open < 1, "a chance above 0 and below 1"),
+            open=(0 < self.open < 1, "a probability above 0 and below 1"),
         )
 
 
 def sample_gate(log_alpha: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
-    """A gate, and its derivative by log α."""
+    """A gate and its derivative with respect to log α."""
     s = torch.sigmoid((u.log() - (-u).log1p() + log_alpha) / BETA)
     stretched = s * (ZETA - GAMMA) + GAMMA
     inside = (stretched > 0) & (stretched < 1)
@@ -55,8 +55,8 @@ def final_gate(log_alpha: Tensor) -> Tensor:
     return (log_alpha.sigmoid() * (ZETA - GAMMA) + GAMMA).clamp(0.0, 1.0)
 
 
-def chance_of_open(log_alpha: Tensor) -> Tensor:
-    """The probability that a gate is not zero."""
+def probability_of_open(log_alpha: Tensor) -> Tensor:
+    """The probability that a gate is nonzero."""
     return torch.sigmoid(log_alpha - BETA * math.log(-GAMMA / ZETA))
 
 
@@ -85,7 +85,7 @@ class L0(BudgetedMethod[L0Options]):
         direction = step.gradient * step.weights * self._slope
         size = direction.square().mean(1, keepdim=True).sqrt() + EPSILON
         self._log_alpha.sub_(direction / size * self._timeline.now(self._rate))
-        chance = chance_of_open(self._log_alpha)
+        chance = probability_of_open(self._log_alpha)
         pull = chance * (1.0 - chance)  # gradient of the expected count
         excess = chance.sum(1, keepdim=True) - self._timeline.now(self._wanted)
         strength = (excess / pull.square().sum(1, keepdim=True).clamp_min(EPSILON)).clamp_min(0.0)

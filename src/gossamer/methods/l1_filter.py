@@ -1,8 +1,8 @@
 """L1 filters: the filters with the smallest L1 norm are pruned once, and the rest of the run is fine-tuning.
 
-Rule: the sum of |w| of each filter; where masks begin the smallest are pruned, the same share of every layer.
+Rule: the sum of |w| of each filter; at the first mask step the smallest are pruned, the same fraction in every layer.
 Reference: Li et al. 2017, Pruning Filters for Efficient ConvNets.
-Ours: no layer is spared by hand, and it is the warmed-up network that is pruned. filters.py says what counts.
+Ours: no layer is exempt, and the warmed-up network is pruned. filters.py defines the sparsity.
 """
 
 from torch import Tensor

@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, override"
-"""What GPU kernels over many tensors share: up to 32 tensors per launch, whose addresses are arguments, so that nothing
-is copied to the GPU in a step and the step can be captured."""
+"""Common parts of GPU kernels over many tensors. A launch takes up to 32 tensors, and their addresses are arguments, so
+that nothing is copied to the GPU in a step and the step can be captured."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gossamer.methods.blocks import TOGETHER, Blocks
 
-# Rounding after every operation, as torch does.
+# Round after every operation, as torch does.
 LAUNCH: dict[str, Any] = {"num_warps": 8, "enable_fp_fusion": False}
 
 
@@ -25,7 +25,7 @@ def pick(pointers, which):
 
 @triton.jit
 def locate(blocks, first, multiple: tl.constexpr, block: tl.constexpr):
-    """Where this program's weights lie: in the state, in w̃, in their tensor; which of them exist; tensor and run."""
+    """The offsets of this program's weights in the state, in w̃ and in their tensor; a bounds mask; tensor and run."""
     row = blocks + (first + tl.program_id(0)).to(tl.int64) * 6
     lane = tl.arange(0, block)
     in_state = tl.multiple_of(tl.load(row), multiple) + lane
@@ -36,7 +36,7 @@ def locate(blocks, first, multiple: tl.constexpr, block: tl.constexpr):
 
 
 def launches(blocks: Blocks) -> Iterator[tuple[tuple[int], int, range]]:
-    """Grid, first block and tensors of each launch."""
+    """The grid, the first block and the tensors of each launch."""
     for start in range(0, len(blocks.sizes), TOGETHER):
         these = range(start, min(start + TOGETHER, len(blocks.sizes)))
         first, end = blocks.first[start], blocks.first[these.stop]
@@ -45,14 +45,14 @@ def launches(blocks: Blocks) -> Iterator[tuple[tuple[int], int, range]]:
 
 
 def filled(tensors: Sequence[Tensor], these: range) -> tuple[Tensor, ...]:
-    """The tensors of a launch, with the first repeated up to a power of two: few kernels serve any number of them."""
+    """The tensors of a launch, padded to a power of two by repeating the first, so that few kernels are compiled."""
     some = [tensors[index] for index in these]
     length = 1 << (len(some) - 1).bit_length()
     return tuple(some + some[:1] * (length - len(some)))
 
 
 def filled_gradients(gradients: Sequence[Tensor | None], these: range) -> tuple[tuple[Tensor, ...], int]:
-    """The gradients, with others in place of absent ones, and a bit for each that is there."""
+    """The gradients, with placeholders for absent ones, and a bit mask of the present ones."""
     present = sum(1 << number for number, index in enumerate(these) if gradients[index] is not None)
     any_one = next(gradient for gradient in gradients if gradient is not None)
     return filled([any_one if gradient is None else gradient for gradient in gradients], these), present

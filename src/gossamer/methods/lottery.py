@@ -1,14 +1,14 @@
-"""Lottery tickets and learning-rate rewinding: train, prune once, train again as if from an earlier step.
+"""Lottery tickets and learning-rate rewinding: train, prune once, and train again from an earlier step.
 
-Rule: the network is trained dense until its learning rate has come down, the smallest |w| of the whole network are
-pruned for good, and the rest is trained again with the learning rate of the beginning. `rewind="rate"` goes on from the
-trained weights (learning-rate rewinding); `rewind="weights"` goes back to those at the end of the warm-up (the lottery
+Rule: the network is trained densely until its learning rate has fallen, the smallest |w| of the whole network are
+permanently pruned, and the rest is trained again with the initial learning rate. `rewind="rate"` continues from the
+trained weights (learning-rate rewinding); `rewind="weights"` returns to those at the end of the warm-up (the lottery
 ticket with late resetting).
 References: Frankle et al. 2019/2020, lottery tickets with rewinding; Renda, Frankle & Carbin 2020, Comparing Rewinding
 and Fine-tuning.
-Ours: equal epochs leave room for pruning once only, not for rounds of 20 %. It is done in the middle of the mask phases
-(half-way through the run by default); the learning rate falls to zero before it and starts again after it. Only
-prunable weights go back in time: biases and norms keep their values.
+Ours: with equal epochs there is time to prune only once, not in rounds of 20 %. It happens in the middle of the mask
+phases (half-way through the run by default); the learning rate falls to zero before it and restarts after it. Only
+prunable weights are rewound: biases and norms keep their values.
 """
 
 from collections.abc import Callable
@@ -34,12 +34,12 @@ class LotteryOptions(Options):
 
 
 def cut_at(plan: Plan) -> int:
-    """The step of the mask phases that prunes."""
+    """The step of the mask phases at which weights are pruned."""
     return max(1, (plan.sparsify + plan.stabilise) // 2)
 
 
 def rewound(plan: Plan, step: int, *, shared: Callable[[int], float], peak: float) -> float:
-    """The learning rate of a run that is rewound: `shared` in the warm-up, down to zero, and again from the peak."""
+    """The rewound learning rate: `shared` in the warm-up, then down to zero, then again from the peak."""
     start, cut = plan.warmup, plan.warmup + cut_at(plan)
     if step < start:
         return shared(step)

@@ -1,6 +1,6 @@
 """Narang's thresholds for recurrent networks: every tensor has a threshold that rises along two straight lines.
 
-Rule: every `freq` steps what is below ε becomes zero and does not return. With q the typical largest weight that is to
+Rule: every `freq` steps, weights below ε become zero and do not return. With q the typical largest weight that is to
 be pruned, and start, ramp and end the steps where the lines begin, change slope and end,
 
     θ = 2·q·freq / (2·(ramp - start) + 3·(end - ramp)),   φ = 1.5·θ
@@ -9,8 +9,8 @@ be pruned, and start, ramp and end the steps where the lines begin, change slope
 so that ε ends at about q. As published, q is the 90th percentile of |w| of a layer of a trained dense network.
 Reference: Narang et al. 2017, Exploring Sparsity in Recurrent Neural Networks.
 Ours: q of a tensor is the quantile of its |w| in the warmed-up network at the requested sparsity. The published rule
-has no budget and its sparsity is what comes out. Here a common factor of all q is solved for (an order statistic of
-|w|/q) where the lines end, and no earlier threshold prunes more than that one.
+has no budget. Here a common factor of all q is solved for (an order statistic of |w|/q) at the end of the lines, and no
+earlier threshold prunes more than the last one.
 """
 
 import math
@@ -27,14 +27,14 @@ from gossamer.methods.timing import PrunedInStages
 @dataclass(frozen=True)
 class NarangOptions(Options):
     every: int = 100  # freq
-    ramp: float = 0.25  # where the slope changes, as a share of the way; published: a quarter
+    ramp: float = 0.25  # where the slope changes, as a fraction of the ramp; published: a quarter
     slope: float = 1.5  # φ/θ
 
     def __post_init__(self) -> None:
         expect(
             self,
             every=(self.every >= 1, "at least 1 step"),
-            ramp=(0 <= self.ramp <= 1, "a share from 0 to 1"),
+            ramp=(0 <= self.ramp <= 1, "a number from 0 to 1"),
             slope=(0 < self.slope < math.inf, "a number above 0"),
         )
 
@@ -75,7 +75,7 @@ class Narang(PrunedInStages[NarangOptions]):
 
 
 def _quantiles(sizes: Tensor, sparsities: list[float]) -> Tensor:
-    """For each row the value below which its sparsity lies."""
+    """For each row, the quantile at its sparsity."""
     count = sizes.shape[1]
     ranks = [min(count, max(1, round(sparsity * count))) for sparsity in sparsities]
     return torch.stack([row.kthvalue(rank).values for row, rank in zip(sizes, ranks, strict=True)])

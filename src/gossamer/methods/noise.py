@@ -1,12 +1,12 @@
-"""Random numbers that are a function of seed, step and position: the same in any company, on replay and after a save.
+"""Random numbers as a function of seed, step and position: the same in any batch of runs, on replay and on resume.
 
-A counter is scrambled by the finaliser of SplitMix64 (multiply and shift); no generator keeps a state.
+A counter is hashed by the finalizer of SplitMix64 (multiply and shift); there is no generator state.
 """
 
 import torch
 from torch import Tensor
 
-_STEP, _SEED = -7046029254386353131, 0x1B873593CC9E2D51  # odd numbers that spread steps and seeds over 64 bits
+_STEP, _SEED = -7046029254386353131, 0x1B873593CC9E2D51  # odd constants that spread steps and seeds over 64 bits
 _FIRST, _SECOND = -4658895280553007687, -7723592293110705685
 
 
@@ -25,5 +25,5 @@ def _scramble(bits: Tensor) -> Tensor:
 
 
 def _shifted(bits: Tensor, by: int) -> Tensor:
-    """To the right, with zeros coming in: torch has only the shift that keeps the sign."""
+    """A logical right shift, as torch only has the arithmetic one."""
     return (bits >> by) & ((1 << (64 - by)) - 1)

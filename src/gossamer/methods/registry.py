@@ -1,6 +1,5 @@
 """Methods by name. `register` adds one; the built-in ones are registered in the same way, in `gossamer.methods`."""
 
-import difflib
 import importlib
 import inspect
 import re
@@ -11,6 +10,7 @@ from pathlib import Path
 from types import MappingProxyType, NoneType
 from typing import Any, TypeVar, get_args, get_type_hints
 
+from gossamer.hints import did_you_mean
 from gossamer.methods.base import Method, Options
 
 M = TypeVar("M", bound=type[Method[Any]])
@@ -34,23 +34,24 @@ def register(method: M) -> M:
     known = _REGISTERED.get(ALIASES.get(method.name, method.name), method)
     if known is not method:
         raise ValueError(
-            f"expected a method name that is still free, got {method.name!r}, which is {_place(known)}: "
-            f"give {_place(method)} another name"
+            f"expected an unused method name, got {method.name!r}, which is {_path_of(known)}: "
+            f"give {_path_of(method)} another name"
         )
     _REGISTERED[method.name] = method
     return method
 
 
 def known(name: str) -> type[Method[Any]] | None:
-    """The registered method of a name, of an older name for it, or of the "my_module:MyMethod" it was loaded as."""
+    """The registered method for a name, an older name, or the "my_module:MyMethod" that it was loaded as."""
     return METHODS.get(ALIASES.get(name, _LOADED.get(name, name)))
 
 
 def load(name: str) -> type[Method[Any]]:
-    """The method of a name, or the class MyMethod of my_module.py for "my_module:MyMethod", which is imported and
-    registered then. Modules of the current directory are found, too.
+    """The method for a name. For "my_module:MyMethod", imports my_module.py and registers its class MyMethod; modules
+    in
+    the current directory are found, too.
 
-    For names that a user has given; `find` never imports code, whatever a file says.
+    Only for names given by a user. `find` never imports code, so it is safe for names from files.
     """
     if ":" in name and known(name) is None:
         method = register(_imported(name))
@@ -59,7 +60,7 @@ def load(name: str) -> type[Method[Any]]:
 
 
 def find(name: str) -> type[Method[Any]]:
-    """The registered method of a name, or of an older name for it."""
+    """The registered method for a name or an older name."""
     found = known(name)
     if found is not None:
         return found
@@ -68,27 +69,24 @@ def find(name: str) -> type[Method[Any]]:
             f"method={name} is not loaded, and reading a file never imports code: name it on the command line "
             f"(--method {name}), or call gossamer.methods.load({name!r}) before"
         )
-    near = difflib.get_close_matches(name, [*METHODS], n=1)
-    hint = f"did you mean {near[0]!r}?" if near else f"the methods are {', '.join(METHODS)}"
+    hint = did_you_mean(name, METHODS, f"the methods are {', '.join(METHODS)}")
     raise ValueError(f"unknown method {name!r}: {hint} (your own is 'my_module:MyMethod')")
 
 
 def make_options(method: type[Method[Any]], values: Mapping[str, Any]) -> Options:
-    """The settings of a method from names and values; what is not given has its default."""
+    """The settings of a method from names and values; missing ones have their defaults."""
     known = [field.name for field in fields(method.options)]
     for name in values:
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            there = f"its settings are {', '.join(known)}" if known else "it has none"
-            hint = f"did you mean {near[0]!r}?" if near else there
+            hint = did_you_mean(name, known, f"its settings are {', '.join(known)}" if known else "it has none")
             raise ValueError(f"unknown setting {name!r} of {method.name}: {hint}")
     for name, kind in get_type_hints(method.options).items():
         allowed = get_args(kind) or (kind,)
         if name not in values or not _KINDS.keys() >= set(allowed):
-            continue  # other types are checked by the method's own options
+            continue  # other types are checked by the options of the method
         if type(values[name]) not in (*allowed, *([int] if float in allowed else [])):
-            said = " or ".join(_KINDS[each] for each in allowed)
-            raise ValueError(f"{name}: expected {said}, got {values[name]!r}")
+            kinds = " or ".join(_KINDS[each] for each in allowed)
+            raise ValueError(f"{name}: expected {kinds}, got {values[name]!r}")
     return method.options(**values)
 
 
@@ -101,7 +99,7 @@ def _imported(path: str) -> type[Method[Any]]:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise  # something that the module itself imports
+            raise  # an import inside the module
         raise ValueError(
             f"method={path}: found no module {error.name!r}; expected {error.name}.py or a package in the current "
             f"directory ({here}) or on PYTHONPATH"
@@ -123,20 +121,20 @@ def _is_method(value: object) -> bool:
 
 
 def _check(method: type[Method[Any]]) -> None:
-    """Refuse a class that could not be used, before a run begins with it."""
+    """Refuse an unusable class before training."""
     if not _is_method(method):
         raise TypeError(f"expected a subclass of gossamer.methods.Method to register, got {method!r}")
     if inspect.isabstract(method):
         missing = ", ".join(sorted(method.__abstractmethods__))
-        raise TypeError(f"expected {_place(method)} to define all of a method, but it lacks {missing}")
+        raise TypeError(f"expected {_path_of(method)} to define all abstract methods, but it lacks {missing}")
     for attribute in ("name", "title"):
         if not isinstance(getattr(method, attribute, None), str):
-            raise TypeError(f"expected {_place(method)} to have a text as its class attribute {attribute!r}")
+            raise TypeError(f"expected {_path_of(method)} to have a string as its class attribute {attribute!r}")
     if not re.fullmatch(r"\w+", method.name):
         raise ValueError(
-            f"expected the name of {_place(method)} to be letters, digits and underscores, got {method.name!r}"
+            f"expected the name of {_path_of(method)} to be letters, digits and underscores, got {method.name!r}"
         )
 
 
-def _place(method: type[Method[Any]]) -> str:
+def _path_of(method: type[Method[Any]]) -> str:
     return f"{method.__module__}:{method.__qualname__}"

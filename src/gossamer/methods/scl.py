@@ -1,28 +1,29 @@
-"""Automatic Sparse Connectivity Learning (SCL), the method of the paper, equation by equation. This is the code that
-runs: in `gossamer.Sparsifier`, with one run, and in batched training, with many.
+"""Automatic Sparse Connectivity Learning (SCL), the method of the paper, equation by equation.
+
+This is the code that runs: in `gossamer.Sparsifier` for one run, and in batched training for many.
 
 | paper | here             | meaning                                                        |
 |-------|------------------|----------------------------------------------------------------|
 | w̃     | `weight`         | weight variable: dense, always trained                         |
 | m̃     | `mask_variable`  | mask variable: real, trained, starts positive                  |
 | m     | `mask`           | H(m̃): True where the weight is kept                            |
-| w     | masked weight    | w̃ ⊙ m: what the layer uses                                     |
+| w     | masked weight    | w̃ ⊙ m: the weight in the forward pass                          |
 | ∂L/∂w | `gradient`       | gradient that back-propagation delivers for w                  |
 | s_j   | `scale`          | size of the mask gradient of output feature j                  |
 | λ1    | `decay`          | connectivity decay: pushes every mask variable down            |
 | λ2    | `l2`             | coefficient of the L2 term on w̃                                |
 
-The first part has the equations, as functions of tensors. The second part, `SCL`, takes one step: the mask variables
+The first part has the equations, as functions of tensors. The second part, `SCL`, takes a step: the mask variables
 follow the gradient of Eqs. (step_redefine), (grad_norm) and (connectivity) by gradient descent, and Eq. (step) gives
-the masks. The user's optimizer updates w̃ with the gradient of Eq. (weight_redefine). Every `Eq. (name)` carries the
-paper's label and is claimed by a test.
+the masks. The user's optimizer updates w̃ with the gradient of Eq. (weight_redefine). Every `Eq. (name)` has the
+paper's label and is tested.
 
 Departures from the paper, all measured and all optional:
-- λ1 is solved for instead of chosen, so that the budget is met exactly (budget.py).
+- λ1 is solved for instead of set, so that the budget is met exactly (budget.py).
 - The scale is one number for the whole network (`global`) instead of one per feature (`batch`, `per_sample`).
-- Mask variables start at |w̃| and decay towards it by the share `mask_decay` per step, so that they remember about
+- Mask variables start at |w̃| and decay towards it by the fraction `mask_decay` per step, so that they remember about
   1/`mask_decay` steps.
-- Pruned weights follow the share `pruned_grad_scale` of their gradient.
+- The gradient of pruned weights is multiplied by `pruned_grad_scale`.
 - The learning rate of the mask variables decays to zero.
 """
 
@@ -36,7 +37,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gossamer.budget import on_cpu, triton_is_there
+from gossamer.budget import has_triton, on_cpu
 from gossamer.methods.base import (
     Block,
     Context,
@@ -61,7 +62,7 @@ from gossamer.schedule import ANNEALS
 EPSILON = 1e-12
 SCALES = ("none", "global", "batch", "per_sample")
 STARTS = ("magnitude", "constant")
-_MANY = 64  # tensors from which on one pass over all is faster than a call for each
+_MANY = 64  # from this many tensors on, one pass over all is faster than a call per tensor
 
 
 # --- the masks ------------------------------------------------------------------------------------------------------
@@ -121,25 +122,25 @@ variable towards its optimum; identity, leaky ReLU and softplus satisfy it."""
 # --- the gradients, redefined ---------------------------------------------------------------------------------------
 
 
-def weight_gradient_(gradient: Tensor, mask: Tensor, mask_variable: Tensor, *, removed: Tensor | float) -> Tensor:
-    """∂L/∂w̃ from ∂L/∂w, which is what autograd gives, in place. `mask` is H(`mask_variable`).
+def weight_gradient_(gradient: Tensor, mask: Tensor, mask_variable: Tensor, *, pruned_scale: Tensor | float) -> Tensor:
+    """∂L/∂w̃ from the ∂L/∂w of autograd, in place. `mask` is H(`mask_variable`).
 
-    `removed` = 1, Eq. (weight_redefine): ∂L/∂w̃ := ∂L/∂w, so that pruned weights keep training. `removed` = 0,
-    Eq. (w_gradient): ∂L/∂w̃ = ∂L/∂w ⊙ m, so that they rest. Between the two: ours.
+    `pruned_scale` = 1, Eq. (weight_redefine): ∂L/∂w̃ := ∂L/∂w, so pruned weights continue to train. `pruned_scale` = 0,
+    Eq. (w_gradient): ∂L/∂w̃ = ∂L/∂w ⊙ m, so they do not. Values in between are ours.
     """
     bits = {torch.float32: torch.int32, torch.float64: torch.int64}.get(gradient.dtype)
-    if isinstance(removed, Tensor):
-        return torch.where(mask, gradient, gradient * removed, out=gradient)
-    if removed == 0.0 and bits is not None and gradient.device.type == "cpu":
-        gradient.view(bits).mul_(mask)  # as integers, in half the time; also clears NaN
+    if isinstance(pruned_scale, Tensor):
+        return torch.where(mask, gradient, gradient * pruned_scale, out=gradient)
+    if pruned_scale == 0.0 and bits is not None and gradient.device.type == "cpu":
+        gradient.view(bits).mul_(mask)  # as integers: twice as fast, and clears NaN
         return gradient
-    if removed == 1.0:
+    if pruned_scale == 1.0:
         return gradient
-    if removed and gradient.dtype == mask_variable.dtype:
-        # The same product in one pass: where() branches, so that a CPU takes up to fifty times as long.
-        torch.ops.aten.leaky_relu_backward.grad_input(gradient, mask_variable, removed, False, grad_input=gradient)
+    if pruned_scale and gradient.dtype == mask_variable.dtype:
+        # The same product in one pass, as m = H(m̃). where() branches on each element, which a CPU takes long to do.
+        torch.ops.aten.leaky_relu_backward.grad_input(gradient, mask_variable, pruned_scale, False, grad_input=gradient)
         return gradient
-    return torch.where(mask, gradient, gradient * removed, out=gradient)
+    return torch.where(mask, gradient, gradient * pruned_scale, out=gradient)
 
 
 def mask_gradient(
@@ -154,8 +155,8 @@ def mask_gradient(
 ) -> Tensor:
     """Eq. (step_redefine): ∂L/∂m̃ := (∂L/∂w ⊙ w̃) · σ'(m̃).
 
-    With `l2` the gradient of the L2 term of Eq. (loss) counts too: (∂C/∂w + 2·λ2·w̃) ⊙ w̃. The paper says that this
-    term pushes masks down, although as it is written, on w̃, it does not depend on m.
+    With `l2`, the gradient of the L2 term of Eq. (loss) is included: (∂C/∂w + 2·λ2·w̃) ⊙ w̃. The paper says that this
+    term pushes masks down, although as written, on w̃, it does not depend on m.
     """
     if l2:
         gradient = gradient + weight * (2.0 * l2)
@@ -169,28 +170,29 @@ def mask_gradient(
 
 
 def feature_scale(gradient: Tensor, axis: int = 0, groups: int = 1) -> Tensor:
-    """The `batch` reading of Eq. (grad_norm): s_j = root mean square of the mini-batch mask gradient of feature j."""
+    """The `batch` interpretation of Eq. (grad_norm): s_j = root mean square of the mini-batch mask gradient of feature
+    j."""
     rows = by_feature(gradient, axis, groups)
     return rows.square().mean(dim=1).sqrt()
 
 
-def sample_scale(total: Tensor, samples: int, connections: int) -> Tensor:
-    """The literal Eq. (grad_norm), `per_sample`, from Q_j = Σ_b Σ_k (g_bk w̃_k)² as the per_sample package sums it.
+def sample_scale(total: Tensor, samples: int, weights: int) -> Tensor:
+    """The literal Eq. (grad_norm), `per_sample`, from the Q_j = Σ_b Σ_k (g_bk w̃_k)² of the per_sample package.
 
-    A mean-reduced loss delivers g_b already divided by |B|, hence |B|²·Q / (|B|·|w_j|).
+    With a mean-reduced loss, g_b is already divided by |B|, hence |B|²·Q / (|B|·|w_j|).
     """
-    return (total * (samples / connections)).sqrt()
+    return (total * (samples / weights)).sqrt()
 
 
-def global_scale(sums_of_squares: Tensor, connections: int) -> Tensor:
+def global_scale(sums_of_squares: Tensor, weights: int) -> Tensor:
     """One root mean square of the mask gradient for the whole network, from one sum of squares per tensor (ours)."""
-    return (sums_of_squares.sum(-1, keepdim=True) / connections).sqrt()
+    return (sums_of_squares.sum(-1, keepdim=True) / weights).sqrt()
 
 
 def divisor(scale: Tensor) -> Tensor:
-    """What the mask gradient is divided by, Eq. (grad_norm): s + ε.
+    """The divisor of the mask gradient, Eq. (grad_norm): s + ε.
 
-    A feature without any gradient in this step (s = 0, such as a token that did not occur) is left alone.
+    A feature without a gradient in this step (s = 0, such as a token that did not occur) is not scaled.
     """
     return torch.where(scale > 0, scale + EPSILON, 1.0)
 
@@ -209,10 +211,10 @@ def update_mask_variable_(mask_variable: Tensor, direction: Tensor, *, learning_
 
 
 def decay_mask_variable_(mask_variable: Tensor, magnitude: Tensor, *, share: Tensor | float) -> Tensor:
-    """m̃ goes back to |w̃| by a share each step, so that it remembers the last 1/share steps and not all of them (ours).
+    """Pull m̃ towards |w̃| by the fraction `share`, so that it remembers the last 1/share steps instead of all (ours).
 
-    Only the order of the mask variables matters, so the amount by which λ1 has lowered all of them does not.
-    `magnitude` is overwritten.
+    Only the order of the mask variables matters, not the amount by which λ1 has lowered all of them. `magnitude` is
+    overwritten.
     """
     return mask_variable.add_(magnitude.sub_(mask_variable).mul_(share))
 
@@ -221,15 +223,17 @@ def decay_mask_variable_(mask_variable: Tensor, magnitude: Tensor, *, share: Ten
 
 
 def default_mask_lr(steps: int) -> float:
-    """The default learning rate of mask variables, by the number of steps in which they learn: short runs need a larger
-    one to get anywhere (section 28 of docs/lab-book.md)."""
+    """The default learning rate of mask variables, by the number of mask steps. Short runs need a larger one (section
+    28
+    of docs/lab-book.md)."""
     return min(max(0.003, 60.0 / max(1, steps)), 0.015)
 
 
-def default_pruned_grad_scale(left: float | None) -> float:
-    """The default share of their gradient that pruned weights follow: the sparser the target, the smaller (a power law
-    through the measurements of section 27 of docs/lab-book.md); one half where the target is not known."""
-    return 0.5 if left is None else math.pow(left, 0.4)
+def default_pruned_grad_scale(density: float | None) -> float:
+    """The default factor on the gradient of pruned weights: smaller for sparser targets (a power law fitted to section
+    27
+    of docs/lab-book.md), and one half if the target is unknown."""
+    return 0.5 if density is None else math.pow(density, 0.4)
 
 
 # --- the method -----------------------------------------------------------------------------------------------------
@@ -237,23 +241,27 @@ def default_pruned_grad_scale(left: float | None) -> float:
 
 @dataclass(frozen=True)
 class SCLOptions(Options):
-    """How masks are learned. The defaults are what our measurements favour, the same for all networks."""
+    """The settings of mask learning. The defaults follow our measurements and are the same for all networks."""
 
     estimator: str = "identity"  # straight-through estimator, one of ESTIMATORS
     alpha: float = 0.1  # slope of leaky_relu, upper bound of clipped_relu
-    scale: str = "global"  # what the mask gradient is divided by: none, global, batch (per feature), per_sample
+    scale: str = "global"  # scale of the mask gradient: none, global, batch (per feature), per_sample
     mask_lr: float | None = None  # learning rate of the mask variables; None: mask_rate
     mask_momentum: float = 0.0
-    anneal: str = "cosine"  # of mask_lr: cosine to zero over the mask phases; step: a tenth once stabilising; constant
-    start: str = "magnitude"  # of the mask variables: |w̃| of the warmed-up weights, or one constant
-    start_value: float | None = None  # that constant; None: 1, where start="constant"
-    l2: float = 0.0  # λ2 in the mask gradient, for the reading where the L2 term acts on the masks
-    mask_decay: float = 0.001  # share by which each step pulls mask variables towards |w̃|; 0: they remember all steps
-    mask_decay_cap: float = 3.0  # |w̃| counts up to this many times the threshold or the usual size; 0: always
-    pruned_grad_scale: float | None = None  # of pruned weights: 0 rests, 1 as in the paper, None: by the sparsity
-    min_density: float | None = (
-        None  # share of each tensor that is never pruned, at least one weight; 0 switches it off
+    anneal: str = (
+        "cosine"  # schedule of mask_lr: cosine to zero over the mask phases; step: a tenth while stabilising; constant
     )
+    start: str = "magnitude"  # of the mask variables: |w̃| of the warmed-up weights, or a constant
+    start_value: float | None = None  # that constant; None: 1 if start="constant"
+    l2: float = 0.0  # λ2 in the mask gradient, for the interpretation in which the L2 term acts on the masks
+    mask_decay: float = (
+        0.001  # fraction by which each step pulls mask variables towards |w̃|; 0: they remember all steps
+    )
+    mask_decay_cap: float = 3.0  # cap on |w̃|, as a multiple of the threshold or the usual magnitude; 0: no cap
+    pruned_grad_scale: float | None = (
+        None  # factor on the gradient of pruned weights: 1 as in the paper; None: by the target density
+    )
+    min_density: float | None = None  # fraction of each tensor that is never pruned, at least one weight; 0 disables it
 
     def __post_init__(self) -> None:
         expect(
@@ -264,19 +272,22 @@ class SCLOptions(Options):
             anneal=one_of(self.anneal, ANNEALS),
             alpha=(0 < self.alpha < math.inf, "a number above 0"),
             mask_lr=(self.mask_lr is None or 0 < self.mask_lr < math.inf, "a number above 0, or none"),
-            mask_momentum=(0 <= self.mask_momentum < 1, "a number from 0 to below 1"),
-            mask_decay=(0 <= self.mask_decay < 1, "a share from 0 to below 1"),
+            mask_momentum=(0 <= self.mask_momentum < 1, "a number of at least 0 and below 1"),
+            mask_decay=(0 <= self.mask_decay < 1, "a number of at least 0 and below 1"),
             mask_decay_cap=(
                 1 <= self.mask_decay_cap < math.inf or self.mask_decay_cap == 0,
                 "a number of at least 1, or 0",
             ),
-            pruned_grad_scale=(0 <= (self.pruned_grad_scale or 0) <= 1, "a share from 0 to 1, or none"),
+            pruned_grad_scale=(0 <= (self.pruned_grad_scale or 0) <= 1, "a number from 0 to 1, or none"),
             start_value=(self.start_value is None or 0 < self.start_value < math.inf, "a number above 0, or none"),
             l2=(
                 is_rate(self.l2) and not (self.l2 and self.scale == "per_sample"),
                 "a number of at least 0, and 0 with scale='per_sample'",
             ),
-            min_density=(self.min_density is None or 0 <= self.min_density < 1, "a share from 0 to below 1, or none"),
+            min_density=(
+                self.min_density is None or 0 <= self.min_density < 1,
+                "a number of at least 0 and below 1, or none",
+            ),
         )
 
     @property
@@ -295,7 +306,7 @@ class SCL(GlobalThreshold[SCLOptions]):
     def __init__(self, context: Context[SCLOptions]) -> None:
         self._context, timeline, weights = context, context.timeline, context.weights
         chosen = [
-            self.resolve(request.options, mask_steps=timeline.length, left=target.left)
+            self.resolve(request.options, mask_steps=timeline.length, density=target.density)
             for request, target in zip(context.requests, context.targets, strict=True)
         ]
         self._options, self._decay = chosen[0], context.targets[0].decay
@@ -303,12 +314,13 @@ class SCL(GlobalThreshold[SCLOptions]):
         self._mask_lr = column([each.mask_lr or 0.0 for each in chosen], weights)[:, 0]
         self._mask_decay = None
         if any(each.mask_decay for each in chosen):
-            # With a fixed λ1 the pull comes down with the learning rate, as λ1's push does; else all masks return.
+            # With a fixed λ1, the pull falls with the learning rate, like the push of λ1; otherwise all masks would
+            # return.
             kinds = ["constant" if self._decay is None else each.anneal for each in chosen]
             self._mask_decay = timeline.annealed([each.mask_decay for each in chosen], kinds)
         self._cap = column([each.mask_decay_cap for each in chosen], weights) if self._mask_decay is not None else None
-        removed = [1.0 if each.pruned_grad_scale is None else each.pruned_grad_scale for each in chosen]
-        self._removed = removed[0] if len(set(removed)) == 1 else column(removed, weights)
+        pruned_scale = [1.0 if each.pruned_grad_scale is None else each.pruned_grad_scale for each in chosen]
+        self._pruned_scale = pruned_scale[0] if len(set(pruned_scale)) == 1 else column(pruned_scale, weights)
         start = magnitude(weights)
         for row, options in enumerate(chosen):
             if options.constant_start is not None:
@@ -317,8 +329,9 @@ class SCL(GlobalThreshold[SCLOptions]):
         self._begin(GlobalBudget(context, start, min_density=context.min_density if own is None else own))
         self.mask_variable = self._budget.score
         self._velocity = torch.zeros_like(start) if self._options.mask_momentum else None
-        # Of |w̃|: the threshold below which weights are pruned, as far as their size counts, and the usual size.
+        # Of |w̃|: the threshold below which weights are pruned by magnitude, and the usual magnitude.
         self._level = start.new_zeros(len(chosen), 1)
+        self._lengths = torch.tensor(context.layout.sizes)
         self._usual = context.mean_squares(weights).sqrt()
         usual = self._options.estimator == "identity" and self._options.scale in ("none", "global")
         self._can_fuse = usual and not self._options.l2 and self._velocity is None and self._budget.costs is None
@@ -333,15 +346,17 @@ class SCL(GlobalThreshold[SCLOptions]):
         if scale == "batch":
             for name, view in zip(layout.names, layout.views, strict=False):
                 if view.split and view.groups > 1:
-                    raise ValueError(f'scale="batch" cannot see the features of {name} in shards: use scale="global"')
+                    raise ValueError(
+                        f'scale="batch" does not support the sharded features of {name}: use scale="global"'
+                    )
 
     @classmethod
-    def resolve(cls, options: SCLOptions, *, mask_steps: int, left: float | None) -> SCLOptions:
+    def resolve(cls, options: SCLOptions, *, mask_steps: int, density: float | None) -> SCLOptions:
         return replace(
             options,
             mask_lr=default_mask_lr(mask_steps) if options.mask_lr is None else options.mask_lr,
             pruned_grad_scale=(
-                default_pruned_grad_scale(left) if options.pruned_grad_scale is None else options.pruned_grad_scale
+                default_pruned_grad_scale(density) if options.pruned_grad_scale is None else options.pruned_grad_scale
             ),
         )
 
@@ -358,19 +373,20 @@ class SCL(GlobalThreshold[SCLOptions]):
             squares, finite = self._descend_fused(step, segments, rate, mask_decay, caps)
         else:
             squares, finite = self._descend(step, rate, mask_decay, caps)
-        if mask_decay is not None:  # masks are sums of gradients and sizes, less this level
+        if mask_decay is not None:  # the offset of the mask variables, which are sums of gradients and magnitudes
             self._level.copy_(torch.where(finite[:, None], self._level * (1.0 - mask_decay), self._level))
         decay, flips = self._set_masks(rate, finite)
         by_count = self._decay is None and self._budget.costs is None
         nonzeros = self._budget.met if by_count else self._context.total(torch.count_nonzero(self.mask, dim=1))
         return Outcome(decay=decay, nonzeros=nonzeros, flips=self._context.total(flips), squares=squares, finite=finite)
 
-    # In two passes over the blocks: the mask gradient and its scale, then everything else.
+    # Two passes over the blocks: the mask gradient and its scale, then everything else.
 
     def _descend(
         self, step: Step, rate: Tensor, mask_decay: Tensor | None, caps: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Returns the sums of squares of the mask gradient, (runs, tensors), and which runs had finite gradients."""
+        """Returns the sums of squares of the mask gradient, (runs, tensors), and whether each run had finite
+        gradients."""
         options, group = self._options, self._context.group
         squares = torch.cat([self._mask_gradients(part, step) for part in step.parts], dim=1)
         self._context.total(squares)
@@ -385,7 +401,7 @@ class SCL(GlobalThreshold[SCLOptions]):
             everything, nothing = bool(finite.all()), not bool(finite.any())
             gate = None if everything else gate
         else:
-            nothing = False  # known only to the device, where such a step has length zero
+            nothing = False  # known only on the device, where such a step has length zero
         for part in step.parts:
             for block in part.blocks:
                 if not nothing:
@@ -394,7 +410,7 @@ class SCL(GlobalThreshold[SCLOptions]):
         return squares, finite
 
     def _mask_gradients(self, part: Part, step: Step) -> Tensor:
-        """Leave the mask gradient in the scratch memory of the blocks, and in their gradients what w̃ follows."""
+        """Write the mask gradient to the scratch memory of the blocks, and turn their gradients into those of w̃."""
         norms = []
         for block in part.blocks:
             if block.gradient is None:
@@ -402,7 +418,7 @@ class SCL(GlobalThreshold[SCLOptions]):
             else:
                 gradient = block.gradient
                 if step.unscale is not None:
-                    # First of all, as the L2 term is not scaled, and in a type that has room for the product.
+                    # First, because the L2 term is not scaled, and in a dtype in which the product cannot overflow.
                     gradient = block.work.copy_(gradient).mul_(step.unscale)
                 mask_gradient(
                     gradient,
@@ -413,7 +429,7 @@ class SCL(GlobalThreshold[SCLOptions]):
                     l2=self._options.l2,
                     out=block.work,
                 )
-                if not isinstance(self._removed, float) or self._removed != 1.0:
+                if not isinstance(self._pruned_scale, float) or self._pruned_scale != 1.0:
                     self._weight_gradient(block.gradient, block.columns)
             if len(part.tensors) == 1:
                 norms.append(torch.linalg.vector_norm(block.work, dim=1))
@@ -421,17 +437,17 @@ class SCL(GlobalThreshold[SCLOptions]):
             return torch.stack(norms).square().sum(0)[:, None]
         for index in step.absent:
             if self._options.l2 and index in part.tensors:
-                step.work_views[index].zero_()  # no gradient, no step: as optimizers do with weight decay
+                step.work_views[index].zero_()  # no gradient, no step, as in optimizers with weight decay
         work = part.blocks[0].work
         if len(work) > 1:
             return work.square().sum(1, keepdim=True)
         if len(part.tensors) > _MANY:
-            lengths = torch.tensor([self._context.layout.sizes[index] for index in part.tensors])
+            lengths = self._lengths[part.tensors.start : part.tensors.stop]
             return torch.segment_reduce(work[0].square(), "sum", lengths=lengths)[None]
         return torch.stack(torch._foreach_norm([step.work_views[index] for index in part.tensors])).square()[None]
 
     def _scale_features(self, step: Step) -> None:
-        """Eq. (grad_norm), feature by feature."""
+        """Eq. (grad_norm) per feature."""
         layout, group = self._context.layout, self._context.group
         for index, work in enumerate(step.work_views):
             if not layout.views:
@@ -457,10 +473,10 @@ class SCL(GlobalThreshold[SCLOptions]):
         caps: Tensor | None,
         gate: Tensor | None,
     ) -> None:
-        """One step of gradient descent on the mask variables of a block; of length zero where `gate` is False."""
+        """A step of gradient descent on the mask variables of a block, of length zero if `gate` is False."""
         variable, work = self.mask_variable[:, block.columns], block.work
         if divide is not None and not self._decay and self._velocity is None:
-            rate = rate / divide  # nothing is added to the scaled gradient: one pass less
+            rate = rate / divide  # one pass less, as nothing is added to the scaled gradient
         elif divide is not None:
             work.div_(divide)
         if gate is not None:
@@ -514,15 +530,15 @@ class SCL(GlobalThreshold[SCLOptions]):
             decay=self._decay or 0.0,
             mask_decay=mask_decay,
             caps=caps,
-            removed=self._removed,
+            pruned_scale=self._pruned_scale,
         )
         return squares, finite
 
     def _caps(self) -> Tensor | None:
-        """The largest |w̃| that mask variables are pulled towards, one per run or, with costs, one per tensor.
+        """The cap on |w̃| for the pull on mask variables, one per run or, with costs, one per tensor.
 
-        Where a feature has no weight left that varies, batch norm multiplies the gradient of pruned weights by
-        hundreds: without a cap such giants would push out all others.
+        If no weight of a feature varies any more, batch norm multiplies the gradient of pruned weights by hundreds.
+        Without a cap, such weights would displace all others.
         """
         if self._cap is None:
             return None
@@ -534,11 +550,12 @@ class SCL(GlobalThreshold[SCLOptions]):
 
     def _set_masks(self, rate: Tensor, finite: Tensor) -> tuple[Tensor, Tensor]:
         """Set the masks by the budget or, with a fixed λ1, by the sign of the mask variables. Returns λ1 and the number
-        of masks that changed."""
+        of
+        masks that changed."""
         if self._decay is None:
             threshold, flips = self._budget.meet_(finite)
             self._level.add_(threshold[:, None])
-            if self._mask_decay is not None:  # such masks are pushed down however small their learning rate is by now
+            if self._mask_decay is not None:  # such masks are pushed down, however small their learning rate has become
                 return threshold / self._mask_lr, flips
             return torch.where(rate[:, 0] > 0, threshold / rate[:, 0], 0.0), flips
         self._level.add_(rate * self._decay)
@@ -551,7 +568,9 @@ class SCL(GlobalThreshold[SCLOptions]):
         self._weight_gradient(gradient, slice(None))
 
     def _weight_gradient(self, gradient: Tensor, columns: slice) -> None:
-        weight_gradient_(gradient, self.mask[:, columns], self.mask_variable[:, columns], removed=self._removed)
+        weight_gradient_(
+            gradient, self.mask[:, columns], self.mask_variable[:, columns], pruned_scale=self._pruned_scale
+        )
 
     def finalize(self, weights: Tensor) -> Tensor:
         if self._decay is None and not self._budget.is_final():
@@ -576,11 +595,11 @@ class SCL(GlobalThreshold[SCLOptions]):
 
 
 def _on_gpu(matrix: Tensor) -> bool:
-    return matrix.is_cuda and matrix.dtype == torch.float32 and triton_is_there()
+    return matrix.is_cuda and matrix.dtype == torch.float32 and has_triton()
 
 
 def _finite(squares: Tensor, step: Step, group: dist.ProcessGroup | None) -> Tensor:
-    """Which runs can learn from this step; the same answer in all the processes that share the tensors."""
+    """Whether each run can learn from this step; the same in all processes that share the tensors."""
     finite = squares.sum(1) < torch.inf  # also False for NaN
     if step.samples is not None:
         finite = finite & torch.isfinite(torch.stack([total.sum() for total in step.samples.totals]).sum())
@@ -596,7 +615,7 @@ def _finite(squares: Tensor, step: Step, group: dist.ProcessGroup | None) -> Ten
 def _feature_scale(work: Tensor, view: TensorView, group: dist.ProcessGroup | None) -> Tensor:
     if group is None or not view.split:
         return feature_scale(work, view.feature_axis, view.groups)
-    # Each process has a part of every feature.
+    # Each process has a shard of every feature.
     sums = by_feature(work, view.feature_axis, view.groups).square().sum(dim=1)
     dist.all_reduce(sums, group=group)
     return (sums * (sums.numel() / view.size)).sqrt()

@@ -1,19 +1,19 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, override"
-"""One step of SCL on CUDA GPUs in four fused kernels: what `SCL._descend` does in torch operations.
+"""One step of SCL on CUDA GPUs in four fused kernels, equivalent to the torch operations of `SCL._descend`.
 
-For float32 state, the identity estimator, one scale for the whole network or none. Passes over memory of the size of
-the weights (a quarter for the masks):
+It handles float32 state, the identity estimator, and one scale for the whole network or none. The passes over memory of
+the size of the weights (a quarter for the masks) are:
 
-    `_square`    reads gradient and w̃, leaves sums of squares of the mask gradient, one per block; `_total` adds them up
-                 by tensor, `_judge` says by run whether they are finite and computes the scale
-    `_descend`   reads gradient, w̃ and m̃; writes m̃ and, where there is a parameter, w̃ into it (and the gradient, where
-                 pruned weights follow a share of it)
+    `_square`    reads gradient and w̃, writes sums of squares of the mask gradient, one per block; `_total` reduces them
+                 by tensor, and `_judge` checks per run whether they are finite and computes the scale
+    `_descend`   reads gradient, w̃ and m̃; writes m̃ and, if there is a parameter, copies w̃ to it (and writes the
+                 gradient, if that of pruned weights is scaled)
 
-The operations on each weight are those of scl.py, one rounding after the other (no fused multiply-add), so that w̃ and
-gradients have the bits they have without kernels, and m̃ too where nothing is scaled. Only the sums of squares are added
-up in another order, always the same one, which changes the last digits of the scale, and with it m̃.
+The operations on each weight are those of scl.py, with a rounding after each (no fused multiply-add). So w̃ and the
+gradients are bitwise equal to those without kernels, and so is m̃ without a scale. Only the sums of squares are reduced
+in another (fixed) order, which changes the last digits of the scale, and with it m̃.
 
-One run is laid out tensor by tensor, many runs row by row (`Blocks`): a segment is a tensor or a row.
+A single run is divided by tensor, several runs by row (`Blocks`): a segment is a tensor or a row.
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ from torch import Tensor
 from gossamer.methods.blocks import BLOCK, Blocks
 from gossamer.methods.launch_triton import LAUNCH, filled, filled_gradients, launches, locate, pick
 
-_SUMS = 1024  # sums of squares added up together
+_SUMS = 1024  # sums of squares reduced together
 _EPSILON = 1e-12  # EPSILON of scl.py, which imports this file
 
 
@@ -61,7 +61,7 @@ def _total(sums, firsts, totals, most: tl.constexpr, block: tl.constexpr):
 
 @triton.jit
 def _judge(totals, segments, found_inf, finite, divide, weights, epsilon, block: tl.constexpr):
-    """By run, whether the step can be learned from, and the global scale by which the mask gradient is divided."""
+    """Per run, whether the gradients are finite, and the global scale of the mask gradient."""
     run = tl.program_id(0)
     total = tl.zeros((block,), tl.float64)
     for start in range(0, segments, block):
@@ -93,8 +93,8 @@ def _descend(
     decay,
     mask_decay,
     cap,
-    removed,
-    same_removed,
+    pruned_scale,
+    same_scale,
     multiple: tl.constexpr,
     block: tl.constexpr,
 ):
@@ -115,13 +115,13 @@ def _descend(
         if cap is not None:
             size = tl.minimum(size, tl.load(cap + run))
         new = new + (size - new) * tl.load(mask_decay + run)
-    # Where gradients were not finite, everything stays as it is.
+    # If gradients were not finite, nothing changes.
     tl.store(mask_variable + in_state, tl.where(tl.load(finite + run) != 0, new, old), mask=inside)
-    if removed is not None or same_removed is not None:
-        share = same_removed if removed is None else tl.load(removed + run)
-        gone = tl.load(mask + in_state, mask=inside, other=1) == 0
+    if pruned_scale is not None or same_scale is not None:
+        share = same_scale if pruned_scale is None else tl.load(pruned_scale + run)
+        pruned = tl.load(mask + in_state, mask=inside, other=1) == 0
         damped = (gradient.to(tl.float32) * share).to(gradient.dtype)
-        tl.store(places, damped, mask=learns & gone)
+        tl.store(places, damped, mask=learns & pruned)
     if parameters is not None:
         parameter = pick(parameters, which)
         tl.store(parameter + in_tensor, weight.to(parameter.dtype.element_ty), mask=inside)
@@ -145,8 +145,8 @@ def sums_of_squares_on_gpu(
 
 
 def judge_on_gpu(squares: Tensor, found_inf: Tensor | None, weights: int) -> tuple[Tensor, Tensor]:
-    """For each row of sums of squares, whether the step can be learned from, and what the mask gradient is divided by:
-    `_finite`, `global_scale` and `divisor` of scl.py."""
+    """For each row of sums of squares, whether it is finite, and the divisor of the mask gradient: `_finite`,
+    `global_scale` and `divisor` of scl.py."""
     runs, segments = squares.shape
     finite, divide = torch.empty(runs, dtype=torch.bool, device=squares.device), squares.new_empty(runs, 1)
     with torch.cuda.device_of(squares):
@@ -172,11 +172,11 @@ def descend_on_gpu_(
     decay: float,
     mask_decay: Tensor | None,
     caps: Tensor | None,
-    removed: Tensor | float,
+    pruned_scale: Tensor | float,
 ) -> None:
-    """Update the mask variables, scale the gradients of pruned weights, leave w̃ in the parameters. `divide`, `rate`,
-    `mask_decay`, `caps` and `removed` are columns with one number per run; `removed` may be one number."""
-    same = None if isinstance(removed, Tensor) or removed == 1.0 else removed
+    """Update the mask variables, scale the gradients of pruned weights, and copy w̃ to the parameters. `divide`, `rate`,
+    `mask_decay`, `caps` and `pruned_scale` are columns with one number per run; `pruned_scale` may be a scalar."""
+    same = None if isinstance(pruned_scale, Tensor) or pruned_scale == 1.0 else pruned_scale
     with torch.cuda.device_of(mask):
         for grid, first, these in launches(blocks):
             some, present = filled_gradients(gradients, these)
@@ -196,7 +196,7 @@ def descend_on_gpu_(
                 decay if decay else None,
                 mask_decay,
                 caps,
-                removed if isinstance(removed, Tensor) else None,
+                pruned_scale if isinstance(pruned_scale, Tensor) else None,
                 same,
                 blocks.multiple,
                 BLOCK,

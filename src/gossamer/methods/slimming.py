@@ -1,9 +1,9 @@
-"""Network slimming: channels are judged by the gain of the batch norm behind them.
+"""Network slimming: channels are ranked by the gain of the batch norm that follows them.
 
-Rule: an L1 penalty on the gains γ of the batch norm behind each convolution during the sparsify phase; then the
+Rule: an L1 penalty on the gains γ of the batch norm after each convolution during the sparsify phase; then the
 channels with the smallest |γ| of the whole network are pruned, and the rest is fine-tuned.
 Reference: Liu et al. 2017, Learning Efficient Convolutional Networks through Network Slimming.
-Ours: gain and bias of a pruned channel are left alone, as they are not prunable. filters.py says what counts.
+Ours: gain and bias of a pruned channel do not change, as they are not prunable. filters.py defines the sparsity.
 """
 
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ class SlimmingOptions(Options):
 
 
 def gains_of(model: nn.Module, names: Sequence[str], others: Sequence[tuple[str, int]]) -> tuple[slice | None, ...]:
-    """For each weight the place, among the other parameters, of the gains of the batch norm that follows it."""
+    """For each weight, the positions of the gains of the following batch norm among the other parameters."""
     places, offset = {}, 0
     for name, size in others:
         places[name] = slice(offset, offset + size)
@@ -43,15 +43,15 @@ def gains_of(model: nn.Module, names: Sequence[str], others: Sequence[tuple[str,
 
 
 def check_gains(layout: Layout) -> None:
-    """Raise an error where a convolution has no batch norm behind it by which its channels could be judged."""
+    """Raise an error if a convolution has no batch norm after it to rank its channels."""
     filters = [index for index, shape in enumerate(layout.shapes) if len(shape) > 2]
     alone = [layout.names[index] for index in filters if not layout.gains or layout.gains[index] is None]
     if alone:
-        raise ValueError(f"slimming needs a batch norm behind every convolution, got none behind {alone[0]}")
+        raise ValueError(f"slimming needs a batch norm after every convolution, got none after {alone[0]}")
 
 
 def channels_to_keep(layout: Layout, filters: Sequence[int], gains: Sequence[float], wanted: int) -> list[list[bool]]:
-    """Smallest gains first, channels are pruned until the number of pruned weights is nearest to `wanted`."""
+    """Prune channels, smallest gains first, until the number of pruned weights is closest to `wanted`."""
     where = [(index, channel) for index in filters for channel in range(layout.shapes[index][0])]
     stays = {index: [True] * layout.shapes[index][0] for index in filters}
     pruned = 0

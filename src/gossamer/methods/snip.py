@@ -1,9 +1,9 @@
-"""SNIP: the weights that the loss is most sensitive to, chosen once and for all at the very beginning.
+"""SNIP: keeps the weights to which the loss is most sensitive, chosen once at the beginning.
 
-Rule: the sensitivity is |∂L/∂w ⊙ w| of the initial network on the first batch; the largest of the whole network stay.
+Rule: the sensitivity is |∂L/∂w ⊙ w| of the initial network on the first batch; the largest of the network are kept.
 Reference: Lee, Ajanthan & Torr 2019, SNIP: Single-shot Network Pruning based on Connection Sensitivity.
-Ours: the gradients of the first `batches` steps are summed, each times its weights, while these steps already train the
-dense network; then all is pruned in one step. min_density keeps a share of each tensor, or whole layers could die.
+Ours: ∂L/∂w ⊙ w is summed over the first `batches` steps, while these steps already train the dense network; then
+one step prunes. min_density protects a fraction of each tensor, as whole layers could be pruned otherwise.
 """
 
 from dataclasses import dataclass

@@ -1,12 +1,12 @@
-"""Soft filter pruning: filters are set to zero after every epoch, but train on and may return.
+"""Soft filter pruning: filters are set to zero after every epoch, but continue to train and may return.
 
-Rule: after every epoch the filters with the smallest L2 norm, the same share of every layer, are set to zero, but train
-on like all others; at the end they are pruned.
+Rule: after every epoch the filters with the smallest L2 norm, the same fraction of every layer, are set to zero, but
+continue to train; at the end they are pruned.
 Reference: He et al. 2018, Soft Filter Pruning for Accelerating Deep Convolutional Neural Networks.
-Ours: in the sparsify phase, from the warmed-up network, with the final share in every epoch; after it the choice
-stands. Zeroed filters begin without momentum, and their gradient is limited to the mean norm of the gradients of kept
-filters: a batch norm behind a filter of zeros divides by √ε, which would throw the filter back larger than all others,
-and others would be zeroed in its place. filters.py says what counts.
+Ours: in the sparsify phase, from the warmed-up network, with the final fraction in every epoch; after it the choice is
+fixed. Zeroed filters start without momentum, and their gradient is limited to the mean norm of the gradients of kept
+filters: a batch norm after a filter of zeros divides by √ε, which would make the filter larger than all others, and
+others would be zeroed instead. filters.py defines the sparsity.
 """
 
 import torch
@@ -27,7 +27,9 @@ class SoftFilter(Method[Options]):
         self._layout, self._requests, timeline = context.layout, context.requests, context.timeline
         self._every, self._last = timeline.often(timeline.epoch), timeline.plan.sparsify
         self.mask = self._choose(context.weights)
-        self._soft = torch.ones(1, dtype=torch.bool, device=self.mask.device)  # whether zeroed filters train on
+        self._soft = torch.ones(
+            1, dtype=torch.bool, device=self.mask.device
+        )  # whether zeroed filters continue to train
 
     @classmethod
     def check(cls, layout: Layout, request: Request[Options]) -> None:

@@ -2,16 +2,15 @@
 
 Rule: the layer uses S(w, s) = sign(w)·relu(|w| - σ(s)), one number s per tensor; both follow their true gradients:
 ∂L/∂w = ∂L/∂S where |w| > σ(s), else 0, and ∂L/∂s = -σ'(s)·Σ ∂L/∂S·sign(w) over the same weights. As published, s starts
-far below zero and an L2 term, tuned by hand for each target, pulls it up.
-Reference: Kusupati et al. 2020, Soft Threshold Weight Reparameterization for Learnable Sparsity.
-Ours: in place of the L2 term all s are pushed up together, by as much as the budget of the step asks for. This can be
-solved for: |w| > σ(s) is logit|w| - s > 0, so the push is an order statistic. Two things follow from the common push.
-What one tensor keeps another has to lose, so thresholds rest where a weight is worth as much in every tensor: ∂L/∂s of
-a tensor is divided by its share of the kept weights. (Otherwise they would rest where whole tensors are worth the same,
-and small tensors die out.) And no pull of its own brings s back, so how far it can wander is set for the whole run: its
-learning rate is that of the weights times `rate` over the number of mask steps. No s rises above the value that leaves
-min_density of its tensor, which is updated now and then and at the end; the others rise by more then. After the last
-mask step the thresholded weights are fine-tuned.
+far below zero, and an L2 term, tuned for each target, pulls it up. Reference: Kusupati et al. 2020, Soft Threshold
+Weight Reparameterization for Learnable Sparsity. Ours: instead of the L2 term, all s are raised together by as much as
+the budget of the step requires. This can be solved for: |w| > σ(s) is logit|w| - s > 0, so the increase is an order
+statistic. It has two consequences. First, tensors compete for the budget, so ∂L/∂s of a tensor is divided by its share
+of the kept weights: thresholds are then in balance if single weights are equally valuable in every tensor. (Otherwise
+whole tensors would have to be, and small tensors would be pruned entirely.) Second, nothing pulls s back, so its total
+movement is limited for the whole run: its learning rate is that of the weights times `rate` over the number of mask
+steps. No s rises above the value that keeps min_density of its tensor, which is updated at intervals and at the end;
+the others then rise by more. After the last mask step the thresholded weights are fine-tuned.
 """
 
 import math
@@ -25,7 +24,7 @@ from gossamer.budget import Met
 from gossamer.methods.base import Context, Options, Step, column, expect, is_rate, min_nonzeros
 from gossamer.methods.budgets import BudgetedMethod, GlobalBudget, check_min_nonzeros
 
-_MARGIN = 0.01  # in s: of a tensor that has only its largest weight about a hundredth of it is left
+_MARGIN = 0.01  # in s: a tensor with only its largest weight keeps about a hundredth of it
 
 
 @dataclass(frozen=True)
@@ -38,7 +37,7 @@ class STROptions(Options):
         expect(
             self,
             start=(abs(self.start) < math.inf, "a number"),
-            momentum=(0 <= self.momentum < 1, "a number from 0 to below 1"),
+            momentum=(0 <= self.momentum < 1, "a number of at least 0 and below 1"),
             rate=(is_rate(self.rate), "a number of at least 0"),
         )
 
@@ -64,7 +63,7 @@ class STR(BudgetedMethod[STROptions]):
         self._s = context.column("start").repeat(1, len(layout.sizes))
         self._velocity = torch.zeros_like(self._s)
         self._highest = self._leaving_the_least(weights)
-        # The thresholds themselves keep min_density: the budget only decides what they let through.
+        # The thresholds enforce min_density themselves, so the budget needs no protected weights.
         self._begin(GlobalBudget(context, self._above(weights), min_density=0.0))
 
     def apply_masks(self, weights: Tensor, out: Tensor) -> None:
@@ -74,9 +73,9 @@ class STR(BudgetedMethod[STROptions]):
         gradient, weights = step.gradient, step.weights
         self.weight_gradient(gradient, weights)
         along = self._by_tensor(gradient * weights.sign())
-        left = self._by_tensor(self.mask.to(weights.dtype)).clamp_min(1.0)
+        kept = self._by_tensor(self.mask.to(weights.dtype)).clamp_min(1.0)
         sigma = self._s.sigmoid()
-        slope = along * sigma * (1.0 - sigma) * (left.mean(1, keepdim=True) / left)
+        slope = along * sigma * (1.0 - sigma) * (kept.mean(1, keepdim=True) / kept)
         self._velocity.mul_(self._momentum).sub_(slope)
         self._s.sub_(self._velocity * self._timeline.rate * self._rate)
         self._push_(weights, self._budget.meet_)
@@ -100,9 +99,10 @@ class STR(BudgetedMethod[STROptions]):
         return {**super().state(), "s": self._s, "velocity": self._velocity, "highest": self._highest}
 
     def _push_(self, weights: Tensor, meet: Callable[[], Met]) -> None:
-        """Raise all s by as much as the budget asks for, but none above what leaves min_density of its tensor."""
+        """Raise all s by as much as the budget requires, but none above the value that keeps min_density of its
+        tensor."""
         logits, highest = _logit(weights), self._highest
-        if any(self._least):  # at most the largest weight of now, as `highest` is from some steps ago
+        if any(self._least):  # at most the current largest weight, as `highest` is some steps old
             largest = torch.stack([part.amax(1) for part in self._layout.split(logits)], dim=1)
             highest = torch.minimum(highest, largest - _MARGIN)
         torch.minimum(self._s, highest, out=self._s)
@@ -118,11 +118,11 @@ class STR(BudgetedMethod[STROptions]):
         return self._s.sigmoid().index_select(1, self._tensor)
 
     def _above(self, weights: Tensor) -> Tensor:
-        """By how much s would have to rise to prune each weight."""
+        """The increase of s that would prune each weight."""
         return _logit(weights) - self._s.index_select(1, self._tensor)
 
     def _leaving_the_least(self, weights: Tensor) -> Tensor:
-        """For each tensor the s that leaves only min_density of it: between the last kept weight and the next one."""
+        """For each tensor, the s that keeps only min_density of it: between the last kept weight and the next one."""
         found = []
         for part, number in zip(self._layout.split(_logit(weights)), self._least, strict=True):
             if number == part.shape[1]:

@@ -1,14 +1,14 @@
-"""Dynamic network surgery: two thresholds per layer; a weight between them stays what it is, kept or pruned.
+"""Dynamic network surgery: two thresholds per layer; the mask of a weight between them does not change.
 
 Rule: T = 0 where |w| < a, 1 where |w| ≥ b, unchanged in between; a = 0.9·t, b = 1.1·t with t = μ + c·σ of the |w| of
-its layer, c set by hand for each. w follows the gradient of w ⊙ T, also where T = 0 (splicing). Masks are updated with
-probability (1 + γ·iteration)^-power, less and less often.
+its layer, and c set by hand for each. w follows the gradient of w ⊙ T, also where T = 0 (splicing). Masks are updated
+with the decreasing probability (1 + γ·iteration)^-power.
 Reference: Guo, Yao & Chen 2016, Dynamic Network Surgery for Efficient DNNs.
 Ours: c is one number for the whole network, solved for in every update so that the budget is met: a weight is kept
-where (u - μ)/σ is above c, u being |w|/0.9 for kept weights and |w|/1.1 for pruned ones. μ and σ are those of the
-warmed-up network instead of a trained one, and the budget follows our cubic instead of beginning at the full
-thresholds. As a layer without a long tail would lose everything to the others, each tensor keeps at least half of what
-an equal share would leave it.
+if (u - μ)/σ is above c, where u is |w|/0.9 for kept weights and |w|/1.1 for pruned ones. μ and σ are those of the
+warmed-up network instead of a trained one, and the budget follows our cubic instead of starting at the full
+thresholds. A layer without a long tail would lose all its weights to the others, so each tensor keeps at least half of
+the target density.
 """
 
 import math
@@ -21,7 +21,7 @@ from gossamer.methods.base import Context, Options, Step, expect, is_rate
 from gossamer.methods.budgets import GlobalBudget, GlobalThreshold
 from gossamer.methods.noise import uniform
 
-_SPARED = 0.5  # of an equal share
+_SPARED = 0.5  # of the target density
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""When pruned weights go: methods that prune at a few steps, outside of the captured step, and for good."""
+"""Base classes of methods that prune permanently at a few steps, outside the captured step."""
 
 from abc import abstractmethod
 
@@ -8,7 +8,7 @@ from gossamer.methods.base import PrunedAtZero, S, Timeline
 
 
 class PrunedOnce(PrunedAtZero[S]):
-    """Methods that prune everything after one step, and fine-tune what is left."""
+    """Methods that prune once, and fine-tune afterwards."""
 
     _prune_after: int  # steps of the mask phases
 
@@ -31,7 +31,7 @@ class PrunedOnce(PrunedAtZero[S]):
 
 
 class PrunedInStages(PrunedAtZero[S]):
-    """Methods that prune some more every few steps of the sparsify phase."""
+    """Methods that prune at intervals in the sparsify phase."""
 
     _every: int
     _last: int

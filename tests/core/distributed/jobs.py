@@ -100,7 +100,7 @@ def alone(network: str, options: dict[str, Any]) -> dict[str, Any]:
     optimizer = SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-3)
     sparsifier = Sparsifier(model, optimizer, **options_of(network, options))
     trace = train(model, optimizer, network, range(STEPS))
-    return {"trace": trace, "connections": sparsifier.connections, "health": _health(sparsifier)}
+    return {"trace": trace, "connections": sparsifier.nonzeros, "health": _health(sparsifier)}
 
 
 def data_parallel(rank: int, folder: Path, network: str, options: dict[str, Any]) -> dict[str, Any]:
@@ -109,7 +109,7 @@ def data_parallel(rank: int, folder: Path, network: str, options: dict[str, Any]
     sparsifier = Sparsifier(model, optimizer, **options_of(network, options))
     with counted_collectives() as collectives:
         trace = train(model, optimizer, network, range(STEPS), rows=part(rank))
-    return {"trace": trace, "connections": sparsifier.connections, "collectives": len(collectives)}
+    return {"trace": trace, "connections": sparsifier.nonzeros, "collectives": len(collectives)}
 
 
 def shared_optimizer(rank: int, folder: Path, network: str, options: dict[str, Any]) -> dict[str, Any]:
@@ -121,7 +121,7 @@ def shared_optimizer(rank: int, folder: Path, network: str, options: dict[str, A
     optimizer = ZeroRedundancyOptimizer(model.parameters(), optimizer_class=SGD, **rates)
     sparsifier = Sparsifier(model, optimizer, **options_of(network, options))
     trace = train(model, optimizer, network, range(STEPS), rows=part(rank))
-    return {"trace": trace, "connections": sparsifier.connections}
+    return {"trace": trace, "connections": sparsifier.nonzeros}
 
 
 @contextmanager
@@ -156,10 +156,10 @@ def _sharded(
 def _health(sparsifier: Sparsifier) -> dict[str, Any]:
     health = sparsifier.health()
     return {
-        "connections": list(health.connections),
+        "connections": list(health.nonzeros),
         "flips": list(health.flips),
         "decay": list(health.decay),
-        "layers": [(each.name, each.connections, each.weights, each.dead_features) for each in health.layers],
+        "layers": [(each.name, each.nonzeros, each.weights, each.dead_features) for each in health.layers],
         "scales": [each.gradient_scale for each in health.layers],
     }
 
@@ -169,7 +169,7 @@ def sharded(
 ) -> dict[str, Any]:
     model, optimizer, sparsifier = _sharded(network, options, mesh_shape)
     trace = train(model, optimizer, network, range(STEPS), rows=part(rank))
-    connections, health = sparsifier.connections, _health(sparsifier)
+    connections, health = sparsifier.nonzeros, _health(sparsifier)
     masks = {name: whole(mask) for name, mask in sparsifier.masks.items()}
     sparsifier.finish()
     return {"trace": trace, "connections": connections, "health": health, "masks": masks}
@@ -210,7 +210,7 @@ def _to_the_end(
     rank: int, network: str, cut: int, model: nn.Module, optimizer: Optimizer, sparsifier: Sparsifier
 ) -> dict[str, Any]:
     trace = train(model, optimizer, network, range(cut, STEPS), rows=part(rank))
-    return {"trace": trace, "connections": sparsifier.connections}
+    return {"trace": trace, "connections": sparsifier.nonzeros}
 
 
 def kept(rank: int, folder: Path, network: str) -> dict[str, Any]:

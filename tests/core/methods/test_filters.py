@@ -125,7 +125,7 @@ def test_slimming_presses_on_gains_and_prunes_by_them() -> None:
 def test_at_least_one_channel_stays() -> None:
     kept = channels_to_keep(FILTERS, [0, 1], [0.0] * 8 + [1.0] * 4, 66)
     assert [sum(each) for each in kept] == [1, 1]
-    with pytest.raises(ValueError, match="slimming needs a batch norm behind every convolution, got none behind a"):
+    with pytest.raises(ValueError, match="slimming needs a batch norm after every convolution, got none after a"):
         begin("slimming", 0.2, layout=Layout(("a",), ((4, 3, 2),), (None,)))
 
 

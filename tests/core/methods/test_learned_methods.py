@@ -8,7 +8,7 @@ import torch
 
 from gossamer.methods import Layout
 from gossamer.methods.base import min_nonzeros
-from gossamer.methods.l0 import chance_of_open, final_gate, sample_gate
+from gossamer.methods.l0 import final_gate, probability_of_open, sample_gate
 from gossamer.methods.noise import uniform
 from gossamer.methods.soft_threshold import soft_threshold
 from gossamer.schedule import Plan
@@ -161,7 +161,7 @@ def test_gates_have_their_distribution_and_derivative() -> None:
     assert float(gate.min()) == 0.0
     assert float(gate.max()) == 1.0
     open_ = (gate > 0).double().mean(0)
-    torch.testing.assert_close(open_, chance_of_open(log_alpha[0].detach()), atol=0.02, rtol=0)
+    torch.testing.assert_close(open_, probability_of_open(log_alpha[0].detach()), atol=0.02, rtol=0)
     s = torch.sigmoid((torch.log(u) - torch.log(1 - u) + log_alpha) * 1.5)
     torch.clamp(s * 1.2 - 0.1, 0, 1).sum().backward()
     assert log_alpha.grad is not None
@@ -177,7 +177,7 @@ def test_l0_brings_the_expected_count_to_the_budget() -> None:
         assert torch.equal(out, weights * gate)
         given, gradient = step(method, weights, timeline, number)
         assert torch.equal(gradient, given * gate)
-    expected = float(chance_of_open(method.state()["log_alpha"]).sum())
+    expected = float(probability_of_open(method.state()["log_alpha"]).sum())
     assert expected == pytest.approx(10, abs=0.5)
     log_alpha, before = method.state()["log_alpha"].clone(), weights.clone()
     mask = method.finalize(weights)
@@ -200,7 +200,7 @@ def test_l0_gates_follow_the_gradient_of_the_loss_and_of_their_number(sparsity: 
         slope = log_alpha.grad
         assert slope is not None
         moved = (log_alpha - 0.02 * cosine(number) * slope / slope.square().mean().sqrt()).detach().requires_grad_()
-        expected = chance_of_open(moved).sum()
+        expected = probability_of_open(moved).sum()
         expected.backward()
         excess = float(expected.detach()) - left((number + 1) / 10, 40, 40 - int(40 * sparsity))
         pull = moved.grad

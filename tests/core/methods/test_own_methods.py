@@ -51,7 +51,7 @@ def test_the_documented_method_works(folder: Path) -> None:
         for row, keep in enumerate((20, 10)):
             expected = top(mean[row : row + 1], left((number + 1) / 10, 40, keep))[0]
             assert np.array_equal(method.mask[row].numpy(), expected)
-    with pytest.raises(ValueError, match=r"memory: expected a share from 0 to below 1, got 1\.0"):
+    with pytest.raises(ValueError, match=r"memory: expected a number of at least 0 and below 1, got 1\.0"):
         begin(NAME, 0.5, memory=1.0)
 
 
@@ -67,7 +67,7 @@ def test_a_class_without_the_decorator_is_registered_when_it_is_found(folder: Pa
         ("own_other:Mine", ValueError, r"found no 'Mine' in .*own_other.py; its methods are Other"),
         ("own_other:find", TypeError, r"expected a subclass of gossamer.methods.Method, got <function find"),
         ("own_other:Other", ValueError, r"'dpf', which is gossamer.methods.dpf:DPF: give own_other:Other another name"),
-        ("own_half:Half", TypeError, r"own_half:Half to define all of a method, but it lacks .*finalize, state"),
+        ("own_half:Half", TypeError, r"own_half:Half to define all abstract methods, but it lacks .*finalize, state"),
         ("own_broken:Mine", ModuleNotFoundError, r"No module named 'not_installed'"),
     ],
 )

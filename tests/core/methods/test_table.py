@@ -16,6 +16,7 @@ import gossamer
 from gossamer.methods import METHODS, Method, Options
 
 STEPS = 40
+PHASES = {"warmup": "0.25run", "sparsify": "0.35run", "stabilise": "0.15run"}  # the same for every method
 NAMES = [name for name in METHODS if name != "dense"]
 OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9, weight_decay=1e-3),
@@ -46,7 +47,7 @@ class Training:
         sparsity = 0.1 if METHODS[method].structured else 0.8
         self.sparsifier = gossamer.Sparsifier(
             self.model, self.optimizer, method=method, sparsity=sparsity, total_steps=STEPS, steps_per_epoch=4, seed=3,
-            **settings,
+            **{**PHASES, **settings},
         )  # fmt: skip
 
     def loss(self, step: int) -> Tensor:
@@ -183,7 +184,7 @@ def test_two_optimizers_that_step_in_turn(method: str) -> None:
     optimizers = [OPTIMIZERS["sgd"](layer.parameters()) for layer in layers]  # the second has nothing to prune
     several.sparsifier = gossamer.Sparsifier(
         several.model, optimizers, method=method, sparsity=0.1 if METHODS[method].structured else 0.8,
-        total_steps=STEPS, steps_per_epoch=4, seed=3,
+        total_steps=STEPS, steps_per_epoch=4, seed=3, **PHASES,
     )  # fmt: skip
     for number in range(STEPS):
         several.loss(number).backward()
@@ -206,8 +207,8 @@ def test_what_is_not_known_is_refused() -> None:
     with pytest.raises(ValueError, match="expected the state of method='gradual', got 'dpf'"):
         training.sparsifier.load_state_dict(Training("dpf").sparsifier.state_dict())
     for asked, message in (
-        ({"sparsity": 1}, r"share from 0 to below 1, such as 0\.95, got 1"),
-        ({"decay": 0.1}, "method='dpf' meets sparsity= alone"),
+        ({"sparsity": 1}, r"at least 0 and below 1, such as 0\.95, got 1"),
+        ({"decay": 0.1}, "method='dpf' supports only sparsity="),
         ({"sparsity": 0.5, "preset": "paper"}, "preset='paper' is for method='scl', got method='dpf'"),
         ({"sparsity": 0.5, "mask_lr": 0.1}, "unknown setting 'mask_lr' of method='dpf'"),
     ):
@@ -222,10 +223,10 @@ def test_what_a_method_refuses_is_refused_at_once() -> None:
     model = nn.Sequential(nn.Conv2d(2, 8, 3), nn.Flatten(), nn.Linear(8 * 16, 6))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for method, sparsity, message in (
-        ("slimming", 0.01, "slimming needs a batch norm behind every convolution, got none behind 0.weight"),
+        ("slimming", 0.01, "slimming needs a batch norm after every convolution, got none after 0.weight"),
         ("soft_filter", 0.9, "sparsity=0.9 cannot be met by whole filters"),
         ("l1_filter", 0.9, "sparsity=0.9 cannot be met by whole filters"),
-        ("dpf", 0.999, "sparsity=0.999 leaves 1 connections, but min_density keeps 2"),
+        ("dpf", 0.999, "sparsity=0.999 keeps 1 of .* weights, but min_density requires 2"),
     ):
         with pytest.raises(ValueError, match=message):
             gossamer.Sparsifier(model, optimizer, method=method, sparsity=sparsity, total_steps=STEPS)

@@ -69,7 +69,7 @@ def test_zeros_are_exact_in_every_step(name: str) -> None:
         watch()
         seen.add(run.sparsifier.phase)
     assert seen == {Phase.WARMUP, Phase.SPARSIFY, Phase.STABILISE, Phase.FINETUNE}
-    assert run.sparsifier.connections == 640 - 512
+    assert run.sparsifier.nonzeros == 640 - 512
     assert all(torch.isfinite(parameter).all() for parameter in run.model.parameters())
 
 
@@ -207,7 +207,7 @@ def test_a_parameter_group_added_in_mid_run() -> None:
     optimizer.add_param_group({"params": list(model.extra.parameters()), "lr": 0.01})
     run.train()
     assert_zeros(model, sparsifier)
-    assert sparsifier.connections == 128
+    assert sparsifier.nonzeros == 128
     assert (model.extra.weight != before).all()
 
 

@@ -477,8 +477,8 @@ def test_plan_counts_connections_and_work() -> None:
     for name, pixels in (("0", 36), ("2", 1)):
         weight = model.get_parameter(f"{name}.weight")
         assert lines[name].weights == weight.numel()
-        assert lines[name].connections == int(torch.count_nonzero(weight))
-        assert lines[name].multiplications == lines[name].connections * pixels
+        assert lines[name].nonzeros == int(torch.count_nonzero(weight))
+        assert lines[name].multiplications == lines[name].nonzeros * pixels
 
 
 def test_calls_from_many_threads_do_not_mix() -> None:

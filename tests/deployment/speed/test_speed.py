@@ -112,8 +112,8 @@ def test_a_race_for_real(tmp_path: Path) -> None:
     assert [(each.batch, each.threads) for each in found.cases] == [(1, 1), (1, 2), (16, 1), (16, 2)]
     assert shares == sorted(shares)
     assert shares[-1] == 1.0
-    assert found.connections == sum(int(torch.count_nonzero(p)) for p in model.parameters() if p.ndim > 1)
-    assert found.flops_sparse == 2 * found.connections
+    assert found.nonzeros == sum(int(torch.count_nonzero(p)) for p in model.parameters() if p.ndim > 1)
+    assert found.flops_sparse == 2 * found.nonzeros
     assert found.sparse_file < found.dense_file
     for each in found.cases:
         assert each.half is not None
@@ -128,7 +128,7 @@ def test_a_race_for_real(tmp_path: Path) -> None:
     assert read["about"]["versions"]["torch"] == torch.__version__
     shown = str(found)
     assert "batch 16, 2 threads" in shown
-    assert f"{found.connections:,} of {found.weights:,} weights" in shown
+    assert f"{found.nonzeros:,} of {found.weights:,} weights" in shown
 
 
 def test_memory_is_that_of_weights_as_other_engines_tell_it() -> None:

@@ -1,7 +1,6 @@
 """The folder of many runs: who may train there, and what becomes of runs whose records cannot be written."""
 
 import errno
-import json
 import resource
 import subprocess
 import sys
@@ -15,9 +14,8 @@ import torch
 from gossamer import cli
 from gossamer.lab import data
 from gossamer.lab.batched import compare, folder, runs_of, sweep, sweeps
-from gossamer.lab.batched.checkpoint import begun
 from gossamer.lab.batched.compare import Comparison
-from gossamer.lab.batched.race import Running
+from gossamer.lab.batched.training import BatchedTraining
 from gossamer.lab.data.sets import ImageSet, Labelled
 from gossamer.lab.training import folder_lock
 from gossamer.lab.training.run import Run
@@ -53,7 +51,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def never_trains(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Running, "epoch", lambda *arguments: pytest.fail("a step was taken"))
+    monkeypatch.setattr(BatchedTraining, "train_epoch", lambda *arguments: pytest.fail("a step was taken"))
 
 
 def full(*arguments: object, **options: object) -> None:
@@ -117,7 +115,7 @@ def test_one_process_trains_in_a_folder_at_a_time(
         assert other.stdout is not None
         assert other.stdout.readline() == "held\n"
         with monkeypatch.context() as patch:
-            patch.setattr(Running, "epoch", lambda *arguments: pytest.fail("a step was taken"))
+            patch.setattr(BatchedTraining, "train_epoch", lambda *arguments: pytest.fail("a step was taken"))
             with pytest.raises(ValueError, match=r"another process trains in .* at this moment: wait for it"):
                 command(tmp_path)
         other.stdin.close()
@@ -139,7 +137,7 @@ def test_several_processes_are_refused(
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(SystemExit, match="2"):
         cli.main([*command.split(), str(tmp_path / "new")])
-    assert "expected one process, as runs side by side share one device, got WORLD_SIZE=2" in capsys.readouterr().err
+    assert "expected one process, as batched runs share one device, got WORLD_SIZE=2" in capsys.readouterr().err
     assert not torch.distributed.is_initialized()
     assert not (tmp_path / "new").exists()
 
@@ -150,12 +148,7 @@ def test_a_record_that_cannot_be_written_costs_no_other_and_no_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, which: str, kind: str
 ) -> None:
     """Also where a stack is smaller than what is missing, and the command could put its runs together anew."""
-    place, name = {
-        ("sweep", "record"): (sweeps.result, "write_json"),
-        ("sweep", "model"): (sweeps, "save"),
-        ("compare", "record"): (compare, "write_json"),
-        ("compare", "model"): (compare, "save"),
-    }[which, kind]
+    place, name = {"record": (sweeps.result, "write_json"), "model": (sweeps, "save")}[kind]
     real, calls = getattr(place, name), list[Path]()
 
     def fails_at_first(*arguments: Any) -> Any:
@@ -169,32 +162,34 @@ def test_a_record_that_cannot_be_written_costs_no_other_and_no_step(
 
     with monkeypatch.context() as patch:
         patch.setattr(place, name, fails_at_first)
-        with pytest.raises(OSError, match=r"the last step is done, but there are records that cannot") as error:
+        with pytest.raises(OSError, match=r"the last step is done, but some records cannot") as error:
             command()
     failed = calls[0].with_suffix(".json")
-    (checkpoint,) = tmp_path.glob("*.race.safetensors")
+    checkpoint = max(tmp_path.glob("batch-*.pt"))
     assert f"{failed} ([Errno 28] No space left on device): free some space" in str(error.value)
-    assert str(error.value).endswith(f"these runs then go on from {checkpoint.name}")
+    assert str(error.value).endswith(f"these runs then resume from {checkpoint.name}")
     (other,) = tmp_path.glob("*.json")
     content = other.read_text()
-    trained, epoch = list[int](), Running.epoch
-    monkeypatch.setattr(Running, "epoch", lambda self, number: trained.append(len(self.lanes)) or epoch(self, number))
+    trained, epoch = list[int](), BatchedTraining.train_epoch
+    monkeypatch.setattr(
+        BatchedTraining, "train_epoch", lambda self, number: trained.append(len(self.runs)) or epoch(self, number)
+    )
     assert len(command()) == len(list(tmp_path.glob("*.json")))
     assert set(trained) == ({1} if which == "sweep" else set())  # the third run of the sweep, which had not begun
     assert other.read_text() == content
-    assert not list(tmp_path.glob("*.race.*"))
+    assert not list(tmp_path.glob("batch-*"))
     assert len(list(tmp_path.glob("*.safetensors"))) == len(list(tmp_path.glob("*.json")))
 
 
-@pytest.mark.filterwarnings("always:no checkpoint after step")
+@pytest.mark.filterwarnings("always:no checkpoint at step")
 def test_a_disk_that_takes_nothing_in_the_end_is_named_with_every_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gossamer.lab.batched.checkpoint.write_atomically", full)
+    monkeypatch.setattr("gossamer.lab.checkpoint.write_atomically", full)
     monkeypatch.setattr(sweeps.result, "write_json", full)
     with (
-        pytest.warns(UserWarning, match="no checkpoint after step 20"),
-        pytest.raises(OSError, match=r"these runs then begin again, as there is no checkpoint$") as error,
+        pytest.warns(UserWarning, match="no checkpoint at step 20"),
+        pytest.raises(OSError, match=r"these runs then start again, as there is no checkpoint$") as error,
     ):
         sweep_there(tmp_path)
     assert all(str(sweeps.record_path(tmp_path, run)) in str(error.value) for run in RUNS)
@@ -210,27 +205,19 @@ def test_a_table_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: py
     assert len(records) == len(list(tmp_path.glob("*.json")))
 
 
-def test_a_stack_that_was_begun_comes_first_and_whole() -> None:
+def test_a_batch_that_was_begun_comes_first_and_whole() -> None:
     assert folder.portions([2, 3, 4, 5], [[1, 2], [5, 4]], together=2) == [[1, 2], [5, 4], [3]]
     assert folder.portions([2, 3], [[1, 2, 3], [0, 1]], together=2) == [[2, 3]]  # too large, and done
     assert folder.portions([], [[1, 2]], together=2) == []
 
 
-def test_a_stack_is_known_by_its_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_batch_is_known_by_its_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sweeps.result, "write_json", full)
     with pytest.raises(OSError, match="cannot be written"):
         sweep_there(tmp_path)
     known = {run.run_id: run for run in RUNS}
-
-    def there(wanted: dict[str, Run]) -> list[list[Run]]:
-        return begun(tmp_path, wanted, lambda runs: sweeps.checkpoint_path(tmp_path, runs))
-
-    assert there(known) == [RUNS]
-    assert there({name: run for name, run in known.items() if run.seed}) == []
-    (path,) = tmp_path.glob("*.race.safetensors")
-    without_teacher = RUNS[:2]
-    named = begun(tmp_path, known, lambda runs: path if runs == without_teacher else tmp_path)
-    assert named == [without_teacher]
-    told = json.dumps(RUNS[0].run_id).encode()[1:-1]
-    path.write_bytes(path.read_bytes().replace(told, b"0" * len(told)))  # which its checksum says
-    assert there(known) == []
+    assert sweeps.begun_batches(known, tmp_path) == [RUNS]
+    assert sweeps.begun_batches({name: run for name, run in known.items() if run.seed}, tmp_path) == []
+    for path in tmp_path.glob("batch-*.pt"):
+        path.write_bytes(path.read_bytes()[:-1])  # which its digest says
+    assert sweeps.begun_batches(known, tmp_path) == []

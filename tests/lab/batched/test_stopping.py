@@ -1,5 +1,5 @@
-"""Ctrl-C in the middle of a race: the step is finished, a checkpoint written, and the same command ends with the same
-records; a second one stops at once and says what is lost."""
+"""Ctrl-C in the middle of batched training: the step is finished, a checkpoint written, and the same command ends with
+the same records; a second one stops at once and says what is lost."""
 
 import errno
 import json
@@ -14,15 +14,15 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from gossamer import cli
 from gossamer.lab import data
-from gossamer.lab.batched import checkpoint, runs_of, sweep
-from gossamer.lab.batched.learner import StackedLearner
-from gossamer.lab.batched.race import Running
-from gossamer.lab.batched.stackable import common_of, lane_of
-from gossamer.lab.batched.sweeps import checkpoint_path
+from gossamer.lab.batched import runs_of, sweep
+from gossamer.lab.batched.optimizer import BatchedOptimizer
+from gossamer.lab.batched.supported import batched_run
+from gossamer.lab.batched.sweeps import checkpoints_of
+from gossamer.lab.batched.training import BatchedTraining, fill_
+from gossamer.lab.checkpoint import Checkpoints
 from gossamer.lab.data.sets import ImageSet, Labelled
 from gossamer.lab.training import Interrupted, networks
 from gossamer.lab.training.run import Run
@@ -32,7 +32,7 @@ BASE = Run(
     model="digits_cnn", model_options={"width": 3}, data="digits", epochs=4, batch_size=16, method="scl", sparsity=0.5
 )
 PER_EPOCH, TOTAL = 5, 20
-SAME = ("run_id", "accuracy", "sparsity", "train_loss", "connections_by_tensor", "validation_accuracy")
+SAME = ("run_id", "accuracy", "sparsity", "train_loss", "nonzeros_by_tensor", "validation_accuracy")
 
 
 def images() -> ImageSet:
@@ -56,33 +56,32 @@ def press() -> None:
 
 
 def at_step(monkeypatch: pytest.MonkeyPatch, number: int, action: Callable[[], None] = press) -> None:
-    """Do something once, in the middle of this step of a race."""
-    real, waiting = StackedLearner.refresh, [action]
+    """Do something once, in the middle of this step."""
+    real, waiting = BatchedOptimizer.update_topology, [action]
 
-    def refresh(self: StackedLearner, steps: int) -> None:
+    def update_topology(self: BatchedOptimizer, steps: int) -> None:
         if steps == number and waiting:
             waiting.pop()()
         real(self, steps)
 
-    monkeypatch.setattr(StackedLearner, "refresh", refresh)
+    monkeypatch.setattr(BatchedOptimizer, "update_topology", update_topology)
 
 
 def told(records: list[dict[str, Any]]) -> list[list[Any]]:
     return [[each.get(key) for key in SAME] for each in records]
 
 
-def test_a_race_goes_on_from_any_step_to_the_same_bits(tmp_path: Path) -> None:
+def test_batched_training_resumes_after_any_step_to_the_same_bits(tmp_path: Path) -> None:
     """Every method, written and read again after every step, with masks that begin and freeze within epochs."""
     phases = {"warmup": "7it", "sparsify": "6it", "stabilise": "2it"}
     runs = [replace(BASE, method=name, settings=phases) for name in METHODS if name != "dense"]
     runs += [replace(BASE, method="dense", sparsity=None), replace(BASE, settings={"warmup": "1ep"}, seed=1)]
-    lanes, wanted = [lane_of(run, PER_EPOCH) for run in runs], []
+    batched, wanted = [batched_run(run, PER_EPOCH) for run in runs], []
 
-    def fresh(*, stops: bool) -> Running:
+    def fresh(*, stops: bool) -> BatchedTraining:
         torch.manual_seed(0)
-        return Running(
-            common_of(BASE),
-            lanes,
+        return BatchedTraining(
+            batched,
             images(),
             lambda: networks.create(BASE, 10),
             device=torch.device("cpu"),
@@ -92,15 +91,15 @@ def test_a_race_goes_on_from_any_step_to_the_same_bits(tmp_path: Path) -> None:
 
     whole = fresh(stops=False)
     for epoch in range(BASE.epochs):
-        whole.epoch(epoch)
+        whole.train_epoch(epoch)
         wanted.append(whole.train_loss.tolist())
-    path = tmp_path / "race.safetensors"
+    checkpoints = Checkpoints(tmp_path, "batch")
     for step in range(TOTAL):
         cut = fresh(stops=True)
-        assert cut.go_on_from(path) == step // PER_EPOCH
-        cut.epoch(step // PER_EPOCH)
+        assert cut.restore(checkpoints) == step // PER_EPOCH
+        cut.train_epoch(step // PER_EPOCH)
         assert cut.done == step + 1
-        cut.save(path)
+        assert cut.save(checkpoints)
         if cut.done % PER_EPOCH == 0:
             assert cut.train_loss.tolist() == wanted[step // PER_EPOCH]
     assert cut.outcomes() == whole.outcomes()
@@ -123,17 +122,18 @@ def test_a_sweep_stops_after_its_step_and_goes_on_to_the_same_records(
             at_step(patch, step)
             with pytest.raises(SystemExit, match="130"):
                 cli.main(command)
-        (path,) = out.glob("*.race.safetensors")
-        assert {each.name for each in out.iterdir()} <= {path.name, checkpoint.before(path).name}
+        path = max(out.glob("batch-*.pt"))
+        assert len(list(out.iterdir())) == 2 * (1 + (step == 11))  # each with its digest
         said = capsys.readouterr().err
         assert (
-            said == f"stopped after step {step} of 20; a checkpoint is in {path}: run the same command again to go on\n"
+            said
+            == f"stopped after step {step} of 20; a checkpoint is in {path}: run the same command again to resume\n"
         )
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == handlers
     for line in (command, uninterrupted):
         with pytest.raises(SystemExit, match="0"):
             cli.main(line)
-    assert capsys.readouterr().out.count("goes on after step 11 of 20, in epoch 3 of 4") == 1
+    assert capsys.readouterr().out.count("resumes after step 11 of 20, in epoch 3 of 4") == 1
     records = [{path.name: _read(path) for path in sorted(folder.iterdir())} for folder in (out, whole)]
     assert [len(each) for each in records] == [6, 6]  # and no checkpoint
     assert records[0].keys() == records[1].keys()
@@ -155,7 +155,7 @@ def test_the_seconds_of_a_sweep_are_those_of_all_its_sittings(tmp_path: Path, mo
             sweep([BASE], tmp_path, device="cpu")
     (record,) = sweep([BASE], tmp_path, device="cpu")
     assert record["seconds"] > 1.4
-    assert record["seconds_of_all_runs_together"] > 1.4
+    assert record["seconds_of_batch"] > 1.4
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -185,8 +185,8 @@ def test_a_comparison_stops_after_its_step_and_goes_on_to_the_same_records(
 @pytest.mark.parametrize(
     ("minutes", "lost", "next_time"),
     [
-        (5.0, "12 steps are lost", "its runs begin again, as there is no checkpoint of them"),
-        (1e-9, "2 steps are lost", "its runs go on from the checkpoint of step 10"),
+        (5.0, "12 steps are lost", "its runs start again, as there is no checkpoint of them"),
+        (1e-9, "2 steps are lost", "its runs resume from the checkpoint of step 10"),
     ],
 )
 def test_a_second_interrupt_stops_at_once_and_says_what_is_lost(
@@ -218,24 +218,24 @@ def test_what_is_finished_is_written_before_a_stop_and_the_next_stack_not_begun(
         assert len(sweep(runs, tmp_path, device="cpu", together=2)) == 3
 
 
-@pytest.mark.filterwarnings("always:no checkpoint after step")
-def test_a_full_disk_stops_no_race(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.filterwarnings("always:no checkpoint at step")
+def test_a_full_disk_stops_no_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*arguments: object, **options: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     often = replace(BASE, checkpoint_minutes=1e-9)
     whole = sweep([BASE], tmp_path / "whole", device="cpu")
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "write_atomically", full)
+        patch.setattr("gossamer.lab.checkpoint.write_atomically", full)
         with pytest.warns(
-            UserWarning, match=r"no checkpoint after step 5: writing .* begin again, .*; free some space"
+            UserWarning, match=r"no checkpoint at step 5: writing .*; there is none so far; free some space"
         ):
             assert told(sweep([often], tmp_path / "full", device="cpu")) == told(whole)
         at_step(patch, 7)
         said = (
-            "stopped after step 7 of 20, but no checkpoint could be written: run the same command again; its runs begin"
+            "stopped after step 7 of 20, but no checkpoint could be written: run the same command again; its runs start"
         )
-        with pytest.warns(UserWarning, match="no checkpoint after step 7"), pytest.raises(Interrupted, match=said):
+        with pytest.warns(UserWarning, match="no checkpoint at step 7"), pytest.raises(Interrupted, match=said):
             sweep([BASE], tmp_path / "stopped", device="cpu")
 
 
@@ -248,12 +248,12 @@ def flip_a_bit(path: Path, place: int = -9) -> None:
 @pytest.mark.parametrize(
     ("damaged", "told", "goes_on"),
     [
-        (("newest",), ["going on from the one before"], "goes on after step 3 of 20"),
-        (("newest", "before"), ["going on from the one before", "its runs begin again"], None),
-        (("before",), [], "goes on after step 11 of 20"),
+        (("newest",), ["resuming from the previous one"], "resumes after step 3 of 20"),
+        (("newest", "before"), ["resuming from the previous one", "starting over"], None),
+        (("before",), [], "resumes after step 11 of 20"),
     ],
 )
-@pytest.mark.filterwarnings("always:expected the checkpoint of a race")
+@pytest.mark.filterwarnings("always:the checkpoint")
 def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damaged: tuple[str, ...], told: list[str], goes_on: str | None
 ) -> None:
@@ -263,43 +263,53 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(
             at_step(patch, step)
             with pytest.raises(Interrupted):
                 sweep(runs, tmp_path, device="cpu")
-    newest = checkpoint_path(tmp_path, runs)
+    newest, before = checkpoints_of(runs, tmp_path).paths()
     for name in damaged:
-        flip_a_bit(newest if name == "newest" else checkpoint.before(newest))
+        flip_a_bit(newest if name == "newest" else before)
     with warnings.catch_warnings(record=True) as warned:
         records = sweep(runs, tmp_path, device="cpu", progress=said.append)
     assert [str(each.message).rpartition("; ")[2] for each in warned] == told
-    assert [line.split(",")[0] for line in said if "goes on" in line] == ([goes_on] if goes_on else [])
+    assert [line.split(",")[0] for line in said if "resumes" in line] == ([goes_on] if goes_on else [])
     assert {path.suffix for path in tmp_path.iterdir()} == {".json"}  # both checkpoints are gone
     assert [each["accuracy"] for each in records] == [
         each["accuracy"] for each in sweep(runs, tmp_path / "whole", device="cpu")
     ]
 
 
-def test_checkpoints_of_older_versions_and_impossible_ones_are_refused(tmp_path: Path) -> None:
-    def fresh() -> Running:
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"format": 2}, r"in format 3, got 2: go on with the version .* or delete it"),
+        ({"runs": ["0123456789"]}, "got one of other runs: delete it"),
+        *(({"steps": wrong}, f"got {wrong!r} as its steps, not 1 to 20") for wrong in (0, 21, "5", None)),
+        *(({"seconds": wrong}, f"got {wrong!r} as the seconds") for wrong in (None, -1.0)),
+        ({"tensors": 3}, "got no tensors"),
+        ({"tensors": {}}, "no tensor of the right shape and type for variables, velocity"),
+        ({"random": {}}, "got other states of random number generators"),
+    ],
+)
+def test_impossible_checkpoints_are_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    def fresh() -> BatchedTraining:
         make, device = (lambda: networks.create(BASE, 10)), torch.device("cpu")
-        lanes = [lane_of(BASE, PER_EPOCH)]
-        return Running(common_of(BASE), lanes, images(), make, device=device, dtype=torch.float32)
+        return BatchedTraining([batched_run(BASE, PER_EPOCH)], images(), make, device=device, dtype=torch.float32)
 
-    first, path = fresh(), tmp_path / "race.safetensors"
-    first.epoch(0)
-    first.save(path)
-    found = checkpoint.read(path)
-    assert found is not None
+    first, checkpoints = fresh(), Checkpoints(tmp_path, "batch")
+    first.train_epoch(0)
+    first.save(checkpoints)
+    assert fresh().restore(checkpoints) == 1
+    state = checkpoints.load()
+    assert state is not None
+    checkpoints.save({**state, **changes}, 5)
+    with pytest.raises(ValueError, match=message):
+        fresh().restore(checkpoints)
 
-    def tell(**changes: Any) -> None:
-        save_file(load_file(path), path, metadata={"race": json.dumps({**found[1], **changes})})
 
-    tell()
-    assert fresh().go_on_from(path) == 1
-    for wrong in (0, 21, "5", None):
-        tell(steps=wrong)
-        with pytest.raises(ValueError, match=f"expected 1 to 20 steps in the checkpoint .*, got {wrong!r}: delete it"):
-            fresh().go_on_from(path)
-    tell(seconds=None)
-    with pytest.raises(ValueError, match=r"expected the seconds of training in the checkpoint .*, got None: delete it"):
-        fresh().go_on_from(path)
-    tell(format=1)
-    with pytest.raises(ValueError, match=r"race in format 2, got 1 in .*: go on with the version .* or delete it"):
-        fresh().go_on_from(path)
+@pytest.mark.parametrize("wrong", [{}, {"step": torch.zeros(2)}, {"step": torch.zeros(())}])
+def test_all_tensors_are_filled_or_none(wrong: dict[str, torch.Tensor]) -> None:
+    wanted = {"mask": torch.zeros(2), "step": torch.tensor(0)}
+    with pytest.raises(ValueError, match="no tensor of the right shape and type for step"):
+        fill_(wanted, {"mask": torch.ones(2), **wrong})
+    assert not wanted["mask"].any()
+    fill_(wanted, {"mask": torch.ones(2), "step": torch.tensor(4)})
+    assert wanted["mask"].all()
+    assert wanted["step"] == 4

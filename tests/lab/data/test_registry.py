@@ -26,7 +26,7 @@ def test_every_network_names_its_data() -> None:
 
 
 def test_an_unknown_name_suggests_the_nearest() -> None:
-    with pytest.raises(ValueError, match=r"got 'cifar'; did you mean cifar10\b"):
+    with pytest.raises(ValueError, match=r"got 'cifar': did you mean 'cifar10'"):
         data.load("cifar")
-    with pytest.raises(ValueError, match="did you mean digits, mnist"):
+    with pytest.raises(ValueError, match="the data sets are digits, mnist"):
         data.load("zzzz")

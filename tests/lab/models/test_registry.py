@@ -66,7 +66,7 @@ def test_connections_are_the_papers(name: str, request: pytest.FixtureRequest) -
         request.getfixturevalue("torchvision_or_skip")
     with torch.device("meta"):
         model = models.create(name)
-    assert connections(model) == CONNECTIONS[name] == models.entry(name).connections
+    assert connections(model) == CONNECTIONS[name] == models.entry(name).weights
 
 
 @pytest.mark.parametrize("name", OWN)
@@ -104,9 +104,9 @@ def test_num_classes_changes_only_the_last_layer(name: str, request: pytest.Fixt
 
 
 def test_unknown_name_suggests_the_nearest() -> None:
-    with pytest.raises(ValueError, match=r"got 'resnet21'; did you mean .*resnet20"):
+    with pytest.raises(ValueError, match=r"got 'resnet21': did you mean .*'resnet20'"):
         models.create("resnet21")
-    with pytest.raises(ValueError, match="did you mean digits_cnn, fc_densenet_mnist"):
+    with pytest.raises(ValueError, match="the models are digits_cnn, fc_densenet_mnist"):
         models.create("zzzzzzzz")
 
 
@@ -123,7 +123,7 @@ def test_too_few_classes_is_an_error() -> None:
 
 
 def test_an_option_that_is_nearly_one_is_asked_about() -> None:
-    with pytest.raises(TypeError, match=r"got num_clases; did you mean num_classes\?"):
+    with pytest.raises(TypeError, match=r"got num_clases: did you mean 'num_classes'\?"):
         models.create("resnet20", num_clases=3)
 
 

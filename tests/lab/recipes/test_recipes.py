@@ -135,7 +135,7 @@ def test_a_recipe_can_be_the_folder_of_a_run_and_is_called_like_it(
 
 def test_what_is_no_recipe_is_an_error_with_the_nearest_name(tmp_path: Path) -> None:
     for wrong in ("digit", "DIGITS"):
-        with pytest.raises(ValueError, match="did you mean digits"):
+        with pytest.raises(ValueError, match="did you mean 'digits'"):
             find(wrong)
     with pytest.raises(FileNotFoundError, match="does not exist"):
         find(str(tmp_path / "none.json"))

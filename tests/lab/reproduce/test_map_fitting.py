@@ -46,9 +46,7 @@ def test_records_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     with pytest.raises(ValueError, match="at least 1 seed and 1 step, got 0 and 10"):
         reproduce(tmp_path, seeds=0, steps=10)
     (tmp_path / "relu.json").write_text("{}")
-    with pytest.raises(
-        ValueError, match=r"expected the record of a run in .*relu\.json, got one without steps, fits: del"
-    ):
+    with pytest.raises(ValueError, match=r"expected the fits of an estimator in .*relu\.json, got no steps, fits: del"):
         reproduce(tmp_path, seeds=1, steps=10)
     with pytest.raises(ValueError, match=r"expected a folder for records, got .*relu\.json, which is a file"):
         reproduce(tmp_path / "relu.json", seeds=1, steps=10)

@@ -20,10 +20,10 @@ from safetensors.torch import save_file
 from tiny_data import tiny_images, tiny_text
 from torch import nn
 
+from gossamer.lab.checkpoint import Checkpoints
 from gossamer.lab.data import DataNotFound, FolderBatches, FolderSet, ImageSet, TextSet
 from gossamer.lab.data.folder import load_folder
 from gossamer.lab.training import LossNotFinite, Run, networks, task, train
-from gossamer.lab.training.checkpoint import Checkpoints
 from gossamer.lab.training.distributed import end_process
 
 IMAGES = Run(

@@ -45,7 +45,7 @@ def test_two_processes_equal_one(folders: tuple[Path, Path], kind: str, sharding
         torch.testing.assert_close(one[name], two[name], rtol=1e-4, atol=1e-5)
         assert torch.equal(one[name] == 0, two[name] == 0)
     results = [json.loads((folder / "result.json").read_text()) for folder in (alone, together)]
-    for key in ("connections", "sparsity", "flops"):
+    for key in ("nonzeros", "sparsity", "flops"):
         assert results[0][key] == results[1][key]
     metric = "perplexity" if kind in ("words", "by-file") else "accuracy"
     assert results[0][metric] == pytest.approx(results[1][metric], rel=1e-5)

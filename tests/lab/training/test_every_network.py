@@ -48,9 +48,9 @@ def test_a_few_steps(
     run = run if method == "dense" else run.with_settings(["method=scl", "sparsity=0.9"])
     found = train(run, tmp_path)
     if not options:
-        assert found["weights"] == entry.connections
+        assert found["weights"] == entry.weights
     left = found["weights"] - int(0.9 * found["weights"] + 0.5) if method == "scl" else found["weights"]
-    assert 0 <= left - found["connections"] < 10  # of millions of random numbers a few are zero
+    assert 0 <= left - found["nonzeros"] < 10  # of millions of random numbers a few are zero
     assert found["flops"] > 0
 
 

@@ -98,7 +98,7 @@ def test_a_run_that_dies_in_its_last_evaluation_goes_on_there(
     assert [path.name for path in (tmp_path / "torn").glob("*.pt")] == ["checkpoint-000000006.pt"]
     monkeypatch.setattr(step.Step, "__call__", lambda *given: pytest.fail("there was nothing left to train"))
     torn = train(run, tmp_path / "torn")
-    for key in ("accuracy", "connections", "sparsity"):
+    for key in ("accuracy", "nonzeros", "sparsity"):
         assert torn[key] == whole[key]
     left, right = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "torn"))
     assert left.keys() == right.keys()

@@ -118,7 +118,7 @@ def test_the_result_says_what_was_done(images: ImageSet, tmp_path: Path) -> None
     assert written == returned
     matrices = [tensor for tensor in weights(tmp_path).values() if tensor.ndim > 1]
     total, kept = sum(each.numel() for each in matrices), sum(int((each != 0).sum()) for each in matrices)
-    assert (written["connections"], written["weights"]) == (kept, total)
+    assert (written["nonzeros"], written["weights"]) == (kept, total)
     assert kept == total - math.floor(total * 0.8 + 0.5)
     assert written["sparsity"] == pytest.approx(1 - kept / total)
     found = weights(tmp_path)  # output pixels of the three convolutions; the linear layer is used once
@@ -131,6 +131,7 @@ def test_the_result_says_what_was_done(images: ImageSet, tmp_path: Path) -> None
     assert written["versions"]["torch"] == torch.__version__
     assert 0 <= written["validation_accuracy"] <= 1
     assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "health.json",
         "layers.json",
         "log.jsonl",
         "model.safetensors",
@@ -182,7 +183,7 @@ def test_a_run_that_died_goes_on_to_the_same_bits(images: ImageSet, tmp_path: Pa
     torn = train(run, tmp_path / "torn", observers=[follower])
     assert follower.seen[0].step > step - 3  # it went on and did not begin again
     assert_same(weights(tmp_path / "whole"), weights(tmp_path / "torn"))
-    assert (torn["accuracy"], torn["connections"]) == (whole["accuracy"], whole["connections"])
+    assert (torn["accuracy"], torn["nonzeros"]) == (whole["accuracy"], whole["nonzeros"])
 
 
 def test_a_language_model_that_died_goes_on_to_the_same_bits(text: TextSet, tmp_path: Path) -> None:
@@ -219,7 +220,7 @@ def test_perplexity_is_that_of_a_plain_loop(text: TextSet, tmp_path: Path) -> No
         logits, _ = model.eval()(columns[:-1])
         expected = math.exp(functional.cross_entropy(logits.reshape(-1, 11), columns[1:].reshape(-1)))
     assert found["perplexity"] == pytest.approx(expected, rel=1e-5)
-    assert found["connections"] == 11 * 8 + 2 * 2 * 4 * 8 * 8
+    assert found["nonzeros"] == 11 * 8 + 2 * 2 * 4 * 8 * 8
 
 
 def test_the_same_command_after_the_end_only_reads_the_result(images: ImageSet, tmp_path: Path) -> None:
@@ -327,15 +328,15 @@ def test_a_network_that_its_last_step_has_ruined_is_no_result(images: ImageSet, 
         ("model=resnet20", r"resnet20 does not take batches of digits, of shape \(2, 1, 8, 8\).* takes samples of"),
         (
             "model=map_fit",
-            r"of shape \(64,\), for which there is no data set; gossamer reproduce map-fitting trains it",
+            r"of shape \(64,\), for which there is no data set; train it with gossamer reproduce map-fitting",
         ),
-        ("model=resnet2", "did you mean resnet20"),
-        ("model_options.height=3", "digits_cnn does not take model_options.height: it takes width"),
+        ("model=resnet2", "did you mean 'resnet20'"),
+        ("model_options.height=3", "digits_cnn does not take model_options.height: its options are width"),
         ("model_options.widht=3", "digits_cnn does not take model_options.widht: did you mean 'width'"),
         ("model_options.width=wide", r"digits_cnn cannot be built with model_options\.width=wide \(.*: change or drop"),
         ("model_options.width=-3", r"digits_cnn cannot be built with model_options\.width=-3 \(.*negative dimension"),
         ("model_options.width=2.5", r"digits_cnn cannot be built with model_options\.width=2\.5 \("),
-        ("device=cuda", "device=cuda was asked for, but torch .* finds 0 CUDA devices here: set device=cpu"),
+        ("device=cuda", "device=cuda was requested, but torch .* finds 0 CUDA devices here: set device=cpu"),
         ("device=mps", "expected a device such as auto, cpu, cuda or cuda:1, got 'mps'"),
         ("device=gpu", "expected a device such as auto, cpu, cuda or cuda:1, got 'gpu'"),
         ("validation=40", "expected 1 to 39 images to hold out"),
@@ -495,7 +496,7 @@ def test_a_log_that_cannot_be_written_does_not_stop_the_run(images: ImageSet, tm
 
     broken, healthy = At(6, full), At(-1, full)
     with pytest.warns(
-        UserWarning, match=r"^what At tells could not be written .*No space left.*; training goes on"
+        UserWarning, match=r"^the output of At could not be written .*No space left.*; training goes on"
     ) as warned:
         train(DENSE, tmp_path, observers=[broken, healthy])
     assert len(warned) == 1

@@ -26,7 +26,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "Some GPU")
     entry = {"precision": "bf16", "channels_last": True, "capture": True, "compile_from": STEPS}
     monkeypatch.setattr(modes, "_table", lambda: {"Some GPU": {"resnet20": entry}, "Other GPU": {"resnet56": entry}})
-    monkeypatch.setattr(modes, "triton_is_there", lambda: True)
+    monkeypatch.setattr(modes, "has_triton", lambda: True)
     monkeypatch.setenv("CC", sys.executable)  # any program will do
     (tmp_path / "Python.h").touch()
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
@@ -38,7 +38,7 @@ def mode_of(run: Run, context: DistributedContext, steps: int) -> Mode:
 
 def test_on_a_cpu_everything_is_plain_and_a_graph_is_refused() -> None:
     assert mode_of(SPARSE, CPU, STEPS) == Mode()
-    with pytest.raises(ValueError, match="capture=true was asked for, but there are no CUDA graphs on device=cpu"):
+    with pytest.raises(ValueError, match="capture=true was requested, but there are no CUDA graphs on device=cpu"):
         modes.resolve(SPARSE.with_settings(["capture=true"]), CPU)
 
 
@@ -75,7 +75,7 @@ def test_without_a_compiler_nothing_is_compiled_unasked(monkeypatch: pytest.Monk
 
 @pytest.mark.usefixtures("gpu")
 def test_without_triton_nothing_is_compiled_unasked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(modes, "triton_is_there", lambda: False)
+    monkeypatch.setattr(modes, "has_triton", lambda: False)
     assert not mode_of(SPARSE, GPU, STEPS).compile
     assert mode_of(SPARSE.with_settings(["compile=yes"]), GPU, 1).compile  # torch will say what is missing
 
@@ -102,10 +102,10 @@ def test_what_a_run_says_is_kept(said: str, expected: Mode) -> None:
         (
             SPARSE,
             DistributedContext(torch.device("cuda", 1), rank=1, world=2),
-            "2 processes have to meet in every step",
+            "2 processes synchronize in every step",
         ),
-        (Run(method="scl", decay=0.1, leave_at=0.9), GPU, "with leave_at the host has to look at the sparsity"),
-        (SPARSE.with_settings(["settings.scale=per_sample"]), GPU, "scale=per_sample watches the forward pass"),
+        (Run(method="scl", decay=0.1, leave_at=0.9), GPU, "with leave_at the host reads the sparsity"),
+        (SPARSE.with_settings(["settings.scale=per_sample"]), GPU, "scale=per_sample observes the forward pass"),
         (Run(method="rigl", sparsity=0.5), GPU, "only steps of dense and scl can be replayed, not of method=rigl"),
     ],
 )
@@ -113,7 +113,7 @@ def test_what_cannot_be_captured_is_left_eager_or_refused(run: Run, context: Dis
     left = mode_of(run, context, STEPS)
     assert not left.capture
     assert not left.compile
-    with pytest.raises(ValueError, match=f"capture=true was asked for, but {reason}.*set capture=auto"):
+    with pytest.raises(ValueError, match=f"capture=true was requested, but {reason}.*set capture=auto"):
         modes.resolve(run.with_settings(["capture=true"]), context)
 
 

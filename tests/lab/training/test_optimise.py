@@ -78,8 +78,8 @@ def test_a_dense_run_is_not_refused_for_phases_of_masks_that_it_has_not() -> Non
 def test_what_the_learning_rate_never_comes_to_is_told() -> None:
     run = Run(schedule="steps", lr_drops=("4it", "0.5run", "1ep", "3ep"), lr_warmup="9it")
     assert out_of_reach(run, 20, 10) == [
-        "lr_drops=3ep comes after the end of the run, of 20 steps, so the learning rate does not fall then: give it as "
-        "a share of the run, such as 0.5run"
+        "lr_drops=3ep comes after the end of the run, of 20 steps, so the learning rate does not fall then: set it as "
+        "a fraction of the run, such as 0.5run"
     ]
     rates = [learning_rate(Run(lr_warmup="2ep"), None, step, total_steps=20, steps_per_epoch=10) for step in range(20)]
     assert max(rates) < 0.1

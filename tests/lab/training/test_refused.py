@@ -10,9 +10,9 @@ import pytest
 import torch
 from observers import Dies
 
+from gossamer.lab.checkpoint import Checkpoints
 from gossamer.lab.data import ImageSet
 from gossamer.lab.training import Run, distributed, loop, result, train
-from gossamer.lab.training.checkpoint import Checkpoints
 from gossamer.lab.training.folder_lock import only_one
 
 RUN = Run(
@@ -45,20 +45,22 @@ def change(folder: Path, **values: Any) -> None:
 def test_a_checkpoint_of_a_newer_version(torn: Path) -> None:
     change(torn, format=2)
     with pytest.raises(
-        ValueError, match="expected a checkpoint in format 1, got 2: go on with the version of gossamer"
+        ValueError, match="expected a checkpoint in format 1, got 2: resume with the version of gossamer"
     ):
         train(RUN, torn)
 
 
 def test_a_checkpoint_of_more_processes(torn: Path) -> None:
     change(torn, ranks=[{}, {}])
-    with pytest.raises(ValueError, match="expected 2 processes, as when the run began, got 1: start as many"):
+    with pytest.raises(
+        ValueError, match="expected 2 processes, as at the start of the run, got 1: start the same number"
+    ):
         train(RUN, torn)
 
 
 def test_a_checkpoint_of_another_run(torn: Path) -> None:
     (torn / "run.json").unlink()
-    with pytest.raises(ValueError, match="is of another run, which differs in lr: choose another folder"):
+    with pytest.raises(ValueError, match="is from another run, which differs in lr: choose another folder"):
         train(RUN.with_settings(["lr=0.05"]), torn)
     assert not (torn / "run.json").exists()  # who was refused does not take the folder over
     assert train(RUN, torn)["complete"] is True
@@ -67,7 +69,7 @@ def test_a_checkpoint_of_another_run(torn: Path) -> None:
 def test_a_run_file_that_was_damaged(torn: Path) -> None:
     (torn / "run.json").write_bytes(b"")
     with pytest.raises(
-        ValueError, match=r"JSON object in .*run\.json, got something else .*: if it was damaged, delete it"
+        ValueError, match=r"JSON object in .*run\.json, got something else .*: if it is damaged, delete it"
     ):
         train(RUN, torn)
     (torn / "run.json").unlink()
@@ -77,7 +79,7 @@ def test_a_run_file_that_was_damaged(torn: Path) -> None:
 def test_a_result_file_that_was_damaged(torn: Path) -> None:
     (torn / "result.json").write_text("{")
     with pytest.raises(
-        ValueError, match=r"JSON object in .*result\.json, got .*: if it was damaged, delete it to train"
+        ValueError, match=r"JSON object in .*result\.json, got .*: if it is damaged, delete it to train"
     ):
         train(RUN, torn)
     (torn / "result.json").unlink()
@@ -87,7 +89,7 @@ def test_a_result_file_that_was_damaged(torn: Path) -> None:
 def test_the_command_that_goes_on_can_be_copied_whatever_the_folder_is_called(images: ImageSet, tmp_path: Path) -> None:
     folder = tmp_path / "my runs"
     train(RUN, folder)
-    with pytest.raises(ValueError, match=f"; gossamer train '{folder}/run.json' --out '{folder}' goes on with the run"):
+    with pytest.raises(ValueError, match=f"; gossamer train '{folder}/run.json' --out '{folder}' resumes the run"):
         train(RUN.with_settings(["seed=1"]), folder)
 
 
@@ -99,7 +101,7 @@ def test_what_is_no_run(tmp_path: Path, wrong: Any) -> None:
 
 def test_a_lost_process_is_told_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(distributed.dist, "is_initialized", lambda: True)
-    message = "the other processes of this run cannot be reached .*pair.cc.*: see .*, and run the same command again"
+    message = "the other processes of this run cannot be reached .*pair.cc.*: check .*, and run the same command again"
     with pytest.raises(RuntimeError, match=message), distributed.advice_on_lost_processes():
         raise RuntimeError("[third_party/gloo/gloo/transport/tcp/pair.cc:537] Read error\nmore of it")
     with pytest.raises(RuntimeError, match=r"^out of memory$"), distributed.advice_on_lost_processes():
@@ -146,9 +148,7 @@ def test_a_number_of_processes_without_a_launcher(tmp_path: Path, monkeypatch: p
     monkeypatch.setenv("RANK", "0")
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
-    with pytest.raises(
-        ValueError, match=r"expected MASTER_ADDR, MASTER_PORT beside WORLD_SIZE=2.*start several .*unset"
-    ):
+    with pytest.raises(ValueError, match=r"expected MASTER_ADDR, MASTER_PORT with WORLD_SIZE=2.*start several .*unset"):
         train(RUN, tmp_path)
 
 
@@ -173,7 +173,7 @@ def test_a_gpu_that_is_asked_for_becomes_the_current_one(monkeypatch: pytest.Mon
 
 
 def test_a_graph_where_there_can_be_none(images: ImageSet, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="capture=true was asked for, but there are no CUDA graphs on device=cpu"):
+    with pytest.raises(ValueError, match="capture=true was requested, but there are no CUDA graphs on device=cpu"):
         train(RUN.with_settings(["capture=true"]), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
@@ -203,7 +203,7 @@ def test_files_of_a_run_that_are_not_its_own(tmp_path: Path, content: str) -> No
 
 
 def test_layers_of_a_sweep(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="gossamer train leaves them, a sweep does not"):
+    with pytest.raises(FileNotFoundError, match="gossamer train writes them, a sweep does not"):
         result.read_layers(tmp_path / "0123456789.json")
 
 

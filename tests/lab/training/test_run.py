@@ -106,13 +106,13 @@ def test_several_settings_add_up() -> None:
         ("settings.mask_lr=inf", "settings.mask_lr: expected a finite number (float32), got inf"),
         ("lr_warmup=5", "lr_warmup: expected a duration with its unit"),
         ("settings.warmup=0.25", "settings.warmup: expected a duration with its unit, such as '150ep'"),
-        ("settings.warmup=2run", "settings.warmup: expected a share of the run between 0 and 1, got '2run'"),
+        ("settings.warmup=2run", "settings.warmup: expected a fraction of the run between 0 and 1, got '2run'"),
         ("settings.stabilise=1.5it", "settings.stabilise: expected a whole number of steps, got '1.5it'"),
         ("settings.sparsify=4ep", "the phases take 5.2 epochs, but the run has epochs=3: shorten them"),
-        ("lr_drops=5ep", "lr_drops go with schedule=steps"),
-        ("sparsity=95", "sparsity: expected a share from 0 to below 1, such as 0.95, got 95.0"),
-        ("sparsity=nan", "sparsity: expected a share from 0 to below 1"),
-        ("flops=0", "flops: expected the share that is left, above 0"),
+        ("lr_drops=5ep", "lr_drops needs schedule=steps"),
+        ("sparsity=95", "sparsity: expected a number of at least 0 and below 1, such as 0.95, got 95.0"),
+        ("sparsity=nan", "sparsity: expected a number of at least 0 and below 1"),
+        ("flops=0", "flops: expected the fraction to keep, above 0"),
         ("decay=-1", "decay: expected a number of at least 0"),
         ("leave_at=2", "leave_at: expected a sparsity between 0 and 1"),
         (
@@ -165,14 +165,14 @@ def test_settings_of_the_method_and_of_the_network_are_known(texts: list[str], m
         (
             "wikitext2",
             "validation=100",
-            "validation: expected 0 with data=wikitext2, got 100: text brings a part of its",
+            "validation: expected 0 with data=wikitext2, got 100: text has its own validation set",
         ),
-        ("ptb", "augment=false", "augment: expected True with data=ptb, got False: text is read as it is"),
+        ("ptb", "augment=false", "augment: expected True with data=ptb, got False: text is not augmented"),
         ("ptb", "image_size=32", "image_size: expected 224 with data=ptb, got 32: only the images of a folder"),
         ("cifar10", "image_size=64", "image_size: expected 224 with data=cifar10, got 64: only the images of a folder"),
-        ("mnist", "bptt=70", "bptt: expected 35 with data=mnist, got 70: only text is read in portions"),
+        ("mnist", "bptt=70", "bptt: expected 35 with data=mnist, got 70: only text has windows"),
         ("imagefolder", "bptt=70", "bptt: expected 35 with data=imagefolder, got 70"),
-        ("imagefolder", "augment=no", "an image folder is always cropped at random"),
+        ("imagefolder", "augment=no", "the images of a folder always are"),
     ],
 )
 def test_what_means_nothing_for_the_data_is_refused(data: str, text: str, message: str) -> None:
@@ -189,7 +189,7 @@ def test_settings_that_make_no_sense_for_their_method_are_named_one_by_one() -> 
     with pytest.raises(ValueError, match="a run that cannot be trained") as refused:
         peer.with_settings(["settings.fraction=7", "settings.every=0"])
     assert str(refused.value).splitlines()[1:] == [
-        "  settings.fraction: expected a share from 0 to 1, got 7.0",
+        "  settings.fraction: expected a number from 0 to 1, got 7.0",
         "  settings.every: expected at least 1 step, got 0",
     ]
     with pytest.raises(ValueError, match=r"\n  settings\.distribution: expected one of erk, uniform, got 'x'$"):
@@ -248,9 +248,7 @@ def test_a_file_of_a_newer_version_is_refused() -> None:
 
 @pytest.mark.parametrize("version", [True, -3, 0, 1.0, "1", None])
 def test_a_file_whose_format_is_none_is_refused(version: object) -> None:
-    with pytest.raises(
-        ValueError, match=f"format: expected {FORMAT}, got {version!r}: write {FORMAT}, or leave it out"
-    ):
+    with pytest.raises(ValueError, match=f"format: expected {FORMAT}, got {version!r}: write {FORMAT}, or omit it"):
         Run.from_dict({"format": version})
 
 

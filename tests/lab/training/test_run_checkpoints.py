@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from gossamer.lab.training import checkpoint
-from gossamer.lab.training.checkpoint import Checkpoints, random_states, set_random_states, write_atomically
+from gossamer.lab import checkpoint
+from gossamer.lab.checkpoint import Checkpoints, random_states, set_random_states, write_atomically
 
 
 def state(value: float) -> dict[str, Any]:
@@ -58,7 +58,7 @@ def test_a_corrupted_newest_falls_back_to_the_one_before_and_says_so(tmp_path: P
         newest.with_suffix(".sha256").write_bytes(b"")
     else:
         newest.write_bytes(content[: len(content) // 2 if damage == "truncate" else 0])
-    with pytest.warns(UserWarning, match=r"checkpoint-000000002.pt .*going on from the one before"):
+    with pytest.warns(UserWarning, match=r"checkpoint-000000002.pt .*resuming from the previous one"):
         assert value_of(checkpoints.load()) == 1
     assert checkpoints.save(state(3), 3)  # the damaged one takes no place
     assert [path.name for path in checkpoints.paths()] == ["checkpoint-000000003.pt", "checkpoint-000000001.pt"]
@@ -73,14 +73,14 @@ def test_where_all_are_damaged_the_new_ones_are_kept_though_they_are_of_earlier_
     with pytest.warns(UserWarning, match="is corrupted") as warned:
         assert checkpoints.load() is None
     assert [str(each.message).partition("; ")[2] for each in warned] == [
-        "it is now called checkpoint-000000550.pt.damaged; going on from the one before",
-        "it is now called checkpoint-000000500.pt.damaged; beginning again",
+        "it is now called checkpoint-000000550.pt.damaged; resuming from the previous one",
+        "it is now called checkpoint-000000500.pt.damaged; starting over",
     ]
     assert (tmp_path / "checkpoint-000000550.pt.damaged").read_bytes() == b"damaged"
-    assert checkpoints.next_time() == "it begins again, as there is no checkpoint"
+    assert checkpoints.next_time() == "it starts over, as there is no checkpoint"
     assert checkpoints.save(state(50), 50)
     assert checkpoints.save(state(100), 100)
-    assert checkpoints.next_time() == "it goes on from checkpoint-000000100.pt"
+    assert checkpoints.next_time() == "it resumes from checkpoint-000000100.pt"
     assert value_of(checkpoints.load()) == 100
     assert len(checkpoints.paths()) == 2
     checkpoints.clear()
@@ -224,7 +224,7 @@ def test_a_compressed_checkpoint_is_not_unpacked(tmp_path: Path) -> None:
         for name, each in content.items():
             archive.writestr(name, each)
     path.with_suffix(".sha256").write_text(hashlib.sha256(path.read_bytes()).hexdigest())
-    with pytest.warns(UserWarning, match=r"not compressed.*beginning again"):
+    with pytest.warns(UserWarning, match=r"not compressed.*starting over"):
         assert checkpoints.load() is None
 
 

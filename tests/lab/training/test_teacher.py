@@ -142,10 +142,10 @@ def write_teacher(path: Path, *, kind: str) -> nn.Module:
 @pytest.mark.parametrize("changes", [[], ["precision=bf16", "settings.scale=per_sample", "clip=none"]], ids=str)
 def test_the_trunk_teaches_once_masks_begin(images: ImageSet, tmp_path: Path, changes: list[str]) -> None:
     run = IMAGES.with_settings(changes)
-    told = train(run, tmp_path)
+    result = train(run, tmp_path)
     assert_close(weights(tmp_path), by_hand(run, fresh(run, 3), Batches.training(images, 8, seed=0)))
-    assert told["teacher"] == {"from": "trunk", "network": "digits_cnn", "steps": 5}
-    assert told["config"]["distil"] == 0.6
+    assert result["teacher"] == {"from": "trunk", "network": "digits_cnn", "steps": 5}
+    assert result["config"]["distil"] == 0.6
 
 
 @pytest.mark.parametrize("kind", ["folder", "saved", "bare"])
@@ -154,12 +154,12 @@ def test_a_file_teaches_from_the_first_step(images: ImageSet, tmp_path: Path, ki
     path = tmp_path / "teacher"
     teacher = write_teacher(path, kind=kind)
     run = IMAGES.with_settings([*changes, f"teacher={path}"])
-    told = train(run, tmp_path / "out")["teacher"]
+    result = train(run, tmp_path / "out")["teacher"]
     expected = by_hand(run, fresh(run, 3), Batches.training(images, 8, seed=0), teacher=teacher)
     assert_close(weights(tmp_path / "out"), expected)
-    assert (told["from"], told["network"]) == (str(path), "digits_cnn")
+    assert (result["from"], result["network"]) == (str(path), "digits_cnn")
     file = path / "model.safetensors" if kind == "folder" else path
-    assert told["sha256"] == hashlib.sha256(file.read_bytes()).hexdigest()
+    assert result["sha256"] == hashlib.sha256(file.read_bytes()).hexdigest()
 
 
 @pytest.mark.parametrize("by", ["trunk", "file"])
@@ -261,15 +261,15 @@ def test_a_teacher_is_compiled_where_its_pupil_is(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (["distil=1.5"], "distil: expected a share from 0 to 1, got 1.5"),
+        (["distil=1.5"], "distil: expected a number from 0 to 1, got 1.5"),
         (["temperature=0"], "temperature: expected a number above 0, got 0.0"),
-        (["distil=0"], "temperature goes with a share distil above 0, got temperature=3.0 and distil=0"),
-        (["distil=0", "temperature=4", "teacher=x"], "teacher goes with a share distil above 0, got teacher=x"),
+        (["distil=0"], "temperature needs distil above 0, got temperature=3.0 and distil=0"),
+        (["distil=0", "temperature=4", "teacher=x"], "teacher needs distil above 0, got teacher=x"),
         (BY_FILE, "teacher=trunk needs a warm-up before the masks, but method=dense has no masks: set method=scl"),
-        (["method=rigl"], "method=rigl is sparse from its first step on: choose another method, or give teacher= a"),
+        (["method=rigl"], "method=rigl is sparse from its first step on: choose another method, or set teacher= to a"),
         (["method=snip", "schedule=restart"], "schedule=restart needs a warm-up before the masks, but method=snip"),
         ([*BY_FILE, "schedule=restart", "teacher=x"], "schedule=restart needs a warm-up before the masks, but method="),
-        (["lr_restart=0.1"], "lr_restart goes with schedule=restart, got schedule=cosine"),
+        (["lr_restart=0.1"], "lr_restart needs schedule=restart, got schedule=cosine"),
         (["schedule=restart", "lr_restart=0"], "lr_restart: expected a number above 0, or none, got 0.0"),
     ],
     ids=str,

@@ -194,8 +194,8 @@ def test_the_table_of_the_docs_is_there_once_it_was_measured(tmp_path: Path) -> 
     assert results.throughput(tmp_path) == ""
     alone = {"mode": "bf16, graph", "epoch_s": 1.234, "per_second": 40_519.0, "sparsifier_share": 0.11, "peak_gib": 0.5}
     networks = {
-        "resnet20": {"batch_size": 64, "unit": "images", "alone": alone, "side_by_side": {"runs": 8, "epoch_s": 0.3}},
-        "vgg16": {"batch_size": 128, "unit": "images", "alone": {"error": "no"}, "side_by_side": {"error": "no"}},
+        "resnet20": {"batch_size": 64, "unit": "images", "alone": alone, "batched": {"runs": 8, "epoch_s": 0.3}},
+        "vgg16": {"batch_size": 128, "unit": "images", "alone": {"error": "no"}, "batched": {"error": "no"}},
     }
     record = {"networks": networks, "hardware": "Some GPU", "command": "python it.py", "commit": "abc"}
     (tmp_path / "throughput").mkdir()
@@ -203,4 +203,4 @@ def test_the_table_of_the_docs_is_there_once_it_was_measured(tmp_path: Path) -> 
     page = results.throughput(tmp_path)
     assert "| resnet20 | 64 | bf16, graph | 1.23 | 40,519 images | 11.0% | 0.50 | 0.300 |" in page
     assert "| vgg16 | 128 | – | – | – images | – | – | – |" in page
-    assert "8 runs side by side |" in page
+    assert "8 runs batched |" in page

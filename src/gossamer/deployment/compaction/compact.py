@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from gossamer._forward import check_example
 from gossamer.deployment.compaction.analysis import Analysis
 from gossamer.deployment.compaction.expand import write_out
 from gossamer.deployment.compaction.lifting import to_layers
@@ -31,6 +30,7 @@ from gossamer.deployment.compaction.summary import (
     what_stayed,
 )
 from gossamer.deployment.graph import aten, remove_unused, trace_any_size
+from gossamer.forward import check_example
 from gossamer.verify import verify
 
 

@@ -77,11 +77,11 @@ class Grouped:
         stay = rows.any(1)
         if source is not None:
             constant = source.constant.reshape(columns.shape)
-            gone = ~columns & ~constant.isnan() & (constant != 0) & stay[:, None]
-            gone &= _reads(weight, analysis.needed[node])
-            if gone.any():
-                weight = _fold(module, weight, constant, gone, analysis.representatives[node])
-                analysis.folded[analysis.name(node)] = int(gone.sum())
+            removed = ~columns & ~constant.isnan() & (constant != 0) & stay[:, None]
+            removed &= _reads(weight, analysis.needed[node])
+            if removed.any():
+                weight = _fold(module, weight, constant, removed, analysis.representatives[node])
+                analysis.folded[analysis.name(node)] = int(removed.sum())
         _shrink(module, weight, rows, columns)
 
 
@@ -90,9 +90,9 @@ def _reads(weight: Tensor, needed: Tensor) -> Tensor:
     return ((weight != 0).any(3) & needed.reshape(*weight.shape[:2], 1)).any(1)
 
 
-def _fold(module: _ConvNd, weight: Tensor, constant: Tensor, gone: Tensor, representatives: list[int]) -> Tensor:
+def _fold(module: _ConvNd, weight: Tensor, constant: Tensor, removed: Tensor, representatives: list[int]) -> Tensor:
     """Take constants into the bias, or into the weights of the one constant of their group that stays."""
-    values = constant.where(gone, 0)
+    values = constant.where(removed, 0)
     if keeps_constants(module):
         shift = torch.einsum("goit,gi->go", weight, values).flatten()
         old = module.bias.detach().double().cpu() if module.bias is not None else torch.zeros_like(shift)
@@ -100,7 +100,7 @@ def _fold(module: _ConvNd, weight: Tensor, constant: Tensor, gone: Tensor, repre
         return weight
     weight = weight.clone()
     for group, place in enumerate(representatives):
-        if place >= 0 and gone[group].any():
+        if place >= 0 and removed[group].any():
             share = values[group] / constant[group, place]
             weight[group, :, place] += torch.einsum("oit,i->ot", weight[group], share)
     return weight

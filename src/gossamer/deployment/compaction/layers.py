@@ -86,26 +86,26 @@ class Weighted:
         source, columns, rows = analysis.of(node.args[0]), analysis.kept(node.args[0]), analysis.kept(node)
         assert rows is not None
         if source is not None and columns is not None and not columns.all():
-            gone = ~columns & source.is_constant & (source.constant != 0)
-            gone &= (by_output(module).cpu()[analysis.needed[node]] != 0).any(2).any(0)
-            if gone.any():
-                _fold(module, source.constant, gone, *analysis.representatives.get(node, []))
-                analysis.folded[analysis.name(node)] = int(gone.sum())
+            removed = ~columns & source.is_constant & (source.constant != 0)
+            removed &= (by_output(module).cpu()[analysis.needed[node]] != 0).any(2).any(0)
+            if removed.any():
+                _fold(module, source.constant, removed, *analysis.representatives.get(node, []))
+                analysis.folded[analysis.name(node)] = int(removed.sum())
             _take_inputs(module, columns)
         if not rows.all():
             _take_outputs(module, rows)
 
 
-def _fold(module: nn.Linear | _ConvNd, constant: Tensor, gone: Tensor, representative: int | None = None) -> None:
+def _fold(module: nn.Linear | _ConvNd, constant: Tensor, removed: Tensor, representative: int | None = None) -> None:
     """Take constants into the bias, or into the weights of another constant that stays."""
     weight = by_output(module).double().cpu()
     if keeps_constants(module):
-        shift = weight.sum(2)[:, gone] @ constant[gone]
+        shift = weight.sum(2)[:, removed] @ constant[removed]
         old = module.bias.detach().double().cpu() if module.bias is not None else torch.zeros_like(shift)
         module.bias = parameter_like(module.weight, (old + shift).to(module.weight.device))
     elif representative is not None:
-        share = constant[gone] / constant[representative]
-        column = weight[:, representative] + torch.einsum("oit,i->ot", weight[:, gone], share)
+        share = constant[removed] / constant[representative]
+        column = weight[:, representative] + torch.einsum("oit,i->ot", weight[:, removed], share)
         with torch.no_grad():
             by_output(module)[:, representative] = column.to(module.weight.device, module.weight.dtype)
 

@@ -21,9 +21,9 @@ from torch.fx.experimental.symbolic_shapes import is_concrete_int
 from torch.nn.modules.conv import _ConvNd
 from torch.utils._pytree import tree_leaves, tree_map
 
-from gossamer._forward import arguments, undisturbed
 from gossamer.deployment.compaction.nodes import copied
 from gossamer.deployment.graph import Graph, aten, bound, module_path, remove_unused, shape_of
+from gossamer.forward import arguments, undisturbed
 
 
 @dataclass(frozen=True)
@@ -215,9 +215,9 @@ def _insist_on_fixed_inputs(graph: fx.Graph, *, any_sides: bool) -> None:
                     _insist(graph, found, int(size), f"{size} at dimension {axis} of {node.name}, the only size")
 
 
-def _insist(graph: fx.Graph, found: fx.Node, wanted: Any, told: str) -> None:
+def _insist(graph: fx.Graph, found: fx.Node, wanted: Any, expected: str) -> None:
     same = graph.call_function(operator.eq, (found, wanted))
-    message = f"expected {told} that was traced; compact with an example of the one you need"
+    message = f"expected {expected} that was traced; compact with an example of the one you need"
     graph.call_function(torch._assert, (same, message))
 
 

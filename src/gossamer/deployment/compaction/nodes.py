@@ -9,7 +9,7 @@ from torch import Tensor, fx
 from torch.fx.passes.shape_prop import ShapeProp
 from torch.utils._pytree import tree_leaves, tree_map
 
-from gossamer._forward import arguments
+from gossamer.forward import arguments
 
 
 def copied(values: Any) -> Any:

@@ -102,12 +102,12 @@ class Recurrent:
         module = cast(nn.RNNBase, analysis.module(node))
         source, columns = analysis.of(node.args[0]), analysis.kept(node.args[0])
         if source is not None and columns is not None:
-            gone = ~columns & _foldable(module, source) & (source.constant != 0)
-            for direction in _layers(module)[0] if gone.any() else []:
-                shift = direction.tensor("weight_ih").detach().double().cpu()[:, gone] @ source.constant[gone]
+            removed = ~columns & _foldable(module, source) & (source.constant != 0)
+            for direction in _layers(module)[0] if removed.any() else []:
+                shift = direction.tensor("weight_ih").detach().double().cpu()[:, removed] @ source.constant[removed]
                 old = direction.tensor("bias_ih")
                 setattr(module, f"bias_ih{direction.suffix}", parameter_like(old, old.double() + shift.to(old.device)))
-                analysis.folded[analysis.name(node)] = int(gone.sum())
+                analysis.folded[analysis.name(node)] = int(removed.sum())
         kept_inputs = torch.ones(module.input_size, dtype=torch.bool) if columns is None else columns
         inputs, hidden = int(kept_inputs.sum()), 0
         for directions, units in zip(_layers(module), self._units, strict=True):

@@ -18,13 +18,13 @@ from gossamer.deployment.compaction.layers import Embedded, parameter_like
 
 def merge_zero_rows(graph_module: fx.GraphModule, rules: Mapping[fx.Node, object]) -> int:
     """Merge the rows of zeros of every embedding that ``rules`` understand; gives how many rows went."""
-    gone = 0
+    removed = 0
     for node in list(graph_module.graph.nodes):
         if isinstance(rules.get(node), Embedded):
-            gone += _merge(graph_module, node)
-    if gone:
+            removed += _merge(graph_module, node)
+    if removed:
         graph_module.recompile()
-    return gone
+    return removed
 
 
 def _merge(graph_module: fx.GraphModule, node: fx.Node) -> int:

@@ -69,10 +69,10 @@ class Reduction:
         source, dims = analysis.of(given["self"]), given["dim"]
         if source is None or before is None or not dims:
             return None
-        gone = {dim - len(before) if dim >= 0 else dim for dim in dims}
-        if source.dim in gone:
+        reduced = {dim - len(before) if dim >= 0 else dim for dim in dims}
+        if source.dim in reduced:
             return None
-        behind = 0 if given["keepdim"] else sum(dim > source.dim for dim in gone)
+        behind = 0 if given["keepdim"] else sum(dim > source.dim for dim in reduced)
         return Features(source.dim + behind, source.ids, source.constant)
 
     def backward(self, analysis: Analysis, node: fx.Node, needed: Tensor) -> None:

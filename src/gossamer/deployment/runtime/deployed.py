@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
-from gossamer._forward import batch_size_of, check_example
 from gossamer.deployment.runtime import memory
 from gossamer.deployment.runtime.capture import capture
 from gossamer.deployment.runtime.compiling import NoCompilerError
@@ -24,6 +23,7 @@ from gossamer.deployment.runtime.native_model import NativeModel, Setting, possi
 from gossamer.deployment.runtime.network import UnsupportedError
 from gossamer.deployment.runtime.records import Line
 from gossamer.deployment.runtime.tuning import Run, Tuned, race, tune
+from gossamer.forward import batch_size_of, check_example
 
 #: How much faster something has to be before it is called faster.
 WORTH_IT = 1.03
@@ -44,11 +44,11 @@ class Explanation:
     def __str__(self) -> str:
         times = ", ".join(f"{name} {ms:.3f} ms" for name, ms in self.milliseconds.items())
         rows: list[tuple[str, ...]] = [
-            ("layer", "kind", "output", "kernel", "weights", "connections", "kept", "multiplications", "timed")
+            ("layer", "kind", "output", "kernel", "weights", "nonzeros", "kept", "multiplications", "timed")
         ]
         for line in self.lines:
-            kept = f"{line.connections / line.weights:.1%}" if line.weights else ""
-            numbers = [f"{n:,}" if n else "" for n in (line.weights, line.connections)]
+            kept = f"{line.nonzeros / line.weights:.1%}" if line.weights else ""
+            numbers = [f"{n:,}" if n else "" for n in (line.weights, line.nonzeros)]
             work = f"{line.multiplications:,}" if line.multiplications else ""
             rows.append((line.name, line.kind, line.shape, line.kernel, *numbers, kept, work, line.reason))
         widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]

@@ -66,8 +66,8 @@ def key_of(graph: Network, native: Native, batch: int, threads: int) -> str:
         elif isinstance(operation, Pointwise):
             layer.append(operation.function)
         elif isinstance(operation, Recurrent):
-            connections = operation.input_taps.count + operation.hidden_taps.count
-            layer += [operation.kind, operation.units, round(connections / max(1, operation.dense_size), 2)]
+            nonzeros = operation.input_taps.count + operation.hidden_taps.count
+            layer += [operation.kind, operation.units, round(nonzeros / max(1, operation.dense_size), 2)]
         layers.append(layer)
     parts = [processor(), native.variant, native.digest, torch.__version__, batch, threads, layers, kernels]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:24]

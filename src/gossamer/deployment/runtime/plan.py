@@ -181,12 +181,12 @@ class _Planner:
         return self.kernels.get(self.owner, default)
 
     def _line(
-        self, step: Any, kind: str, kernel: str, weights: int = 0, connections: int = 0, multiplies: bool = True
+        self, step: Any, kind: str, kernel: str, weights: int = 0, nonzeros: int = 0, multiplies: bool = True
     ) -> None:
         value = self.placed.values[step.y]
         shape = f"{value.channels}x{value.height}x{value.width}" if value.pixels > 1 else str(value.channels)
-        work = connections * value.pixels if multiplies else 0
-        self.lines.append(Line(step.name, kind, shape, kernel, weights, connections, work, self.owner))
+        work = nonzeros * value.pixels if multiplies else 0
+        self.lines.append(Line(step.name, kind, shape, kernel, weights, nonzeros, work, self.owner))
 
     def _chunks(self, y: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], int, int]:
         """Pixels of the output chunks, their places, and the addresses of places and mask."""
@@ -309,9 +309,9 @@ class _Planner:
         self.records[-1][3] += 0 if step.add is None else y.base
         self._product_line(step, f"one vector, {kernel}", taps.count)
 
-    def _product_line(self, step: Product, kernel: str, connections: int) -> None:
+    def _product_line(self, step: Product, kernel: str, nonzeros: int) -> None:
         layer = step.kind in ("linear", "convolution")
-        self._line(step, step.kind, kernel, step.dense_size if layer else 0, connections if layer else 0)
+        self._line(step, step.kind, kernel, step.dense_size if layer else 0, nonzeros if layer else 0)
 
     def _affine(self, step: Affine) -> None:
         value, layout = self.placed.values[step.y], self.placed.layouts[step.y]
@@ -390,6 +390,6 @@ class _Planner:
         ]
         self.records[-1][1] += x.base
         self.records[-1][2] += y.base + step.channel * y.plane
-        connections = step.input_taps.count + step.hidden_taps.count
+        nonzeros = step.input_taps.count + step.hidden_taps.count
         how = f"panels of {lanes}" if lanes > 1 else f"steps together, then one vector a step, {kernel}"
-        self._line(step, step.kind.replace("_", " "), how, step.dense_size, connections)
+        self._line(step, step.kind.replace("_", " "), how, step.dense_size, nonzeros)

@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from gossamer.deprecation import renamed
+
 # Codes of the operations, in the order of the enum in kernels.c.
 (LOAD, STORE, PRODUCT, PRODUCT_ONE, AFFINE, POOL, PHASES, COPY, EMBED, LSTM, GRU, PRODUCT_DENSE) = range(12)
 (POINTWISE, SOFTMAX, RNN_TANH, RNN_RELU, SPREAD, SHIFTS, PRODUCT_FOUR, NORMALISE) = range(12, 20)
@@ -23,10 +25,12 @@ class Line:
     shape: str
     kernel: str
     weights: int
-    connections: int
+    nonzeros: int
     multiplications: int
     operation: int
     reason: str = ""
+
+    connections = renamed("connections", "nonzeros")
 
 
 @dataclass(frozen=True, eq=False)

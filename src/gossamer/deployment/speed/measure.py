@@ -79,7 +79,7 @@ def measure(
                     cases.append(_case(job, batch, engines, seconds, rounds, break_even, sparse / max(1, dense), step))
     tell("done", 1.0)
     return SpeedReport(
-        name, counted.weights, counted.connections, dense, sparse, *sizes, tuple(cases), about(seconds=seconds)
+        name, counted.weights, counted.nonzeros, dense, sparse, *sizes, tuple(cases), about(seconds=seconds)
     )
 
 

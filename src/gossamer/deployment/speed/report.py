@@ -14,6 +14,8 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
+from gossamer.deprecation import renamed
+
 #: What is called a gain; less is noise on a shared machine.
 GAIN = 1.03
 #: Third quartile over first, above which a measurement says more about the machine than about the engine.
@@ -95,13 +97,13 @@ class Case:
         best, ours, gain = self.best_dense, self.ours, self.speedup
         if best is None or ours is None or gain is None:
             return "nothing to compare with"
-        said = f"{gain:.2f} times as fast as {best.engine}" if gain >= GAIN else f"no gain over {best.engine}"
+        verdict = f"{gain:.2f} times as fast as {best.engine}" if gain >= GAIN else f"no gain over {best.engine}"
         quick = [row for row in self.rows if row.kind == "int8" and row.median and row.median < (ours.median or 0.0)]
         for row in quick:
-            said += f"; {row.engine} is faster still ({row.median:.3g} ms, other numbers)"
+            verdict += f"; {row.engine} is faster still ({row.median:.3g} ms, other numbers)"
         if self.break_even is not None:
-            said += f"; break-even at {self.break_even:.0%} of FLOPs saved"
-        return said + ("; the machine was busy, measure again" if self.busy else "")
+            verdict += f"; break-even at {self.break_even:.0%} of FLOPs saved"
+        return verdict + ("; the machine was busy, measure again" if self.busy else "")
 
 
 @dataclass(frozen=True)
@@ -110,7 +112,7 @@ class SpeedReport:
 
     network: str
     weights: int
-    connections: int
+    nonzeros: int
     flops_dense: int
     flops_sparse: int
     dense_file: int
@@ -121,9 +123,11 @@ class SpeedReport:
     about: dict[str, Any]
     """Versions, hardware, commit, settings."""
 
+    connections = renamed("connections", "nonzeros")
+
     @property
     def sparsity(self) -> float:
-        return 1 - self.connections / max(1, self.weights)
+        return 1 - self.nonzeros / max(1, self.weights)
 
     @property
     def flops_sparsity(self) -> float:
@@ -143,7 +147,7 @@ class SpeedReport:
 
     def __rich__(self) -> Group:
         head = (
-            f"{self.network}: {self.connections:,} of {self.weights:,} weights ({self.sparsity:.1%} zeros), "
+            f"{self.network}: {self.nonzeros:,} of {self.weights:,} weights ({self.sparsity:.1%} zeros), "
             f"{self.flops_sparsity:.1%} of FLOPs saved; on disk {_bytes(self.dense_file)} dense, "
             f"{_bytes(self.sparse_file)} sparse"
         )
@@ -209,7 +213,7 @@ def plot(report: SpeedReport, path: Path) -> None:
         axes.invert_yaxis()
         axes.set_xlabel("ms")
         gain = case.speedup
-        said = "" if gain is None else f", {gain:.1f} ×" if gain >= GAIN else ", no gain"
-        axes.set_title(f"batch {case.batch}, threads {case.threads}{said}", fontsize=9)
+        verdict = "" if gain is None else f", {gain:.1f} ×" if gain >= GAIN else ", no gain"
+        axes.set_title(f"batch {case.batch}, threads {case.threads}{verdict}", fontsize=9)
     figure.suptitle(f"{report.network}, {report.sparsity:.1%} zeros", fontsize=10)
     figure.savefig(path)

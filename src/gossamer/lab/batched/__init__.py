@@ -1,15 +1,13 @@
-"""Many runs of one network trained at the same time on one GPU, as one stacked network.
+"""Many runs of one network trained at the same time on one device, as one stacked network.
 
 Small networks do not fill a GPU: most of a step is the launching of kernels. Here the parameters of all runs are
 stacked along a new first axis and the network is mapped over it (`torch.func.vmap`): a convolution of sixteen runs is
-one grouped convolution, a batch norm one batch norm over sixteen times the channels, and the optimizer's and the
-sparsifier's arithmetic is done on one matrix with a row for each run. The runs stay independent: each has its own seed,
-method, target and settings, and gives what it would give alone, up to the rounding of the convolutions.
+one grouped convolution, a batch norm one batch norm over sixteen times the channels, and the arithmetic of the
+optimizer and of the methods is done on one matrix with a row for each run. The runs stay independent: each has its own
+seed, method, target and settings, and gives what it would give alone, up to the rounding of the convolutions.
 """
 
-from gossamer.lab.batched.entries import Member, Race, run_race
 from gossamer.lab.batched.grid import runs_of
-from gossamer.lab.batched.lanes import Outcome
 from gossamer.lab.batched.sweeps import sweep
 
-__all__ = ["Member", "Outcome", "Race", "run_race", "runs_of", "sweep"]
+__all__ = ["runs_of", "sweep"]

@@ -1,5 +1,5 @@
-"""The folder that the records of many runs go into: held by one process, tried before the first step, and in the end
-written record by record, so that one that fails takes no other with it."""
+"""The folder of the records of many runs: locked by one process, tested before the first step, and written record by
+record, so that one that fails does not affect the others."""
 
 import os
 import tempfile
@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TypeVar
 
-from gossamer.lab.batched.checkpoint import remove
+from gossamer.lab.checkpoint import Checkpoints, remove_unfinished
 from gossamer.lab.training.folder_lock import only_one
 from gossamer.lab.training.result import writing
 
@@ -18,7 +18,7 @@ _ROOM = 1 << 14  # bytes, more than a record has
 
 @contextmanager
 def held(out: Path) -> Iterator[None]:
-    """Hold a folder for records; an error where nothing can be written to it, or another process trains there."""
+    """Lock a folder for records; an error if it cannot be written, or if another process trains there."""
     with ExitStack() as lock:
         with writing(out, "records"):
             out.mkdir(parents=True, exist_ok=True)
@@ -28,45 +28,50 @@ def held(out: Path) -> Iterator[None]:
 
 
 def portions(missing: Collection[T], begun: Iterable[list[T]], together: int) -> list[list[T]]:
-    """The runs without a record, so many at a time.
+    """The runs without a record in batches of at most `together`.
 
-    A stack that has a checkpoint comes first, with all the runs that it was begun with: only these go on from it, also
-    where some have got their records. One with more runs than are wanted at a time may not fit, and is left alone.
+    Batches that have a checkpoint come first, with all the runs that they were begun with: only the same batch can
+    resume from it, even if some of its runs have their records. One of more runs than `together` may not fit into
+    memory and is skipped.
     """
     left, found = [*missing], []
-    for stack in begun:
-        if len(stack) <= together and any(run in left for run in stack):
-            found.append(stack)
-            left = [run for run in left if run not in stack]
+    for batch in begun:
+        if len(batch) <= together and any(run in left for run in batch):
+            found.append(batch)
+            left = [run for run in left if run not in batch]
     return found + [left[first : first + together] for first in range(0, len(left), together)]
 
 
-class Leaving:
-    """Writes what finished runs leave behind. What fails is noted, and the rest is still tried."""
+class RecordWriter:
+    """Writes the files of finished runs. A failure is noted, and the other runs are still written."""
 
     def __init__(self) -> None:
         self._failed: list[tuple[Path, OSError]] = []
 
     def write(self, record: Path, steps: Sequence[Callable[[], object]]) -> None:
-        """Take steps of the run with this record, which is written last; none more once one has failed."""
+        """Write the files of the run with this record, the record last; after a failure the run's other steps are
+        skipped."""
         if record.exists() or any(record == path for path, _ in self._failed):
             return
+        for path in (record, record.with_suffix(".safetensors")):
+            remove_unfinished(path)
         try:
             for step in steps:
                 step()
         except OSError as error:
             self._failed.append((record, error))
 
-    def finish(self, checkpoint: Path) -> None:
-        """Remove the checkpoint, which nobody needs now; or keep it, and say which records are missing."""
+    def finish(self, checkpoints: Checkpoints) -> None:
+        """Remove the checkpoints; or keep them, and name the records that are missing."""
         if not self._failed:
-            remove(checkpoint)
+            checkpoints.clear()
             return
         names = "; ".join(f"{path} ({error})" for path, error in self._failed)
-        kept = f"go on from {checkpoint.name}" if checkpoint.exists() else "begin again, as there is no checkpoint"
+        there = checkpoints.paths()
+        kept = f"resume from {there[0].name}" if there else "start again, as there is no checkpoint"
         raise OSError(
-            f"the last step is done, but there are records that cannot be written: {names}: free some space on the "
-            f"disk, or change what is in the way, and run the same command again; these runs then {kept}"
+            f"the last step is done, but some records cannot be written: {names}: free some space on the disk, or "
+            f"remove what is in the way, and run the same command again; these runs then {kept}"
         ) from self._failed[0][1]
 
 

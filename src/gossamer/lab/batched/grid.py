@@ -1,10 +1,10 @@
 """A grid of runs: every combination of some values of some settings, applied to one run."""
 
-import difflib
 import warnings
 from collections.abc import Collection, Sequence
 from itertools import product
 
+from gossamer.hints import did_you_mean
 from gossamer.lab.training.durations import PHASES
 from gossamer.lab.training.run import Run, full_key
 from gossamer.lab.training.setting_names import setting_types
@@ -57,8 +57,8 @@ def _left_out(keys: Sequence[str], methods: Sequence[str]) -> dict[str, list[str
     names = [key.removeprefix("settings.") for key in keys if key.startswith("settings.")]
     for name in names:
         if name not in known and full_key(name) != name:  # of a key of the run `with_settings` says where it belongs
-            near = difflib.get_close_matches(name, sorted(known), n=1)
-            hint = f"did you mean settings.{near[0]}?" if near else "leave it out, or add a method that does"
+            in_full = {each: f"settings.{each}" for each in known}
+            hint = did_you_mean(name, known, "leave it out, or add a method that does", in_full=in_full)
             raise ValueError(f"no run of the grid takes settings.{name} (method={','.join(methods)}): {hint}")
     shared = [name for name in names if name in known]
     missing = {method: [f"settings.{name}" for name in shared if name not in taken[method]] for method in methods}

@@ -4,7 +4,7 @@
 operation does the work of all networks. On CUDA GPUs that is a kernel of ours, with the images of each network lying
 together (`conv_kernels.py`, `norm_kernels.py`), or a product of matrices for a 1 × 1 convolution; wide ones that
 fill a GPU by themselves are done network by network. Elsewhere, and for other convolutions, the networks' channels are
-laid side by side for one grouped convolution or one wide batch norm. The arithmetic is that of the ordinary layers.
+concatenated for one grouped convolution or one wide batch norm. The arithmetic is that of the ordinary layers.
 """
 
 import importlib.util

@@ -16,22 +16,22 @@ from gossamer.prunable import select
 class NetworkStack:
     """The parameters of all networks, as one matrix with a row for each network, and a forward pass over all of them.
 
-    The columns of `variables` are the connections (the weights that can be made sparse), then all other parameters. The
-    forward pass reads copies, `leaves`, which may be of lower precision: after `show`, of what was written to `shown`.
+    The columns of `variables` are the prunable weights, then all other parameters. The forward pass reads copies,
+    `leaves`, which may have lower precision: `update_leaves` fills them from `masked` and the other parameters.
     """
 
     def __init__(self, networks: Sequence[nn.Module], *, device: torch.device, dtype: torch.dtype) -> None:
         self.device, self.dtype = device, dtype
         self.precise = torch.promote_types(dtype, torch.float32)
         self.template = stackable(copy.deepcopy(networks[0]).to(device))
-        connections = [weight.name for weight in select(self.template)]
+        prunable = [weight.name for weight in select(self.template)]
         everything = [name for name, _ in self.template.named_parameters()]
-        self.names = connections + [name for name in everything if name not in connections]
+        self.names = prunable + [name for name in everything if name not in prunable]
         shapes = [self.template.get_parameter(name).shape for name in self.names]
         self.shapes = dict(zip(self.names, shapes, strict=True))
         self.sizes = [shape.numel() for shape in shapes]
-        self.connection_sizes = self.sizes[: len(connections)]
-        self.connections = sum(self.connection_sizes)
+        self.prunable_sizes = self.sizes[: len(prunable)]
+        self.prunable = sum(self.prunable_sizes)
         self.layout = self._lay_out()
         self.variables = torch.stack([self._row(network) for network in networks]).to(device, self.precise)
         self.buffers = {
@@ -60,7 +60,7 @@ class NetworkStack:
         return functional_call(self.template, (leaves, buffers), (images,))  # type: ignore[no-any-return]
 
     def branch(self, rows: Sequence[int]) -> None:
-        """Become a stack of copies: network i of the new stack goes on from network rows[i] of this one."""
+        """Become a stack of copies: network i of the new stack is a copy of network rows[i] of this one."""
         index = torch.tensor(rows, device=self.device)
         self.variables = self.variables.index_select(0, index)
         self.buffers = {name: buffer.index_select(0, index) for name, buffer in self.buffers.items()}
@@ -68,21 +68,21 @@ class NetworkStack:
 
     def gradients(self, loss: Tensor) -> Tensor:
         """The gradients of all parameters as a matrix like `variables`, until the next call."""
-        # Not by backward(), which would rearrange each gradient in memory before it leaves it in a leaf.
+        # backward() would rearrange each gradient in memory before it stores it in a leaf.
         leaves = [self.leaves[name] for name in self.names]
         found = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
         columns = [_storage_order(gradient).reshape(len(self), -1) for gradient in found]
         if self.dtype is self.precise:
             return torch.cat(columns, dim=1, out=self._gradients)
-        connections = columns[: len(self.connection_sizes)]
-        parts = [torch.cat(part, dim=1).to(self.precise) for part in (connections, columns[len(connections) :]) if part]
+        count = len(self.prunable_sizes)
+        parts = [torch.cat(part, dim=1).to(self.precise) for part in (columns[:count], columns[count:]) if part]
         return torch.cat(parts, dim=1)
 
-    def show(self) -> None:
-        """Let the forward pass read `shown` and, of the other parameters, the variables."""
-        if self.shown is not self._read:
-            self._read.copy_(self.shown)
-        self._read_others.copy_(self.variables[:, self.connections :])
+    def update_leaves(self) -> None:
+        """Let the forward pass read `masked` and, of the other parameters, the variables."""
+        if self.masked is not self._read:
+            self._read.copy_(self.masked)
+        self._read_others.copy_(self.variables[:, self.prunable :])
 
     def network(self, row: int, variables: Tensor) -> nn.Module:
         """One of the networks as a plain module, with these variables."""
@@ -98,7 +98,7 @@ class NetworkStack:
 
     def _lay_out(self) -> Layout:
         """Which columns are which tensor."""
-        tensors = len(self.connection_sizes)
+        tensors = len(self.prunable_sizes)
         names, others = self.names[:tensors], zip(self.names[tensors:], self.sizes[tensors:], strict=True)
         shapes = tuple(tuple(self.shapes[name]) for name in names)
         return Layout(tuple(names), shapes, gains_of(self.template, names, list(others)))
@@ -106,16 +106,17 @@ class NetworkStack:
     def _make_leaves(self) -> None:
         """The leaves are views into two matrices, so that all can be filled at once.
 
-        `shown` is where the weights to be read are written, in full precision: the first of them, where it has that.
+        `masked` is where methods write the weights of the forward pass, in full precision: the first of the two
+        matrices, where it has that.
         """
-        count = self.connections
+        count = self.prunable
         self._read = self.variables[:, :count].to(self.dtype, copy=True, memory_format=torch.contiguous_format)
-        self.shown = self._read if self.dtype is self.precise else self.variables[:, :count].contiguous()
+        self.masked = self._read if self.dtype is self.precise else self.variables[:, :count].contiguous()
         self._read_others = self.variables[:, count:].clone()
         self._gradients = torch.empty_like(self.variables)  # memory that is touched already, which counts on a CPU
         columns = [
-            *torch.split(self._read, self.connection_sizes, dim=1),
-            *torch.split(self._read_others, self.sizes[len(self.connection_sizes) :], dim=1),
+            *torch.split(self._read, self.prunable_sizes, dim=1),
+            *torch.split(self._read_others, self.sizes[len(self.prunable_sizes) :], dim=1),
         ]
         self.leaves = {
             name: self._leaf(part, self.shapes[name]) for name, part in zip(self.names, columns, strict=True)

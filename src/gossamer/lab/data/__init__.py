@@ -3,7 +3,7 @@
 from gossamer.lab.data.batches import Batches, Position
 from gossamer.lab.data.files import CorruptData, DataNotFound
 from gossamer.lab.data.folder import FolderBatches, FolderSet
-from gossamer.lab.data.registry import DataSet, kind_of, load, names, table
+from gossamer.lab.data.registry import DataSet, kind_of, load, names, table, training_images
 from gossamer.lab.data.sets import ImageSet, Labelled, TextSet
 from gossamer.lab.data.text import TextBatches
 
@@ -23,4 +23,5 @@ __all__ = [
     "load",
     "names",
     "table",
+    "training_images",
 ]

@@ -81,6 +81,12 @@ def gunzip(content: bytes, size: int, name: str) -> bytes:
     return plain
 
 
+_OF_ARCHIVES = (
+    *(tarfile.TarError, zlib.error, lzma.LZMAError),
+    *(OSError, EOFError, ValueError, OverflowError, RecursionError),  # of Python's reader, about hostile headers
+)
+
+
 def read_tar_members(content: bytes, sizes: dict[str, int], name: str) -> dict[str, bytes]:
     """The named regular files of a tar archive, read in memory; each must have exactly the given size."""
     found: dict[str, bytes] = {}
@@ -105,7 +111,7 @@ def read_tar_members(content: bytes, sizes: dict[str, int], name: str) -> dict[s
                 found[key] = stream.read(sizes[key])
     except CorruptData:
         raise
-    except (tarfile.TarError, OSError, EOFError, ValueError, RecursionError, zlib.error, lzma.LZMAError) as error:
+    except _OF_ARCHIVES as error:
         raise CorruptData(f"{name} is not a complete tar archive ({error}); delete it and fetch it again") from error
     missing = sorted(set(sizes) - set(found))
     if missing:

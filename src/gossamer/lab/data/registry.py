@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Literal, TypeAlias, overload
 
+from gossamer.hints import did_you_mean
 from gossamer.lab.data.cifar import CIFAR10, CIFAR100, load_cifar
 from gossamer.lab.data.digits import load_digits
 from gossamer.lab.data.folder import FolderSet, load_folder
@@ -15,7 +15,7 @@ from gossamer.lab.data.idx import FASHION_MNIST, MNIST, load_idx
 from gossamer.lab.data.sets import ImageSet, TextSet
 from gossamer.lab.data.text import PTB, WIKITEXT2, load_text
 
-__all__ = ["DATA_SETS", "DataEntry", "DataSet", "kind_of", "load", "names", "table"]
+__all__ = ["DATA_SETS", "DataEntry", "DataSet", "kind_of", "load", "names", "table", "training_images"]
 
 DataSet: TypeAlias = ImageSet | TextSet | FolderSet
 
@@ -29,10 +29,11 @@ class DataEntry:
     description: str
     load: Callable[[Path | str | None], DataSet]
     kind: Literal["images", "folder", "text"] = "images"
+    training_images: int | None = None  # of a set with fewer than 10,000
 
 
 DATA_SETS: tuple[DataEntry, ...] = (
-    DataEntry("digits", "1,437 + 360 grey images, 8 × 8, of scikit-learn", load_digits),
+    DataEntry("digits", "1,437 + 360 grey images, 8 × 8, of scikit-learn", load_digits, training_images=1_437),
     DataEntry("mnist", "60,000 + 10,000 grey images, 28 × 28", lambda root: load_idx(MNIST, root)),
     DataEntry("fashion_mnist", "60,000 + 10,000 grey images, 28 × 28", lambda root: load_idx(FASHION_MNIST, root)),
     DataEntry("cifar10", "50,000 + 10,000 colour images, 32 × 32", lambda root: load_cifar(CIFAR10, root)),
@@ -52,6 +53,11 @@ def names() -> tuple[str, ...]:
 def kind_of(name: str) -> Literal["images", "folder", "text"] | None:
     """What a set consists of, None for one that is not there."""
     return next((entry.kind for entry in DATA_SETS if entry.name == name), None)
+
+
+def training_images(name: str) -> int | None:
+    """The number of training images of a small set, None for all others."""
+    return next((entry.training_images for entry in DATA_SETS if entry.name == name), None)
 
 
 def table() -> list[tuple[str, str]]:
@@ -74,5 +80,5 @@ def load(name: str, root: Path | str | None = None) -> DataSet:
     for entry in DATA_SETS:
         if entry.name == name:
             return entry.load(root)
-    nearest = difflib.get_close_matches(name, names(), n=3) or names()
-    raise ValueError(f"expected the name of a data set, got {name!r}; did you mean {', '.join(nearest)}?")
+    hint = did_you_mean(name, names(), f"the data sets are {', '.join(names())}", most=3)
+    raise ValueError(f"expected the name of a data set, got {name!r}: {hint}")

@@ -1,8 +1,8 @@
 """DenseNet-40 and DenseNet-BC-100 for 32 × 32 images (Huang et al. 2017), growth 12.
 
-Three dense blocks in which every layer sees the concatenation of all that came before. DenseNet-40: layers
+Three dense blocks in which every layer gets the concatenation of all previous outputs. DenseNet-40: layers
 of one 3 × 3 convolution, transitions that keep the channels, 24 initial channels and 456 at the end
-(1,040,568 connections; 16 initial channels, as the DenseNet article has them, would end at 448).
+(1,040,568 weights; 16 initial channels, as the DenseNet article has them, would end at 448).
 DenseNet-BC-100: a 1 × 1 bottleneck of 48 channels before each 3 × 3 convolution and transitions that halve
 the channels (745,164).
 """
@@ -58,7 +58,7 @@ class Transition(nn.Module):
 
 
 class DenseNet(nn.Module):
-    """Three blocks of `layers_per_block` layers; a transition keeps the share `compression` of channels."""
+    """Three blocks of `layers_per_block` layers; a transition keeps the fraction `compression` of channels."""
 
     def __init__(
         self,

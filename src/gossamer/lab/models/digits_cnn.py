@@ -6,7 +6,7 @@ QUICK_START = "digits_cnn"
 
 
 class DigitsNet(nn.Module):
-    """Three convolutions and a linear layer for grey images of 8 × 8 pixels; 58,144 connections."""
+    """Three convolutions and a linear layer for grey images of 8 × 8 pixels; 58,144 prunable weights."""
 
     def __init__(self, num_classes: int = 10, width: int = 32) -> None:
         super().__init__()

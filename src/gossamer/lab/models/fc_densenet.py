@@ -1,9 +1,9 @@
 """The fully connected DenseNet that the paper trains on MNIST.
 
-Sixteen linear layers of eight units, each fed with the pixels and the outputs of all layers before it, and a
-classifier on all 784 + 16 · 8 = 912 features: 117,152 connections. A layer is linear → batch normalisation →
+Sixteen linear layers of eight units, each fed with the pixels and the outputs of all previous layers, and a
+classifier on all 784 + 16 · 8 = 912 features: 117,152 prunable weights. A layer is linear → batch normalisation →
 ReLU. Normalising in front of the linear layer, as convolutional DenseNets do, would rescale raw pixels that
-hardly ever are lit, and trains worse.
+are almost always black, and trains worse.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class FullyConnectedLayer(nn.Module):
 
     def __init__(self, in_features: int, growth: int) -> None:
         super().__init__()
-        # No bias: the shift of the batch normalisation behind it does the same.
+        # No bias: the shift of the following batch normalisation has the same effect.
         self.linear = nn.Linear(in_features, growth, bias=False)
         self.bn = nn.BatchNorm1d(growth)
 

@@ -16,7 +16,7 @@ from torch import nn
 __all__ = ["efficientnet_b0", "resnet50", "vgg16"]
 
 _IMAGENET_CLASSES = 1000
-_DEFINED: list[torch.library.Library] = []  # names live as long as it does
+_DEFINED: list[torch.library.Library] = []  # the names exist as long as it does
 
 
 def _torchvision_models() -> ModuleType:
@@ -31,8 +31,11 @@ def _torchvision_models() -> ModuleType:
 
 
 def _without_its_operators() -> ModuleType:
-    """A torchvision whose compiled library does not fit this torch, as a plain install beside a CPU-only torch: its
-    import stops at two operators that networks for detection use. With their names defined, those here are built."""
+    """Import a torchvision whose compiled library does not fit this torch (a plain install next to a CPU-only torch,
+    say).
+
+    The import fails at two operators of detection networks. With their names defined, the networks here can be built.
+    """
     for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
         del sys.modules[name]
     try:
@@ -55,10 +58,10 @@ def _build(name: str, num_classes: int, pretrained: bool) -> nn.Module:
         return network
     try:
         network = models.get_model(name, weights="DEFAULT")
-    except OSError as error:  # no connection, or no room
+    except OSError as error:  # no connection, or a full disk
         raise OSError(
             f"expected torchvision to fetch the pretrained weights of {name} into {torch.hub.get_dir()}, got {error}: "
-            "put its file into checkpoints there, or begin from random weights with model_options.pretrained=false"
+            "put its file into checkpoints there, or start from random weights with model_options.pretrained=false"
         ) from error
     if num_classes != _IMAGENET_CLASSES:
         _replace_last_linear(network, num_classes)

@@ -1,14 +1,14 @@
-"""Independently recurrent networks (Li et al. 2018), where a neuron remembers only itself.
+"""Independently recurrent networks (Li et al. 2018), in which each neuron is connected only to itself over time.
 
     h_t = relu(W x_t + u ⊙ h_{t−1} + b)
 
-W is an ordinary linear layer and may become sparse; u is a vector, one number a neuron, and never may: a
-zero in it would cut that neuron's memory. The gradient over T steps carries the factor u to the power T, so
-training has to keep |u| below a bound: `limit_recurrence_` after every step, as `gossamer.lab.training` does.
+W is an ordinary, prunable linear layer; u is a vector, one number per neuron, and is never pruned: a zero in it would
+remove the memory of the neuron. The gradient over T steps contains the factor u to the power T, so training has to
+bound |u|: `limit_recurrence_` after every step, as `gossamer.lab.training` does.
 
 The paper defines the recurrence and no network; the one here follows the customary setting for digits read as
-sequences: six layers of 128 neurons with batch normalisation, one row of the image a step by default, one pixel
-a step with `input_size=1`.
+sequences: six layers of 128 neurons with batch normalisation, one row of the image per step by default, one
+pixel per step with `input_size=1`.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class IndRNNLayer(nn.Module):
         self.cell = IndRNNCell(input_size, hidden_size)
 
     def forward(self, x: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        # The input's share does not depend on the state: one product for all steps, then a cheap loop.
+        # The input term does not depend on the state: one product for all steps, then a cheap loop.
         projected = self.cell.input(x)
         h = torch.zeros_like(projected[0]) if state is None else state
         states = []

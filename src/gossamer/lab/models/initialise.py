@@ -1,4 +1,4 @@
-"""He initialisation for the networks of the zoo.
+"""He initialisation for the registered networks.
 
 He et al. (2015) derive two equally good scales for layers followed by ReLU: one keeps the variance of the
 activations (2 / fan-in), one that of the gradients (2 / fan-out). Convolutions take fan-out, because the
@@ -16,7 +16,7 @@ __all__ = ["he_initialise_"]
 def he_initialise_(module: nn.Module) -> None:
     """Draw every convolution and linear weight of `module` from He's normal distribution; zero the biases.
 
-    Batch normalisation starts as the identity (scale one, shift zero). Layers of other kinds are left alone.
+    Batch normalisation starts as the identity (scale one, shift zero). Other layers do not change.
     """
     for layer in module.modules():
         if isinstance(layer, nn.Conv2d):

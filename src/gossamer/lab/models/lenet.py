@@ -1,7 +1,7 @@
-"""The two LeNets on which the field keeps its compression records, for 28 × 28 grey images.
+"""The two LeNets of the usual compression benchmarks, for 28 × 28 grey images.
 
-LeNet-300-100 is fully connected (266,200 connections). LeNet-5 is the "Caffe" variant that the records use,
-with 20 and 50 filters of 5 × 5 and 500 hidden units (430,500 connections), not the smaller network of 1998.
+LeNet-300-100 is fully connected (266,200 weights). LeNet-5 is the "Caffe" variant of these benchmarks,
+with 20 and 50 filters of 5 × 5 and 500 hidden units (430,500 weights), not the smaller network of 1998.
 """
 
 from __future__ import annotations

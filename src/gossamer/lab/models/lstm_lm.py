@@ -1,10 +1,10 @@
 """The word-level language model: an embedding, two LSTM layers, and a decoder tied to the embedding.
 
-With 33,278 words (WikiText-2) and 1,500 units it has 85,917,000 connections, the shared embedding counted
-once. Dropout acts on the embedded words, between the LSTM layers and on their output, with one probability.
+With 33,278 words (WikiText-2) and 1,500 units it has 85,917,000 prunable weights, with the shared embedding
+counted once. Dropout acts on the embedded words, between the LSTM layers and on their output, with one probability.
 As in the PyTorch word-language-model example, the embedding starts uniform in ±0.1, the decoder's bias at
-zero and the LSTM at PyTorch's default; He's scale is meant for ReLU and has no place here. The LSTM is
-PyTorch's own (cuDNN on a GPU): torch.export takes it, torch.compile leaves it as it is.
+zero and the LSTM at PyTorch's default; He's scale is for ReLU and does not apply here. The LSTM is
+PyTorch's own (cuDNN on a GPU): torch.export supports it, and torch.compile does not change it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class LSTMLanguageModel(nn.Module):
         return self.decoder(self.dropout(outputs)), state
 
     def zero_state(self, batch: int) -> State:
-        """The state a fresh start has, for loops that carry it in fixed buffers (e.g. in a CUDA graph)."""
+        """The initial state, for loops that keep it in fixed buffers (e.g. in a CUDA graph)."""
         shape = (self.lstm.num_layers, batch, self.lstm.hidden_size)
         weight = self.embedding.weight
         return weight.new_zeros(shape), weight.new_zeros(shape)

@@ -1,8 +1,8 @@
 """The small network of the paper's map-fitting experiment.
 
 Three fully connected layers of 64 neurons, each followed by batch normalisation and ReLU (12,288
-connections). With random weights and random masks it is the map to be fitted; with the same weights and
-other masks it fits.
+prunable weights). With random weights and random masks it is the target map; with the same weights and other
+masks it is fitted to it.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""The networks by name, each with the number of its connections."""
+"""The networks by name, each with the number of its prunable weights."""
 
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import inspect
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -17,6 +16,8 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
+from gossamer.deprecation import renamed
+from gossamer.hints import did_you_mean
 from gossamer.lab.models.densenet import densenet40, densenet_bc100
 from gossamer.lab.models.digits_cnn import QUICK_START, DigitsNet
 from gossamer.lab.models.fc_densenet import fc_densenet_mnist
@@ -36,9 +37,9 @@ __all__ = ["MODELS", "ModelEntry", "at_most", "create", "entry", "example_input"
 class ModelEntry:
     """A registered network.
 
-    `connections` counts the weights of convolutions, linear and recurrent layers and embeddings at the
-    default number of classes, shared weights once; no biases, no normalisation. `input_shape` is the shape
-    of one sample. `tokens` says that the input is word ids with time first, (steps, batch).
+    `weights` is the number of prunable weights at the default number of classes: those of convolutions, linear and
+    recurrent layers and embeddings, with shared weights counted once. `input_shape` is the shape of one sample. With
+    `tokens`, the input is word ids with time first, (steps, batch).
     """
 
     name: str
@@ -46,9 +47,11 @@ class ModelEntry:
     data: str
     input_shape: tuple[int, ...]
     num_classes: int
-    connections: int
+    weights: int
     description: str
     tokens: bool = False
+
+    connections = renamed("connections", "weights")
 
 
 _GREY, _CIFAR, _IMAGENET = (1, 28, 28), (3, 32, 32), (3, 224, 224)
@@ -105,12 +108,12 @@ def names() -> tuple[str, ...]:
 
 
 def entry(name: str) -> ModelEntry:
-    """The entry of a name; an unknown name is an error that suggests the nearest ones."""
+    """The entry of a name; an unknown name is an error that suggests similar ones."""
     for model in MODELS:
         if model.name == name:
             return model
-    nearest = difflib.get_close_matches(name, names(), n=3) or names()
-    raise ValueError(f"expected the name of a model, got {name!r}; did you mean {', '.join(nearest)}?")
+    hint = did_you_mean(name, names(), f"the models are {', '.join(names())}", most=3)
+    raise ValueError(f"expected the name of a model, got {name!r}: {hint}")
 
 
 def create(name: str, num_classes: int | None = None, **options: Any) -> nn.Module:
@@ -121,9 +124,8 @@ def create(name: str, num_classes: int | None = None, **options: Any) -> nn.Modu
     model = entry(name)
     allowed = inspect.signature(model.builder).parameters
     if unknown := sorted(options.keys() - allowed.keys()):
-        near = difflib.get_close_matches(unknown[0], allowed, n=1)
-        hint = f"did you mean {near[0]}?" if near else "correct or drop it"
-        raise TypeError(f"{name} takes the options {', '.join(allowed)}, got {', '.join(unknown)}; {hint}")
+        hint = did_you_mean(unknown[0], allowed, "correct or drop it")
+        raise TypeError(f"{name} takes the options {', '.join(allowed)}, got {', '.join(unknown)}: {hint}")
     classes = model.num_classes if num_classes is None else num_classes
     if not hasattr(classes, "__index__") or isinstance(classes, bool):
         raise TypeError(f"expected a whole number as num_classes, got {classes!r}")
@@ -137,8 +139,8 @@ _LARGEST_OPTION = 1 << 20  # a width or a number of layers
 
 @contextmanager
 def at_most(registrations: int, options: Mapping[str, Any], source: str) -> Iterator[None]:
-    """Stop building a network that has more modules and parameters than this: `options` out of a file, `source`, can
-    ask for any number, and a thousand million layers would take for ever to build."""
+    """Refuse a network with more modules and parameters than this. The `options` come from a file, `source`, and could
+    request a billion layers, which would take forever to build."""
     for name, value in options.items():
         if isinstance(value, int | float) and abs(value) > _LARGEST_OPTION:
             raise ValueError(
@@ -165,8 +167,8 @@ def at_most(registrations: int, options: Mapping[str, Any], source: str) -> Iter
 
 
 def table() -> list[tuple[str, str, int]]:
-    """One row a network, (name, data set, connections), for listings."""
-    return [(model.name, model.data, model.connections) for model in MODELS]
+    """One row per network for listings: (name, data set, weights)."""
+    return [(model.name, model.data, model.weights) for model in MODELS]
 
 
 def example_input(name: str, batch: int = 2, *, num_classes: int | None = None) -> Tensor:

@@ -4,8 +4,8 @@ Post-activation blocks of two 3 × 3 convolutions, three stages of 16, 32 and 64
 shortcut that changes the resolution has no parameters: it averages 2 × 2 pixels and fills the new channels
 with zeros. ResNet-20 has 268,336 prunable weights that way, which agrees with the 0.268M that the paper
 prints; convolutional shortcuts would give 270,896. The code the paper adapted builds that shortcut from detached
-values, so no gradient passes its two stage transitions; here the gradient flows, as the architecture means
-it.
+values, so no gradient passes its two stage transitions; here the gradient flows, as in the original
+architecture.
 """
 
 from __future__ import annotations

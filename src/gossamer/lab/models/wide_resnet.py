@@ -1,8 +1,8 @@
 """The wide residual network WRN-28-10 for 32 × 32 images (Zagoruyko & Komodakis 2016).
 
 Pre-activation blocks of two 3 × 3 convolutions, three stages of 160, 320 and 640 channels, depth 6n + 4.
-Where the number of channels changes, the shortcut is a 1 × 1 convolution of the activated input. 36,461,232
-connections.
+If the number of channels changes, the shortcut is a 1 × 1 convolution of the activated input. 36,461,232
+prunable weights.
 """
 
 from __future__ import annotations

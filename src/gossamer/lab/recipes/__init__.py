@@ -1,8 +1,8 @@
-"""Recipes by name: every exhibit of the paper as a value, with the paper's numbers beside it."""
+"""Recipes by name: every exhibit of the paper as a value, with the numbers of the paper."""
 
-import difflib
 from pathlib import Path
 
+from gossamer.hints import did_you_mean
 from gossamer.lab.recipes import cifar, digits, imagenet, mnist, wikitext
 from gossamer.lab.recipes.recipe import Published, Recipe
 from gossamer.lab.training.result import RESULT, RUN, read_run
@@ -23,8 +23,8 @@ def names() -> tuple[str, ...]:
 
 
 def find(name: str) -> Recipe:
-    """The recipe of a name, or of a JSON file such as the run.json or result.json that every run leaves behind; the
-    folder of a run stands for its run.json."""
+    """The recipe for a name, for a JSON file such as the run.json or result.json of a run, or for the folder of a
+    run."""
     for recipe in RECIPES:
         if recipe.name == name:
             return recipe
@@ -38,6 +38,5 @@ def find(name: str) -> Recipe:
         return Recipe(own_name, f"from {name}", read_run(path))
     if name and path.is_dir():
         raise ValueError(f"expected the name of a recipe or the folder of a run, got {name}, which has no {RUN}")
-    near = difflib.get_close_matches(name.lower(), names(), n=3)
-    hint = f"did you mean {', '.join(near)}?" if near else f"the recipes are {', '.join(names())}"
+    hint = did_you_mean(name.lower(), names(), f"the recipes are {', '.join(names())}", most=3)
     raise ValueError(f"expected the name of a recipe or a .json file, got {name!r}: {hint}")

@@ -2,11 +2,11 @@
 
 As in the paper: batch 64, learning rate 0.1, 150 epochs of warm-up, masks trained until the target is met (at most 40
 epochs here) and for another 20 at a tenth of the rate, then 80 epochs at 0.01 and 80 at 0.001: 370 epochs. The paper
-does not give its λ1, so these runs ask for its sparsity and let λ1 be solved for.
+does not give its λ1, so these runs set its sparsity, and λ1 is solved for.
 
 Ours: 240 epochs, one cosine to zero over all of them, weight decay 5e-4, as it was best for ResNet-20 in 60 epochs
-(section 27 of docs/lab-book.md); other networks have not been tried with it. The phases are shares of the run, so
-a shorter one has shorter ones; those of the paper stay in epochs, as it gives them.
+(section 27 of docs/lab-book.md); other networks have not been tried with it. The phases are fractions of the
+run, so they shrink with it; those of the paper are in epochs, as it gives them.
 """
 
 from collections.abc import Sequence

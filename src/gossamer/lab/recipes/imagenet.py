@@ -1,8 +1,8 @@
 """VGG-16, ResNet-50 and EfficientNet-B0 on ImageNet, from pretrained weights.
 
-As in the paper: batch 128, learning rate 0.005, 90 epochs in which masks train and 60 in which they do not; here as
-shares of the run, which a shorter one has as well. For the last two networks the paper prints only how much accuracy is
-lost, so there is no number to compare with directly.
+As in the paper: batch 128, learning rate 0.005, 90 epochs with training masks and 60 with frozen masks; here these are
+fractions of the run. For the last two networks the paper prints only the loss of accuracy, so there is no number to
+compare with directly.
 """
 
 from dataclasses import replace

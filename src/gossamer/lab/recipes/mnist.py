@@ -1,7 +1,7 @@
 """The fully connected DenseNet on MNIST: the paper's table of λ1 against sparsity.
 
-The paper freezes masks in the first and the last 15 epochs and does not say how long they train in between; here it is
-25 epochs. It does not give the learning rates of the end either.
+The paper freezes masks in the first and the last 15 epochs and does not state how long they train in between; here it
+is 25 epochs. It does not give the final learning rates either.
 """
 
 from dataclasses import replace

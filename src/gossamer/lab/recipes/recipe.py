@@ -7,13 +7,13 @@ from gossamer.lab.training.run import Run
 
 @dataclass(frozen=True)
 class Published:
-    """What the paper prints, as shares: 0.9008 is 90.08 %. A perplexity is what it is."""
+    """A published number. An accuracy is a fraction: 0.9008 is 90.08 %."""
 
     table: str
     accuracy: float | None = None
     perplexity: float | None = None
     sparsity: float | None = None
-    decay: float | None = None  # the λ1 it belongs to, where the paper names one
+    decay: float | None = None  # the λ1 that it belongs to, if the paper gives one
 
     @property
     def value(self) -> float:
@@ -25,9 +25,9 @@ class Published:
 
 @dataclass(frozen=True)
 class Recipe:
-    """A run with a name, one line about it, and the published numbers it is held against.
+    """A run with a name, a description, and the published numbers to compare with.
 
-    A result agrees when it is at most `tolerance` worse than the published value: in accuracy as a share, or in
+    A result agrees if it is at most `tolerance` worse than the published value, in accuracy as a fraction or in
     perplexity.
     """
 
@@ -38,7 +38,7 @@ class Recipe:
     tolerance: float = 0.005
 
     def expected(self) -> Published | None:
-        """The published number for the sparsity or λ1 of this run, where the paper has one."""
+        """The published number for the sparsity or λ1 of this run, if the paper has one."""
         wanted = 0.0 if self.run.method == "dense" else self.run.sparsity
         for each in self.published:
             if self.run.decay is not None and each.decay == self.run.decay:
@@ -48,7 +48,7 @@ class Recipe:
         return None
 
     def agrees(self, metric: str, value: float) -> bool | None:
-        """Whether a result is as good as the paper's, within the tolerance; None where the paper has no number."""
+        """Whether a result matches the paper within the tolerance; None if the paper has no number."""
         expected = self.expected()
         if expected is None:
             return None
@@ -57,7 +57,7 @@ class Recipe:
 
 
 def share(epochs: int, *, of: int) -> str:
-    """A duration that is so many epochs in a run of its own length, and follows the length of any other."""
+    """A duration of `epochs` out of `of`, as a fraction of the run."""
     return f"{epochs / of:.9f}".rstrip("0").rstrip(".") + "run"
 
 

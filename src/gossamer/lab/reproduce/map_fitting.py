@@ -15,11 +15,11 @@ from torch import Tensor
 from torch.func import functional_call, replace_all_batch_norm_modules_, vmap
 
 from gossamer.lab import models
-from gossamer.lab.reproduce.record import write_record
+from gossamer.lab.batched.folder import held
+from gossamer.lab.json_files import read_object
 from gossamer.lab.results.plot import can_draw, map_fitting_curves
-from gossamer.lab.results.records import make_folder, read_record
 from gossamer.lab.training.distributed import DistributedContext
-from gossamer.lab.training.result import hardware
+from gossamer.lab.training.result import hardware, write_json
 from gossamer.methods.scl import ESTIMATORS, divisor, mask_gradient, masked_weight, unit_step, update_mask_variable_
 from gossamer.provenance import commit, versions
 from gossamer.schedule import cosine
@@ -60,7 +60,7 @@ def all_fits(seeds: int) -> list[Fit]:
 
 
 def fit_masks(fits: Sequence[Fit], *, steps: int, batch_size: int = 256, samples: int = 4096) -> list[Fitted]:
-    """Fit maps side by side; all fits of a seed share weights, inputs, map and first masks. One estimator at a time."""
+    """Fit maps in one batch; all fits of a seed share weights, inputs, map and first masks. One estimator at a time."""
     (estimator,) = {fit.estimator for fit in fits}
     seeds = sorted({fit.seed for fit in fits})
     template = replace_all_batch_norm_modules_(models.create("map_fit"))  # only batch statistics are used here
@@ -107,34 +107,38 @@ def fit_masks(fits: Sequence[Fit], *, steps: int, batch_size: int = 256, samples
 def reproduce(
     out: Path, *, seeds: int = 3, steps: int = STEPS, progress: Callable[[str], None] = lambda line: None
 ) -> list[dict[str, Any]]:
-    """All estimators, with and without normalisation; one record an estimator under `out`, and where matplotlib is
-    installed the curves."""
+    """All estimators, with and without normalisation; one record per estimator under `out`, and the curves if
+    matplotlib is installed."""
     if seeds < 1 or steps < 1:
         raise ValueError(f"expected at least 1 seed and 1 step, got {seeds} and {steps}")
-    make_folder(out)
-    records = []
-    for estimator in ESTIMATORS:
-        path = out / f"{estimator}.json"
-        if not path.exists():
-            progress(f"{estimator}: fitting")
-            fitted = fit_masks([fit for fit in all_fits(seeds) if fit.estimator == estimator], steps=steps)
-            about = {
-                "commit": commit(),
-                "versions": versions(),
-                "hardware": hardware(DistributedContext(torch.device("cpu"))),
-            }
-            write_record(path, {"steps": steps, **about, "fits": [dataclasses.asdict(each) for each in fitted]})
-        record = read_record(path, ("steps", "fits"))
-        kept = len({each["fit"]["seed"] for each in record["fits"]})
-        if (record["steps"], kept) != (steps, seeds):
-            raise ValueError(
-                f"{path} has {record['steps']} steps and {kept} seeds, not {steps} and {seeds}: ask for the same, "
-                "choose another folder (--out), or delete it"
-            )
-        records.append(record)
-    if can_draw():
-        map_fitting_curves(records, out / "curves.svg")
+    with held(out):
+        records = [_record(out / f"{estimator}.json", estimator, seeds, steps, progress) for estimator in ESTIMATORS]
+        if can_draw():
+            map_fitting_curves(records, out / "curves.svg")
     return records
+
+
+def _record(path: Path, estimator: str, seeds: int, steps: int, progress: Callable[[str], None]) -> dict[str, Any]:
+    """The record of an estimator, computed if it does not exist."""
+    if not path.exists():
+        progress(f"{estimator}: fitting")
+        fitted = fit_masks([fit for fit in all_fits(seeds) if fit.estimator == estimator], steps=steps)
+        about = {
+            "commit": commit(),
+            "versions": versions(),
+            "hardware": hardware(DistributedContext(torch.device("cpu"))),
+        }
+        write_json(path, {"steps": steps, **about, "fits": [dataclasses.asdict(each) for each in fitted]})
+    record = read_object(path, "the fits of an estimator", ": delete it")
+    if lacking := [name for name in ("steps", "fits") if name not in record]:
+        raise ValueError(f"expected the fits of an estimator in {path}, got no {', '.join(lacking)}: delete it")
+    kept = len({each["fit"]["seed"] for each in record["fits"]})
+    if (record["steps"], kept) != (steps, seeds):
+        raise ValueError(
+            f"{path} has {record['steps']} steps and {kept} seeds, not {steps} and {seeds}: ask for the same, choose "
+            "another folder (--out), or delete it"
+        )
+    return record
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

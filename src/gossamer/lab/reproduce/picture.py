@@ -1,4 +1,4 @@
-"""The picture of learned input connectivity: how many connections each pixel has, for three λ1 and for our defaults."""
+"""The picture of learned input connectivity: the nonzero weights of each pixel, for three λ1 and for our defaults."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,10 +16,10 @@ def panels(records: Sequence[Mapping[str, Any]]) -> list[tuple[str, npt.NDArray[
     found = []
     by_decay = [record for record in records if record["part"] == "decay"]
     for decay in DECAYS:
-        found.append((f"λ1 = {decay:g}", [each for each in by_decay if each["decay"] == decay]))
+        found.append((f"λ1 = {decay:g}", [each for each in by_decay if each["config"]["decay"] == decay]))
     sparsities = [group[0]["paper_sparsity"] for _, group in found]
     for sparsity in sparsities:
-        chosen = [each for each in records if each["part"] == "default" and each["asked_sparsity"] == sparsity]
+        chosen = [each for each in records if each["part"] == "default" and each["config"]["sparsity"] == sparsity]
         found.append(("default", chosen))
     return [(f"{title}: {_zeros(group)} zeros", _picture(group)) for title, group in map(_longest, found)]
 
@@ -55,5 +55,5 @@ def _zeros(group: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _picture(group: Sequence[Mapping[str, Any]]) -> npt.NDArray[np.float64]:
-    counts = np.mean([record["input_connections"] for record in group], axis=0).reshape(SIDE, SIDE)
+    counts = np.mean([record["input_nonzeros"] for record in group], axis=0).reshape(SIDE, SIDE)
     return np.asarray(counts / max(1.0, counts.max()), dtype=np.float64)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from gossamer.lab.results.pages import documents, drawings
 from gossamer.lab.results.plot import accuracy_against_sparsity, can_draw, map_fitting_curves
-from gossamer.lab.results.records import read
+from gossamer.lab.results.records import read_objects
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog="python -m gossamer.lab.results", description=__doc__)
@@ -15,8 +15,8 @@ if __name__ == "__main__":
         parser.error(f"expected a checkout with README.md and results/, got {checkout.absolute()}")
     if can_draw():
         for path, records in drawings(checkout).items():
-            accuracy_against_sparsity(records, path)
+            accuracy_against_sparsity(records, path.stem.partition("-")[0], path)
         fits = checkout / "results" / "map-fitting"
-        map_fitting_curves(read(fits), fits / "curves.svg")
+        map_fitting_curves(read_objects(fits), fits / "curves.svg")
     for path, content in documents(checkout).items():
         path.write_text(content)

@@ -4,7 +4,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from gossamer.lab.results.records import Record, read, table
+from gossamer.lab.results.records import Record, read_objects, table
 
 
 def overhead_rows(root: Path) -> list[list[str]]:
@@ -29,8 +29,8 @@ def overhead(root: Path) -> str:
     )
 
 
-def side_by_side(root: Path) -> str:
-    record = json.loads((root / "side-by-side" / "h200.json").read_text())
+def batched(root: Path) -> str:
+    record = json.loads((root / "batched" / "h200.json").read_text())
     rows = [
         [str(row["runs"]), f"{row['dense_ms']:.2f}", f"{row['sparse_ms']:.2f}", f"{row['sparse_epoch_s']:.3f}",
          f"{row['peak_gib']:.1f}"]
@@ -38,16 +38,16 @@ def side_by_side(root: Path) -> str:
     ]  # fmt: skip
     return "\n\n".join(
         [
-            "## Runs side by side",
+            "## Batched runs",
             f"{record['network']}, batch 64, CIFAR's sizes, bf16, one {record['hardware']}: milliseconds for a step of "
-            f"all runs together, and seconds an epoch and run in the phase where masks learn (`{record['command']}`).",
-            table(["runs", "dense step, ms", "sparse step, ms", "s an epoch and run", "peak memory, GiB"], rows),
+            f"all runs together, and seconds per epoch and run in the phase where masks learn (`{record['command']}`).",
+            table(["runs", "dense step, ms", "sparse step, ms", "s per epoch and run", "peak memory, GiB"], rows),
         ]
     )
 
 
 def throughput_rows(record: Record) -> list[list[str]]:
-    """One row a network; what was not measured, or has failed, is a dash."""
+    """One row per network; a dash stands for what was not measured, or has failed."""
 
     def cell(entry: Record, key: str, form: str) -> str:
         value = entry.get(key)
@@ -62,8 +62,8 @@ def throughput_rows(record: Record) -> list[list[str]]:
             f"{cell(found.get('alone', {}), 'per_second', ',.0f')} {found['unit']}",
             cell(found.get("alone", {}), "sparsifier_share", ".1%"),
             cell(found.get("alone", {}), "peak_gib", ".2f"),
-            cell(found.get("side_by_side", {}), "epoch_s", ".3f"),
-            cell(found.get("side_by_side", {}), "peak_gib", ".2f"),
+            cell(found.get("batched", {}), "epoch_s", ".3f"),
+            cell(found.get("batched", {}), "peak_gib", ".2f"),
         ]
         for name, found in record["networks"].items()
     ]
@@ -73,7 +73,7 @@ def _earlier(record: Record) -> str:
     """Which networks were measured at another commit than the rest."""
     of: dict[str, list[str]] = {}
     for name, found in record["networks"].items():
-        for key in ("alone", "side_by_side"):
+        for key in ("alone", "batched"):
             commit = found.get(key, {}).get("commit")
             if commit is not None and name not in of.setdefault(commit, []):
                 of[commit].append(name)
@@ -82,18 +82,14 @@ def _earlier(record: Record) -> str:
 
 
 def throughput(root: Path) -> str:
-    """Seconds an epoch of every network, where they have been measured."""
+    """Seconds per epoch of every network that has been measured."""
     path = root / "throughput" / "h200.json"
     if not path.is_file():
         return ""
     record = json.loads(path.read_text())
-    runs = {
-        found["side_by_side"]["runs"]
-        for found in record["networks"].values()
-        if "epoch_s" in found.get("side_by_side", {})
-    }
-    together = f"{max(runs)} runs side by side" if runs else "side by side"
-    head = ["network", "batch", "fastest mode", "s an epoch", "a second", "sparsifier", "peak memory, GiB"]
+    runs = {found["batched"]["runs"] for found in record["networks"].values() if "epoch_s" in found.get("batched", {})}
+    together = f"{max(runs)} runs batched" if runs else "batched"
+    head = ["network", "batch", "fastest mode", "s per epoch", "per second", "sparsifier", "peak memory, GiB"]
     head += [together, "their peak memory, GiB"]
     return "\n\n".join(
         [
@@ -101,7 +97,7 @@ def throughput(root: Path) -> str:
             f"Sparse training in the phase where masks learn, one {record['hardware']}, commit {record['commit']}, in "
             f"the fastest of the modes tried (all of them are in the run file){_earlier(record)}; the share of "
             "the sparsifier is the part of a sparse step by which it is longer than a dense one in the same mode; the "
-            "column of runs side by side is seconds an epoch and run, bf16: where it is not below that of one run "
+            "column of batched runs is seconds per epoch and run, bf16: where it is not below that of one run "
             "alone, as with wide networks, a sweep saves nothing but the warm-up that its runs share. Random data of "
             f"the right shapes, no files read (`{record['command']}`).",
             table(head, throughput_rows(record)),
@@ -110,7 +106,7 @@ def throughput(root: Path) -> str:
 
 
 def speed_rows(records: Sequence[Record]) -> list[list[str]]:
-    """One row a network, kind of mask, sparsity and batch size."""
+    """One row per network, kind of mask, sparsity and batch size."""
     rows = []
     for record in sorted(records, key=lambda each: (each["title"], each["masks"], each["sparsity"])):
         zeros, saved = (f"{100 * record[key]:.1f} %" for key in ("sparsity", "flops_sparsity"))
@@ -132,7 +128,7 @@ def _milliseconds(value: float | None) -> str:
 
 
 def speed(root: Path) -> str:
-    records = read(root / "speed")
+    records = read_objects(root / "speed")
     machines = ", ".join(sorted({record["about"]["hardware"] for record in records}))
     head = ["network", "masks", "zeros", "FLOPs saved", "batch", "best dense, ms", "dense int8, ms", "gossamer, ms"]
     return "\n\n".join(
@@ -149,7 +145,7 @@ def speed(root: Path) -> str:
 
 
 def product_rows(records: Sequence[Record], formats: Sequence[str]) -> list[list[str]]:
-    """One row a layer and batch; microseconds of each format, with a star where launching is part of them."""
+    """One row per layer and batch; microseconds of each format, with a star where launching is part of them."""
 
     def cell(found: Record) -> str:
         if "microseconds" not in found:
@@ -180,7 +176,7 @@ def wins(records: Sequence[Record]) -> str:
 
 def products_on_a_gpu(root: Path) -> str:
     """Sparse products that torch has for a GPU, where they have been measured."""
-    records = read(root / "speed-gpu")
+    records = read_objects(root / "speed-gpu")
     if not records:
         return ""
     formats = list(dict.fromkeys(name for record in records for row in record["rows"] for name in row["formats"]))

@@ -6,8 +6,20 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from gossamer.lab.results.records import Record, defaults_of, mean_and_spread, read, table
+from gossamer.lab.results.records import (
+    Record,
+    asked_sparsity,
+    machine,
+    mean_and_spread,
+    percent,
+    read_objects,
+    read_records,
+    table,
+)
 from gossamer.methods.scl import SCLOptions
+
+OF_MNIST = ("part", "paper_accuracy", "paper_sparsity", "input_nonzeros", "options", "hardware")
+"""What tables and picture of MNIST need of a record, beside what every record has."""
 
 
 def map_fitting_rows(records: Sequence[Record]) -> list[list[str]]:
@@ -45,7 +57,7 @@ def _fitted(group: Sequence[Record]) -> str:
 
 
 def map_fitting(root: Path) -> str:
-    records = read(root / "map-fitting")
+    records = read_objects(root / "map-fitting")
     steps, seeds = records[0]["steps"], len({fitted["fit"]["seed"] for fitted in records[0]["fits"]})
     drawn = (root / "map-fitting" / "curves.svg").exists()
     head = ["estimator"]
@@ -78,14 +90,14 @@ def mnist_decay_table(records: Sequence[Record]) -> tuple[list[str], list[list[s
         head += [f"its settings, {length:g} mask epochs: zeros", "accuracy"]
     head += [f"{_defaults(records)}: zeros", "accuracy"]
     dense = [record for record in records if record["part"] == "dense"]
-    rows = [["dense", "0.0 %", f"{dense[0]['paper_accuracy']:.2f}", *["–"] * (2 * len(lengths)), *_at_zeros(dense)]]
-    for decay in sorted({record["decay"] for record in by_decay}):
-        group = [record for record in by_decay if record["decay"] == decay]
+    rows = [["dense", "0.0 %", _paper(dense), *["–"] * (2 * len(lengths)), *_at_zeros(dense)]]
+    for decay in sorted({record["config"]["decay"] for record in by_decay}):
+        group = [record for record in by_decay if record["config"]["decay"] == decay]
         sparsity = group[0]["paper_sparsity"]
-        row = [f"{decay:g}", f"{sparsity:.1%}".replace("%", " %"), f"{group[0]['paper_accuracy']:.2f}"]
+        row = [f"{decay:g}", f"{sparsity:.1%}".replace("%", " %"), _paper(group)]
         for length in lengths:
             row += _at_zeros([record for record in group if _mask_epochs(record) == length])
-        ours = [record for record in records if record["part"] == "default" and record["asked_sparsity"] == sparsity]
+        ours = [record for record in records if record["part"] == "default" and asked_sparsity(record) == sparsity]
         rows.append([*row, *_at_zeros(ours)])
     return head, rows
 
@@ -106,18 +118,16 @@ def mnist_estimator_table(records: Sequence[Record]) -> tuple[list[str], list[li
                 [r for r in tried if _setting(r, "estimator", "scale", "mask_lr") == (estimator, scale, rate)]
                 for rate in rates
             ]
-            row += [f"{cells[0][0]['paper_accuracy']:.2f}", *(_accuracy(cell) for cell in cells)]
+            row += [_paper(cells[0]), *(_accuracy(cell) for cell in cells)]
         rows.append(row)
     return head, rows
 
 
 def _defaults(records: Sequence[Record]) -> str:
-    """What to call them: those of now, or of when the runs were made."""
-    then = {item for record in records if record["part"] == "default" for item in defaults_of(record).items()}
-    now = {
-        name: value for name, value in vars(SCLOptions()).items() if name != "mask_decay_cap"
-    }  # has no effect without mask_decay
-    changed = {name: value for name, value in then if value is not None and value != now.get(name, value)}
+    """What the table calls them: those of now, or of when the runs were made."""
+    now, changed = vars(SCLOptions()), dict[str, float]()
+    for record in (each for each in records if each["part"] == "default"):
+        changed |= {name: value for name, value in record["options"].items() if value != now.get(name)}
     return ", ".join(["our defaults", *(f"{name}={changed[name]:g}" for name in sorted(changed))])
 
 
@@ -134,31 +144,34 @@ def _at_zeros(group: Sequence[Record]) -> list[str]:
 
 
 def _accuracy(group: Sequence[Record]) -> str:
-    return mean_and_spread([record["accuracy"] for record in group])
+    return mean_and_spread(percent(group))
+
+
+def _paper(group: Sequence[Record]) -> str:
+    return f"{100 * group[0]['paper_accuracy']:.2f}"
 
 
 def mnist(root: Path) -> str:
-    """Nothing where there are no records of it; of runs of several lengths the longest."""
-    records = read(root / "mnist")
+    """Of runs of several lengths the longest; nothing without records."""
+    records = read_records(root / "mnist", OF_MNIST)
     if not records:
         return ""
-    longest = max(record["epochs"] for record in records)
-    records = [record for record in records if record["epochs"] == longest]
-    first, seeds = records[0], len({record["seed"] for record in records})
-    machines = Counter(record["hardware"].get("gpu", record["hardware"]["cpu"]) for record in records)
-    told = ", ".join(f"{machine} ({count} runs)" for machine, count in machines.most_common())
-    ours = [record for record in records if record["part"] == "default" and record["asked_sparsity"] == 0.95]
+    longest = max(record["config"]["epochs"] for record in records)
+    records = [record for record in records if record["config"]["epochs"] == longest]
+    seeds, machines = len({record["config"]["seed"] for record in records}), Counter(map(machine, records))
+    trained_on = ", ".join(f"{name} ({count} runs)" for name, count in machines.most_common())
+    ours = [record for record in records if record["part"] == "default" and asked_sparsity(record) == 0.95]
     return "\n\n".join(
         [
             "## The paper's tables on MNIST",
-            f"117,152 connections, {first['epochs']} epochs, batch 64; test accuracy in percent at the last epoch, "
-            f"mean ± standard deviation, seeds: {seeds}; {told}; `gossamer reproduce mnist --out results/mnist`.",
+            f"117,152 weights, {longest} epochs, batch 64; test accuracy in percent at the last epoch, "
+            f"mean ± standard deviation, seeds: {seeds}; {trained_on}; `gossamer reproduce mnist --out results/mnist`.",
             table(*mnist_decay_table(records)),
             f'Estimators at exactly 95 % zeros, with `preset="paper"` and λ1 solved for instead of fixed; '
             f"{_defaults(records)} "
             f"at 95 %: {_accuracy(ours)}.",
             table(*mnist_estimator_table(records)),
-            "Connections of each pixel, over all layers, darkest where there are most (numbers in the records):",
+            "Nonzero weights of each pixel, over all layers, darkest where there are most (numbers in the records):",
             "![Input connectivity on MNIST](../results/mnist/input-connectivity.png)",
         ]
     )

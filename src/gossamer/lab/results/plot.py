@@ -1,4 +1,4 @@
-"""Plots of records: accuracy against sparsity, a line a method; learning curves of map fitting. Need matplotlib."""
+"""Plots of records: accuracy against sparsity, a line per method; learning curves of map fitting. Need matplotlib."""
 
 import importlib.util
 import statistics
@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from gossamer.lab.results.comparisons import Block, Group, blocks_of
 from gossamer.lab.results.exhibits import best_of, rates_of
-from gossamer.lab.results.races import Block, Group, race_blocks
-from gossamer.lab.results.records import Record
+from gossamer.lab.results.records import Record, percent
 
 _COLLAPSED = 20.0  # points below the best at the same sparsity
 _MARKERS = "osD^v<>PXp"  # with the ten colours twice, so that each of twenty lines has its own pair
@@ -55,7 +55,7 @@ class Panel:
 
 def panels(records: Sequence[Record]) -> list[Panel]:
     """What is drawn."""
-    blocks = race_blocks(records)
+    blocks = blocks_of(records)
     dense = [group for block in blocks for group in block.groups if group.method == "dense"]
     found = [_panel(block, dense) for block in blocks]
     return [panel for panel in found if panel.sparse] or found
@@ -70,13 +70,13 @@ def _panel(block: Block, dense: Sequence[Group]) -> Panel:
 
 
 def _line(group: Group, block: Block) -> Line:
-    points = {100 * at: [run["accuracy"] for run in runs] for at, runs in sorted(group.runs.items())}
+    points = {100 * at: percent(runs) for at, runs in sorted(group.runs.items())}
     mean = [statistics.mean(each) for each in points.values()]
     spread = [statistics.stdev(each) if len(each) > 1 else 0.0 for each in points.values()]
     return Line(group.method, group.label(block.shared), tuple(points), tuple(mean), tuple(spread))
 
 
-def accuracy_against_sparsity(records: Sequence[Record], path: Path) -> None:
+def accuracy_against_sparsity(records: Sequence[Record], tier: str, path: Path) -> None:
     """Draw the records into a file; what kind of file its name says. Whole filters have a panel of their own."""
     check()
     from matplotlib.figure import Figure  # optional
@@ -88,8 +88,8 @@ def accuracy_against_sparsity(records: Sequence[Record], path: Path) -> None:
     for axes, panel in zip(figure.subplots(1, len(drawn), squeeze=False)[0], drawn, strict=True):
         draw = _draw_rows if len(panel.sparsity) == 1 else _draw
         draw(axes, panel)
-    first = records[0]
-    run = f"{first['tier']}: {first['net']} on {first['data']}, {first['epochs']} epochs"
+    config = records[0]["config"]
+    run = f"{tier}: {config['model']} on {config['data']}, {config['epochs']} epochs"
     figure.suptitle(f"{run}, mean ± standard deviation over seeds")
     _write(figure, path)
 

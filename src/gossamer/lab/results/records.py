@@ -1,4 +1,4 @@
-"""Run files and the tables made of them."""
+"""The records of runs, other result files, and the tables made of them."""
 
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
@@ -6,64 +6,43 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from gossamer._json import read_object
-from gossamer.settings import with_current_names
+from gossamer.lab.json_files import read_object
+from gossamer.lab.training.result import check_result, with_current_keys
+from gossamer.lab.training.run import Run
 
 Record = dict[str, Any]
-# What every record of a comparison has, whenever it was made.
-_OF_A_RUN = (
-    *("tier", "net", "data", "method", "sparsity", "asked_sparsity", "seed", "epochs", "settings", "hardware"),
-    *("accuracy", "validation_accuracy", "train_loss"),
+_NEEDED = ("run_id", "config", "diverged", "accuracy", "validation_accuracy", "sparsity", "train_loss")
+_KINDS: Mapping[str, type] = MappingProxyType(
+    dict.fromkeys(("run_id", "tier", "part"), str)
+    | dict.fromkeys(("options", "hardware", "retired"), dict)
+    | {"diverged": bool, "seed": int, "nonzeros_by_tensor": list, "input_nonzeros": list}
 )
-_TEXT, _NUMBER, _OPTIONAL = (str,), (int, float), (int, float, type(None))
-_KINDS: Mapping[str, tuple[type, ...]] = MappingProxyType(
-    {
-        **dict.fromkeys(("tier", "net", "data", "method"), _TEXT),
-        **dict.fromkeys(("sparsity", "asked_sparsity", "seed", "epochs", "accuracy"), _NUMBER),
-        **dict.fromkeys(("validation_accuracy", "train_loss"), _OPTIONAL),
-    }
-)
-# What settings that came later were in the records from before them, where their default changed since.
-BEFORE: Mapping[str, Any] = MappingProxyType(
-    {"pruned_grad_scale": 1.0, "rate": None, "mask_decay": 0.0, "mask_decay_cap": 0.0}
-)
-
-
-def read(folder: Path) -> list[Record]:
-    return [read_record(path) for path in sorted(folder.glob("*.json"))]
 
 
 def read_record(path: Path, needed: Sequence[str] = ()) -> Record:
-    """One record; it has all that is `needed`, or an error names the file."""
-    record = read_object(path, expected="the record of a run", remedy=": delete it")
-    if lacking := [name for name in needed if name not in record]:
-        raise ValueError(f"expected the record of a run in {path}, got one without {', '.join(lacking)}: delete it")
-    return _with_current_names(record)
+    """The record of a batched run; it has all that tables show, and what else is `needed`."""
+    remedy = ": delete it to train the run again"
+    record = with_current_keys(read_object(path, "the record of a run", remedy))
+    if lacking := [name for name in (*_NEEDED, *needed) if name not in record]:
+        raise ValueError(f"expected the record of a run in {path}, got one without {', '.join(lacking)}{remedy}")
+    check_result(record, path)
+    if wrong := [name for name, kind in _KINDS.items() if not isinstance(record.get(name, kind()), kind)]:
+        got = ", ".join(f"{name} = {record[name]!r:.40}" for name in wrong)
+        raise ValueError(f"expected the record of a run in {path}, got one with {got}{remedy}")
+    try:
+        config = Run.from_dict(record["config"]).to_dict()
+    except ValueError as error:
+        raise ValueError(f"expected the record of a run in {path}, got {error}{remedy}") from error
+    return {**record, "config": config}
 
 
-def _with_current_names(record: Record) -> Record:
-    """Older records have settings under their former names."""
-    parts = {
-        key: with_current_names(record[key]) for key in ("settings", "settled") if isinstance(record.get(key), dict)
-    }
-    return {**with_current_names(record), **parts}
+def read_records(folder: Path, needed: Sequence[str] = ()) -> list[Record]:
+    return [read_record(path, needed) for path in sorted(folder.glob("*.json"))]
 
 
-def read_races(folder: Path) -> list[Record]:
-    """The records of a comparison, or of several."""
-    return [read_run(path) for path in sorted(folder.glob("*.json"))]
-
-
-def read_run(path: Path) -> Record:
-    """One record of a comparison; it has all that the tables ask for."""
-    record = read_record(path, _OF_A_RUN)
-    if not isinstance(record["settings"], dict):
-        raise ValueError(f"expected the record of a run in {path}, got one whose settings are no table: delete it")
-    wrong = [name for name, kinds in _KINDS.items() if not isinstance(record[name], kinds) or record[name] is True]
-    if wrong:
-        told = ", ".join(f"{name} = {record[name]!r:.40}" for name in wrong)
-        raise ValueError(f"expected the record of a run in {path}, got one with {told}: delete it")
-    return record
+def read_objects(folder: Path) -> list[dict[str, Any]]:
+    """Result files that are not of runs."""
+    return [read_object(path, remedy=": delete it") for path in sorted(folder.glob("*.json"))]
 
 
 def make_folder(path: Path) -> None:
@@ -79,14 +58,20 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def mean_and_spread(values: Sequence[float]) -> str:
-    """Of one value there is no spread."""
+    """Mean ± standard deviation; one value has no spread."""
     mean = f"{statistics.mean(values):.2f}"
     return f"{mean} ± {statistics.stdev(values):.2f}" if len(values) > 1 else mean
 
 
-def defaults_of(record: Record) -> dict[str, float | None]:
-    """What a run had of the settings whose default has changed since."""
-    then = {"mask_lr": 0.01, **BEFORE}  # in BEFORE it would be that of other methods, too
-    return {
-        name: record.get(name, then[name]) for name in ("mask_lr", "mask_decay", "mask_decay_cap", "pruned_grad_scale")
-    }
+def percent(records: Iterable[Record], key: str = "accuracy") -> list[float]:
+    """An accuracy of the records, in percent; those without a validation set have no validation accuracy."""
+    return [100.0 * record[key] for record in records if record[key] is not None]
+
+
+def asked_sparsity(record: Record) -> float:
+    return float(record["config"].get("sparsity") or 0.0)
+
+
+def machine(record: Record) -> str:
+    hardware = record["hardware"]
+    return str(hardware.get("gpu", hardware.get("cpu", "CPU")))

@@ -1,4 +1,4 @@
-"""Sweeps: the settings in which runs differ, and what has come of them over seeds."""
+"""Sweeps: the settings in which runs differ, and their outcomes over seeds."""
 
 import json
 import statistics
@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
-from gossamer.lab.results.records import Record, mean_and_spread
+from gossamer.lab.results.records import Record, mean_and_spread, percent
 
 _NOT_SHOWN = {"seed", "device", "data_root"}
 
@@ -25,14 +25,14 @@ def sweep_table(records: Sequence[Record]) -> tuple[list[str], list[list[str]]]:
 
 
 def _cells(group: Sequence[tuple[dict[str, Any], Record]]) -> list[str]:
-    """What has come of the runs; those that have diverged are only counted."""
+    """The outcomes of runs; those that have diverged are only counted."""
     sound = [record for _, record in group if not record["diverged"]]
     lost = len(group) - len(sound)
     if not sound:
         return ["diverged", "–", "–", "–", str(lost)]
-    held_out = [100 * record["validation_accuracy"] for record in sound if record["validation_accuracy"] is not None]
+    held_out = percent(sound, "validation_accuracy")
     return [
-        mean_and_spread([100 * record["accuracy"] for record in sound]),
+        mean_and_spread(percent(sound)),
         mean_and_spread(held_out) if held_out else "–",
         f"{statistics.mean(record['sparsity'] for record in sound):.2%}",
         f"{statistics.mean(record['train_loss'] for record in sound):.3f}",

@@ -1,4 +1,4 @@
-"""Training runs from a frozen description: one loop, checkpoints that survive a kill, results one can believe."""
+"""Training of a run from its frozen description: one loop, crash-safe checkpoints, reproducible results."""
 
 from gossamer.lab.training.loop import train
 from gossamer.lab.training.run import Run

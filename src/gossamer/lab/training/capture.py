@@ -1,4 +1,4 @@
-"""A step as one CUDA graph: captured once, replayed from then on. On a CPU the step simply runs."""
+"""A step as one CUDA graph: captured once, then replayed. On a CPU, the step runs directly."""
 
 from collections.abc import Callable
 
@@ -6,10 +6,10 @@ import torch
 
 
 class Captured:
-    """Calls a function that takes and returns nothing and does the same kernels every time.
+    """Calls a function without arguments or result that launches the same kernels every time.
 
-    The first calls run it for real on a side stream, as libraries choose their algorithms then; the next one captures
-    it (which does not run it) and replays; all later ones replay.
+    The first calls run it on a side stream, because libraries choose their algorithms then. The next call captures it
+    (which does not run it) and replays the graph; all later calls replay.
     """
 
     def __init__(self, step: Callable[[], None], device: torch.device, *, trials: int = 3) -> None:
@@ -19,7 +19,7 @@ class Captured:
 
     @property
     def replays(self) -> bool:
-        """Whether the next call replays a graph (capturing it first, if need be) instead of running the function."""
+        """Whether the next call replays a graph (capturing it first, if necessary) instead of running the function."""
         return self._on_gpu and self._trials == 0
 
     def __call__(self) -> None:
@@ -36,10 +36,10 @@ class Captured:
             torch.cuda.current_stream().wait_stream(self._stream)
         else:
             self._graph = torch.cuda.CUDAGraph()
-            # Other threads, such as the one that brings images of a folder into pinned memory, go on meanwhile.
+            # Other threads, such as the one that pins the images of a folder, continue during the capture.
             with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
                 self._step()
-            # Where the graph finds its random numbers torch 2.11 resets on the stream of the capture, and nothing else
-            # lets a replay on this stream wait for that: on a busy GPU it may come late, and dropout draws others.
+            # torch 2.11 resets the random state of the graph on the capture stream, and nothing else makes a replay on
+            # this stream wait for that: on a busy GPU it may be late, and dropout would draw other numbers.
             torch.cuda.synchronize()
             self._graph.replay()

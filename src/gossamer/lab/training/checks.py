@@ -1,4 +1,4 @@
-"""What is wrong with a run, all of it at once, before anything is trained."""
+"""Validation of a run: all problems at once, before training."""
 
 import re
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ from gossamer.settings import PRESETS, choose
 if TYPE_CHECKING:  # which checks itself by what is here
     from gossamer.lab.training.run import Run
 
-TRUNK = "trunk"  # the teacher that is the network itself, as it was after the warm-up
+TRUNK = "trunk"  # the teacher that is a copy of the network after the warm-up
 AUTO = "auto"
 CHOICES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
@@ -32,12 +32,12 @@ CHOICES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     }
 )
 _LARGEST = torch.finfo(torch.float32).max  # of numbers that weights and masks are computed with
-# How messages about single settings begin, several of which may stand in one line.
+# The start of a message about one setting; a line may contain several messages.
 _NAMED, _NEXT = re.compile(r"\w+: "), re.compile(r"; (?=\w+: )")
 
 
 def problems_of(run: "Run") -> list[str]:
-    """Why a run cannot be trained; empty where nothing is against it so far."""
+    """The reasons why a run cannot be trained; empty if there are none so far."""
     problems = [*_wrong_choices(run), *_wrong_numbers(run), *_wrong_request(run), *_wrong_durations(run)]
     return [*problems, *_wrong_data(run), *_wrong_teacher(run), *_without_warmup(run)]
 
@@ -60,7 +60,7 @@ def _wrong_settings(run: "Run") -> list[str]:
         return [f"method: {error}"]
     kinds, wrong = setting_types(run.method), []
     for name, value in run.settings.items():
-        if name in kinds and name not in PHASES:  # durations have a better message of their own
+        if name in kinds and name not in PHASES:  # durations have more specific messages
             try:
                 typed(kinds[name], f"settings.{name}", value)
             except ValueError as error:
@@ -86,8 +86,8 @@ def _wrong_numbers(run: "Run") -> list[str]:
         ("image_size", "at least 1 pixel", run.image_size >= 1),
         ("workers", "at least 0", run.workers >= 0),
         ("validation", "at least 0 images", run.validation >= 0),
-        ("sparsity", "a share from 0 to below 1, such as 0.95", run.sparsity is None or 0 <= run.sparsity < 1),
-        ("flops", "the share that is left, above 0 and up to 1, such as 0.1", run.flops is None or 0 < run.flops <= 1),
+        ("sparsity", "a number of at least 0 and below 1, such as 0.95", run.sparsity is None or 0 <= run.sparsity < 1),
+        ("flops", "the fraction to keep, above 0 and at most 1, such as 0.1", run.flops is None or 0 < run.flops <= 1),
         ("decay", "a number of at least 0, such as 0.03", run.decay is None or run.decay >= 0),
         ("leave_at", "a sparsity between 0 and 1, such as 0.94", run.leave_at is None or 0 < run.leave_at < 1),
         ("lr", "a number above 0", run.lr > 0),
@@ -99,7 +99,7 @@ def _wrong_numbers(run: "Run") -> list[str]:
         ("label_smoothing", "from 0 to below 1", 0 <= run.label_smoothing < 1),
         ("lr_factor", "above 0 and up to 1", 0 < run.lr_factor <= 1),
         ("lr_restart", "a number above 0, or none", run.lr_restart is None or run.lr_restart > 0),
-        ("distil", "a share from 0 to 1", 0 <= run.distil <= 1),
+        ("distil", "a number from 0 to 1", 0 <= run.distil <= 1),
         ("temperature", "a number above 0", run.temperature > 0),
         ("evaluate_every", "at least 1 epoch", run.evaluate_every >= 1),
         ("checkpoint_minutes", "at least 0", run.checkpoint_minutes >= 0),
@@ -132,13 +132,13 @@ def _wrong_request(run: "Run") -> list[str]:
 
 
 def _wrong_data(run: "Run") -> list[str]:
-    """What means nothing for the data of a run, and would only make another run of it."""
+    """Fields that have no effect for the data of a run and would only change its run_id."""
     kind = kind_of(run.data)
     table = (
-        ("validation", ("images", "folder"), "text brings a part of its own"),
-        ("augment", ("images",), "text is read as it is, and an image folder is always cropped at random"),
-        ("image_size", ("folder",), "only the images of a folder are brought to a size"),
-        ("bptt", ("text",), "only text is read in portions of so many words"),
+        ("validation", ("images", "folder"), "text has its own validation set"),
+        ("augment", ("images",), "text is not augmented, and the images of a folder always are"),
+        ("image_size", ("folder",), "only the images of a folder are resized"),
+        ("bptt", ("text",), "only text has windows of time steps"),
     )
     return [
         f"{name}: expected {getattr(type(run), name)} with data={run.data}, got {getattr(run, name)}: {why}"
@@ -156,23 +156,23 @@ def _wrong_durations(run: "Run") -> list[str]:
             except ValueError as error:
                 wrong.append(f"{name}: {error}")
     if (run.schedule == "steps") != bool(run.lr_drops):
-        wrong.append(f"lr_drops go with schedule=steps, got schedule={run.schedule} and lr_drops={run.lr_drops}")
+        wrong.append(f"lr_drops needs schedule=steps, got schedule={run.schedule} and lr_drops={run.lr_drops}")
     if run.lr_restart is not None and run.schedule != "restart":
-        wrong.append(f"lr_restart goes with schedule=restart, got schedule={run.schedule}")
+        wrong.append(f"lr_restart needs schedule=restart, got schedule={run.schedule}")
     return wrong
 
 
 def _wrong_teacher(run: "Run") -> list[str]:
     alone = {"temperature": run.temperature, "teacher": run.teacher} if not run.distil else {}
     return [
-        f"{name} goes with a share distil above 0, got {name}={value} and distil=0"
+        f"{name} needs distil above 0, got {name}={value} and distil=0"
         for name, value in alone.items()
         if value != getattr(type(run), name)
     ]
 
 
 def _without_warmup(run: "Run") -> list[str]:
-    """What needs a network that has learned, dense, when masks begin, where there is no such moment."""
+    """Problems of settings that need a trained dense network at the end of the warm-up, if there is none."""
     rule = known(run.method)
     if run.method == "dense":
         reason = "method=dense has no masks: set method=scl"
@@ -184,5 +184,5 @@ def _without_warmup(run: "Run") -> list[str]:
     if run.schedule == "restart":
         wrong.append(f"schedule=restart needs a warm-up before the masks, but {reason}, or schedule=cosine")
     if run.distil and run.teacher == TRUNK:
-        wrong.append(f"teacher={TRUNK} needs a warm-up before the masks, but {reason}, or give teacher= a file")
+        wrong.append(f"teacher={TRUNK} needs a warm-up before the masks, but {reason}, or set teacher= to a file")
     return wrong

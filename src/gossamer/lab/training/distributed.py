@@ -1,9 +1,9 @@
-"""Where a run is computed: one device, or one of several processes that torchrun has started.
+"""The devices and processes of a run: one device, or one of several processes started by torchrun.
 
-Every process sees the same global batch and takes its own slice of it, weighted such that the mean over processes is
-the mean over the batch, so the result is that of one process up to the order in which sums are taken. Two things are
-not a sum over samples: dropout draws its own numbers in each process, and batch normalisation needs statistics of the
-whole batch, which torch synchronises on accelerators only.
+Every process takes its slice of the same global batch, weighted such that the mean over processes is the mean over the
+batch. So the result equals that of one process up to the order of sums. Two things are not sums over samples: dropout
+draws its own numbers in each process, and batch normalisation needs statistics of the whole batch, which torch
+synchronises on accelerators only.
 """
 
 import atexit
@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class DistributedContext:
-    """A device, and the number of this process among all."""
+    """The device of this process, its rank and the number of processes."""
 
     device: torch.device
     rank: int = 0
@@ -38,20 +38,20 @@ class DistributedContext:
 
     @property
     def leads(self) -> bool:
-        """Whether this process writes files and shows progress."""
+        """Whether this is the main process, which writes files and shows progress."""
         return self.rank == 0
 
     def slice_of(self, count: int) -> slice:
-        """The samples of a global batch of `count` that this process takes."""
+        """The slice of this process of a global batch of `count` samples."""
         return slice(self.rank * count // self.world, (self.rank + 1) * count // self.world)
 
     def weight_of(self, count: int) -> float:
-        """What the mean loss over this process's slice is multiplied by, so that processes average to the whole."""
+        """The factor on the mean loss of this slice with which the mean over processes is that of the global batch."""
         first, last = self.rank * count // self.world, (self.rank + 1) * count // self.world
         return (last - first) * self.world / count
 
-    def agree(self, flag: bool) -> bool:
-        """Whether any process says so; all have to ask."""
+    def any(self, flag: bool) -> bool:
+        """Whether the flag is set in any process; all have to call it."""
         if self.world == 1:
             return flag
         votes = torch.tensor([float(flag)], device=self.device)
@@ -70,8 +70,8 @@ class DistributedContext:
         dist.all_reduce(total)
         return total
 
-    def least(self, value: Tensor) -> Tensor:
-        """The smallest of the numbers that the processes have."""
+    def minimum(self, value: Tensor) -> Tensor:
+        """The minimum over the processes."""
         if self.world == 1:
             return value
         smallest = value.detach().clone()
@@ -79,25 +79,25 @@ class DistributedContext:
         return smallest
 
     def gather(self, value: Any) -> list[Any]:
-        """The values of all processes, on the one that leads; an empty list elsewhere."""
+        """The values of all processes on the main process; an empty list on the others."""
         if self.world == 1:
             return [value]
         values: list[Any] | None = [None] * self.world if self.leads else None
         dist.gather_object(value, values)
         return values or []
 
-    def share(self, value: Any) -> Any:
-        """The value of the process that leads, everywhere."""
+    def broadcast(self, value: Any) -> Any:
+        """Broadcast the value of the main process."""
         if self.world == 1:
             return value
         values = [value]
         dist.broadcast_object_list(values, src=0)
         return values[0]
 
-    def after_the_leader(self, action: Callable[[], T]) -> T:
-        """What `action` gives here, done first by the process that leads: the others then find what it has fetched.
+    def main_process_first(self, action: Callable[[], T]) -> T:
+        """The result of `action`, run first by the main process, so that the others find what it has downloaded.
 
-        Where it fails there, it fails everywhere with the same error, and nobody waits for somebody who is gone.
+        If it fails there, it raises the same error in all processes, so that none waits for another.
         """
         if self.world == 1:
             return action()
@@ -108,20 +108,20 @@ class DistributedContext:
                 done.append(action())
             except Exception as error:
                 problem = _as_sent(error)
-        problem = self.share(problem)
+        problem = self.broadcast(problem)
         if problem is not None:
             raise problem
         return done[0] if done else action()
 
 
 def join(device: str) -> DistributedContext:
-    """The place of this process; where torchrun has started several, join them."""
+    """The context of this process; joins the others if torchrun has started several."""
     world = _processes()
     chosen = _device(device)
     if chosen.type == "cuda":
         own = _own_gpu() if world > 1 else chosen.index
         chosen = _device(f"cuda:{torch.cuda.current_device() if own is None else own}")
-        torch.cuda.set_device(chosen)  # streams, graphs and kernels of Triton are those of the current device
+        torch.cuda.set_device(chosen)  # streams, graphs and Triton kernels use the current device
     if world == 1:
         return DistributedContext(chosen)
     if not dist.is_initialized():
@@ -130,17 +130,17 @@ def join(device: str) -> DistributedContext:
             dist.init_process_group("nccl", device_id=chosen)
         else:
             dist.init_process_group("gloo")
-        # Kept for further runs of this process: torchrun's store does not take a second group of the same name.
+        # Kept for later runs of this process: the store of torchrun does not accept a second group of the same name.
         atexit.register(_leave)
     return DistributedContext(chosen, dist.get_rank(), dist.get_world_size())
 
 
 def check_one_process() -> None:
-    """Before work that several processes would each do whole, and write to the same files."""
+    """Refuse several processes for work that is not distributed: each would do all of it and write the same files."""
     if (world := _processes()) > 1:
         raise ValueError(
-            f"expected one process, as runs side by side share one device, got WORLD_SIZE={world}: start gossamer "
-            "without torchrun; only gossamer train shares its work among several processes"
+            f"expected one process, as batched runs share one device, got WORLD_SIZE={world}: start gossamer "
+            "without torchrun; only gossamer train distributes its work among several processes"
         )
 
 
@@ -149,17 +149,17 @@ def _processes() -> int:
 
 
 def _check_launched(world: int) -> None:
-    """Before the processes look for each other: a batch system may say how many there are, and not who is who."""
+    """Check the environment before joining: a batch system may set the number of processes but not their ranks."""
     missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing:
         raise ValueError(
-            f"expected {', '.join(missing)} beside WORLD_SIZE={world}, as torchrun sets them, got none: start several "
+            f"expected {', '.join(missing)} with WORLD_SIZE={world}, as torchrun sets them, got none: start several "
             "processes with torchrun, or unset WORLD_SIZE for one"
         )
 
 
 def _as_sent(error: Exception) -> Exception:
-    """The error, or one with its words where another process could not be given it."""
+    """The error, or one with the same message if it cannot be pickled."""
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:
@@ -168,7 +168,7 @@ def _as_sent(error: Exception) -> Exception:
 
 
 def _own_gpu() -> int:
-    """The GPU of this process among those that share the machine."""
+    """The GPU of this process on its machine."""
     local, found = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
     if local >= found:
         raise ValueError(
@@ -186,9 +186,9 @@ def _leave() -> None:
 def end_process(code: int) -> NoReturn:
     """Exit with this code.
 
-    One of several processes does without the interpreter's own farewell: a thread of torch's gloo that still holds the
-    last tensor it sent lets go of it then, and aborts a process whose work is done (pytorch issue 190489; seen in 2 of
-    75 pairs of processes on a busy machine).
+    One of several processes skips the finalization of the interpreter: a gloo thread of torch that still holds the last
+    tensor it sent would release it then and abort the process (pytorch issue 190489; seen in 2 of 75 pairs of processes
+    on a busy machine).
     """
     if not dist.is_initialized():
         sys.exit(code)
@@ -199,9 +199,9 @@ def end_process(code: int) -> NoReturn:
 
 
 @contextmanager
-def no_farewell_after_an_error() -> Iterator[None]:
-    """Let a process that fails simply end: to close its connections properly it would wait for the others, which may be
-    waiting for it in the middle of a step. Their launcher sees the end and stops them."""
+def exit_at_once_after_an_error() -> Iterator[None]:
+    """Exit at once after an error. Closing connections would wait for the other processes, which may be waiting for
+    this one in the middle of a step. Their launcher notices the exit and stops them."""
     try:
         yield
     except BaseException:
@@ -211,7 +211,7 @@ def no_farewell_after_an_error() -> Iterator[None]:
 
 @contextmanager
 def advice_on_lost_processes() -> Iterator[None]:
-    """Say what to do where the others of a run cannot be reached any more, as when one of them has died."""
+    """Explain what to do if other processes of a run cannot be reached, for example because one of them died."""
     try:
         yield
     except RuntimeError as error:
@@ -220,8 +220,8 @@ def advice_on_lost_processes() -> Iterator[None]:
             raise
         first = str(error).splitlines()[0]
         raise RuntimeError(
-            f"the other processes of this run cannot be reached ({first}): see whether one of them has said why it "
-            "ended, and run the same command again; it goes on from the last checkpoint, where there is one"
+            f"the other processes of this run cannot be reached ({first}): check whether one of them has logged why it "
+            "ended, and run the same command again; it resumes from the last checkpoint, if there is one"
         ) from error
 
 
@@ -239,7 +239,7 @@ def _device(name: str) -> torch.device:
         found = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if found <= (device.index or 0):
             raise ValueError(
-                f"device={name} was asked for, but torch {torch.__version__} finds {found} CUDA devices here: "
+                f"device={name} was requested, but torch {torch.__version__} finds {found} CUDA devices here: "
                 "set device=cpu (or auto), or install the driver and a torch built for CUDA"
             )
     return device
@@ -247,7 +247,7 @@ def _device(name: str) -> torch.device:
 
 @contextmanager
 def fast_algorithms(context: DistributedContext) -> Iterator[None]:
-    """Let cuDNN try its algorithms for shapes it has not seen, and take the fastest: here shapes never change."""
+    """Let cuDNN time its algorithms for new shapes and use the fastest: here shapes never change."""
     before = torch.backends.cudnn.benchmark
     torch.backends.cudnn.benchmark = before or context.device.type == "cuda"
     try:
@@ -257,12 +257,12 @@ def fast_algorithms(context: DistributedContext) -> Iterator[None]:
 
 
 def autocast(run: Run, context: DistributedContext) -> torch.autocast:
-    """The precision in which a network is computed forwards."""
+    """The precision of the forward pass."""
     return torch.autocast(context.device.type, torch.bfloat16, enabled=run.precision == "bf16")
 
 
 def synchronise_batch_norm(model: nn.Module, context: DistributedContext) -> nn.Module:
-    """Let batch normalisation see the whole global batch, where torch can."""
+    """Compute the statistics of batch normalisation over the global batch, where torch supports it."""
     if context.world == 1 or not any(isinstance(module, _BatchNorm) for module in model.modules()):
         return model
     if context.device.type == "cpu":
@@ -278,7 +278,7 @@ def synchronise_batch_norm(model: nn.Module, context: DistributedContext) -> nn.
 
 
 def shard_(model: nn.Module, run: Run, context: DistributedContext) -> None:
-    """Spread the parameters over the processes in place, where the run asks for it."""
+    """Shard the parameters over the processes in place, if the run requests it."""
     if context.world > 1 and run.sharding == "fsdp2":
         from torch.distributed.fsdp import fully_shard
 
@@ -286,7 +286,7 @@ def shard_(model: nn.Module, run: Run, context: DistributedContext) -> None:
 
 
 def forward_of(model: nn.Module, run: Run, context: DistributedContext) -> Callable[..., Any]:
-    """What the training step calls: the model, synchronised over processes and compiled where that is asked for."""
+    """The model as called in a training step: synchronised over processes and compiled, if requested."""
     forward: Callable[..., Any] = model
     if context.world > 1 and run.sharding == "ddp":
         forward = nn.parallel.DistributedDataParallel(
@@ -296,14 +296,14 @@ def forward_of(model: nn.Module, run: Run, context: DistributedContext) -> Calla
 
 
 def compiled(forward: Callable[..., Any], context: DistributedContext) -> Callable[..., Any]:
-    """On a GPU with small kernels side by side in one: ResNet-20 trains 7 % faster (docs/lab-book.md, 39.)."""
+    """Compiled, on a GPU with small kernels combined into one: ResNet-20 trains 7 % faster (docs/lab-book.md, 39.)."""
     return torch.compile(forward, options={"combo_kernels": True} if context.device.type == "cuda" else None)
 
 
 def whole_state(model: nn.Module) -> dict[str, Tensor]:
-    """The state of a model with sharded tensors put together; all processes have to take part.
+    """The state of a model with sharded tensors gathered; all processes have to take part.
 
-    Tied weights are one tensor here too, as whoever writes them down has to see.
+    Tied weights remain one tensor, so that they are saved once.
     """
     own: dict[str, Tensor] = model.state_dict(keep_vars=True)
     sharded = {id(each): each for each in own.values() if isinstance(each, DTensor)}

@@ -1,16 +1,16 @@
-"""Whether the durations of a run fit into it, as far as that can be told before its data is there."""
+"""A check that the durations of a run fit, as far as possible before its data is loaded."""
 
 from gossamer.schedule import steps_of
 from gossamer.settings import PRESETS, Phases
 
 PHASES = ("warmup", "sparsify", "stabilise")
-_FINE = 1000  # steps of an imagined epoch
+_FINE = 1000  # assumed steps per epoch
 
 
 def phases_too_long(phases: Phases, preset: str, epochs: int) -> str | None:
-    """Why the phases of the masks cannot fit into this many epochs; None where they may.
+    """Why the mask phases cannot fit into this many epochs; None if they may fit.
 
-    How many steps an epoch has is not known yet, so what exceeds the run by less than an epoch is left to `make_plan`.
+    The number of steps per epoch is not known yet, so an excess of less than an epoch is left to `make_plan`.
     """
     given = {name: str(getattr(phases, name)) for name in PHASES}
     taken = sum(_epochs_of(duration, epochs) for duration in given.values())
@@ -19,7 +19,7 @@ def phases_too_long(phases: Phases, preset: str, epochs: int) -> str | None:
     usual = " ".join(f"settings.{name}={PRESETS[preset].get(name, getattr(Phases, name))}" for name in PHASES)
     return (
         f"{', '.join(f'settings.{name}={duration}' for name, duration in given.items())}: the phases take {taken:g} "
-        f"epochs, but the run has epochs={epochs}: shorten them, or give them as shares of the run, such as {usual}"
+        f"epochs, but the run has epochs={epochs}: shorten them, or set them as fractions of the run, such as {usual}"
     )
 
 

@@ -1,9 +1,9 @@
-"""One process at a time in the folder of a run.
+"""A lock that allows one process at a time in the folder of a run.
 
-The same command given twice would have two processes write the same checkpoints and the same log. The lock is one of
-the operating system's on a file, which it takes back from a process however that ends, so what a kill leaves behind is
-in nobody's way; processes that load images do not inherit it. Who holds the file removes it in the end: whoever has
-opened it before that holds one without a name, and tries again.
+Two processes that run the same command would write the same checkpoints and the same log. The operating system holds
+the lock on a file and releases it however the process ends, so a kill leaves no stale lock; processes that load images
+do not inherit it. The holder removes the file at the end. A process that opened the file before holds a lock on an
+unlinked file and tries again.
 """
 
 import errno
@@ -23,7 +23,7 @@ _TAKEN = (errno.EACCES, errno.EAGAIN)
 
 @contextmanager
 def only_one(folder: Path) -> Iterator[None]:
-    """Hold a folder; an error where another process holds it. Where files cannot be locked, do nothing."""
+    """Lock a folder; raise an error if another process holds it. Does nothing if the system cannot lock files."""
     if sys.platform == "win32":
         yield
         return

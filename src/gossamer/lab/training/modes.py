@@ -1,9 +1,9 @@
-"""How a step is computed: precision, memory layout, compiled or not, kernel by kernel or replayed as a CUDA graph.
+"""How a step is computed: precision, memory layout, compilation, and replay as a CUDA graph.
 
-A run may say so itself. What it leaves open is chosen by measurement: `modes.json` holds, for a GPU and a network, the
+A run may set these itself. Those set to auto follow measurements: for a GPU and a network, `modes.json` has the
 simplest mode that was about as fast as the fastest one (`benchmarks/throughput.py --modes`), and the number of steps
-from which on compiling saves more time than it takes. On other devices, and for networks that were not measured,
-everything stays off: float32, PyTorch's usual layout, eager.
+from which compilation saves more time than it takes. Other devices, and networks that were not measured, use float32,
+the default layout and eager execution.
 """
 
 import json
@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from gossamer.budget import triton_is_there
+from gossamer.budget import has_triton
 from gossamer.lab.models import MODELS
 from gossamer.lab.training.checks import AUTO
 from gossamer.lab.training.distributed import DistributedContext
@@ -27,7 +27,7 @@ from gossamer.lab.training.run import Run
 
 _MEASURED = Path(__file__).with_name("modes.json")
 _RECURRENT = tuple(entry.name for entry in MODELS if entry.tokens)
-_CAPTURED_METHODS = ("dense", "scl")  # whose steps can be replayed without a word from Python
+_CAPTURED_METHODS = ("dense", "scl")  # whose steps need no Python and can be replayed
 
 
 @dataclass(frozen=True)
@@ -46,23 +46,23 @@ class Mode:
 
 @dataclass(frozen=True)
 class Measured:
-    """What the table says of a network."""
+    """The measured choice for a network."""
 
     precision: str = "float32"
     channels_last: bool = False
     capture: bool = False
-    compile_from: int | None = None  # steps of a run; none: never
+    compile_from: int | None = None  # minimum number of steps; None: never
 
 
 def resolve(run: Run, context: DistributedContext) -> Run:
-    """The run with everything decided that it leaves open, but for `compile`: that is up to its steps, and those up to
-    its data."""
+    """The run with all auto fields resolved except `compile`, which depends on the number of steps and so on the
+    data."""
     obstacle = why_not_captured(run, context)
     if run.capture and obstacle is not None:
-        raise ValueError(f"capture=true was asked for, but {obstacle}: set capture=auto or capture=false")
+        raise ValueError(f"capture=true was requested, but {obstacle}: set capture=auto or capture=false")
     if run.precision == "bf16" and context.device.type == "cuda" and run.model in _RECURRENT:
         raise ValueError(
-            f"precision=bf16 was asked for, but under autocast torch computes cuDNN's LSTM of {run.model} in float16, "
+            f"precision=bf16 was requested, but under autocast torch computes cuDNN's LSTM of {run.model} in float16, "
             "whose small gradients vanish: set precision=float32"
         )
     best = measured(run.model, context.device)
@@ -75,8 +75,9 @@ def resolve(run: Run, context: DistributedContext) -> Run:
 
 
 def resolve_compile(resolved: Run, context: DistributedContext, steps: int) -> Run:
-    """A run of so many steps that `resolve` has decided on, with the last decision. Steps are compiled unasked where
-    there is a compiler, and only as they were measured."""
+    """Resolve `compile` for a run of this many steps. By default, steps are compiled only if there is a compiler, and
+    only
+    in the measured configuration."""
     if resolved.compile is not None:
         return resolved
     best = measured(resolved.model, context.device)
@@ -85,21 +86,21 @@ def resolve_compile(resolved: Run, context: DistributedContext, steps: int) -> R
 
 
 def _is_as_measured(resolved: Run, context: DistributedContext, best: Measured) -> bool:
-    """The table is of one process that trains one network, dense or with masks that do not watch it."""
+    """Whether the run is as measured: one process without a teacher, and masks that do not observe the forward pass."""
     as_measured = mode_of(resolved) == Mode(best.precision, best.channels_last, capture=best.capture)
-    usual = resolved.method in _CAPTURED_METHODS and not _watches_forward_pass(resolved) and not resolved.distil
+    usual = resolved.method in _CAPTURED_METHODS and not _observes_forward_pass(resolved) and not resolved.distil
     return as_measured and usual and context.world == 1
 
 
 def tolerate_compiler() -> AbstractContextManager[object]:
-    """Let steps be computed as they are where a compiler that nobody asked for fails; torch tells why in a warning."""
-    import torch._dynamo.config  # takes its time
+    """Fall back to eager steps if a compiler that was not requested fails; torch gives the reason in a warning."""
+    import torch._dynamo.config  # a slow import
 
     return torch._dynamo.config.patch(suppress_errors=True)  # type: ignore[no-any-return]
 
 
 def mode_of(resolved: Run) -> Mode:
-    """The mode of a run that leaves nothing open."""
+    """The mode of a fully resolved run."""
     return Mode(
         precision=resolved.precision,
         channels_last=bool(resolved.channels_last),
@@ -109,36 +110,36 @@ def mode_of(resolved: Run) -> Mode:
 
 
 def why_not_captured(run: Run, context: DistributedContext) -> str | None:
-    """Why the steps of a run cannot be replayed from a graph; None where they can."""
+    """Why the steps of a run cannot be replayed from a graph; None if they can."""
     if context.device.type != "cuda":
         return f"there are no CUDA graphs on device={context.device.type}"
     if context.world > 1:
-        return f"{context.world} processes have to meet in every step"
+        return f"{context.world} processes synchronize in every step"
     if run.method not in _CAPTURED_METHODS:
         return f"only steps of {' and '.join(_CAPTURED_METHODS)} can be replayed, not of method={run.method}"
     if run.leave_at is not None:
-        return "with leave_at the host has to look at the sparsity to end a phase"
-    if _watches_forward_pass(run):
-        return "scale=per_sample watches the forward pass from Python"
+        return "with leave_at the host reads the sparsity to end a phase"
+    if _observes_forward_pass(run):
+        return "scale=per_sample observes the forward pass from Python"
     return None
 
 
-def _watches_forward_pass(run: Run) -> bool:
+def _observes_forward_pass(run: Run) -> bool:
     return run.method == "scl" and run.settings.get("scale") == "per_sample"
 
 
 def measured(network: str, device: torch.device) -> Measured:
-    """What to take for a network on a device: the plain mode where nothing was measured."""
+    """The measured mode for a network on a device; the default mode if there is none."""
     if device.type != "cuda":
         return Measured()
     return Measured(**_table().get(torch.cuda.get_device_name(device), {}).get(network, {}))
 
 
 def _can_compile() -> bool:
-    """torch.compile writes Triton kernels for a GPU, which are started by a piece of C that knows Python."""
+    """Whether torch.compile can work: it writes Triton kernels, which need a C compiler and the headers of Python."""
     named = os.environ.get("CC")
-    compiler = any(map(shutil.which, [named] if named else ["gcc", "clang"]))  # where Triton looks
-    return triton_is_there() and compiler and Path(sysconfig.get_path("include"), "Python.h").exists()
+    compiler = any(map(shutil.which, [named] if named else ["gcc", "clang"]))  # where Triton searches for it
+    return has_triton() and compiler and Path(sysconfig.get_path("include"), "Python.h").exists()
 
 
 @cache

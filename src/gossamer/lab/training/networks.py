@@ -1,19 +1,18 @@
 """The network of a run by name, checked against its data before anything is trained."""
 
-import difflib
-
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gossamer._forward import undisturbed
+from gossamer.forward import undisturbed
+from gossamer.hints import did_you_mean
 from gossamer.lab import models
 from gossamer.lab.data import kind_of
 from gossamer.lab.models.indrnn import IndRNN, limit_recurrence_
 from gossamer.lab.training.run import Run
 from gossamer.lab.training.setting_names import options_of
 
-_LARGEST = 100_000  # modules and parameters of a network; ResNet-110 has about a thousand
+_LARGEST = 100_000  # limit on modules and parameters of a network; ResNet-110 has about a thousand
 
 
 def create(run: Run, num_classes: int) -> nn.Module:
@@ -26,30 +25,29 @@ def create(run: Run, num_classes: int) -> nn.Module:
         with models.at_most(_LARGEST, run.model_options, "model_options"):
             return builder(num_classes=num_classes, **run.model_options)
     except (TypeError, ValueError, RuntimeError, ArithmeticError) as error:
-        told = ", ".join(f"model_options.{name}={value}" for name, value in run.model_options.items())
+        options = ", ".join(f"model_options.{name}={value}" for name, value in run.model_options.items())
         first_line = (str(error).splitlines() or [type(error).__name__])[0]
-        raise ValueError(f"{run.model} cannot be built with {told} ({first_line}): change or drop them") from error
+        raise ValueError(f"{run.model} cannot be built with {options} ({first_line}): change or drop them") from error
 
 
 def check_options(run: Run) -> None:
-    """Refuse a network that is not there, and arguments that it does not take."""
+    """Refuse an unknown network, and arguments that it does not take."""
     allowed = options_of(run.model)
     for name in run.model_options:
         if name not in allowed:
-            near = difflib.get_close_matches(name, allowed, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"it takes {', '.join(allowed) or 'none'}"
+            hint = did_you_mean(name, allowed, f"its options are {', '.join(allowed)}" if allowed else "it has none")
             raise ValueError(f"{run.model} does not take model_options.{name}: {hint}")
 
 
 def keep_stable(model: nn.Module, optimizer: Optimizer, example: Tensor) -> None:
-    """After every step of the optimizer bound what only a bound keeps from exploding: the memory of an IndRNN."""
+    """Clip the recurrent weights of an IndRNN after every optimizer step, as its gradients would explode otherwise."""
     if isinstance(model, IndRNN):
         steps = example[0].numel() // model.input_size
         optimizer.register_step_post_hook(lambda *_: limit_recurrence_(model, steps=steps))
 
 
 def check_shapes(run: Run, model: nn.Module, example: Tensor, num_classes: int) -> None:
-    """Refuse a network that cannot take the data, with what to change."""
+    """Refuse a network that does not fit the data, and say what to change."""
     try:
         with undisturbed(model):
             out = model(example)
@@ -70,11 +68,11 @@ def _takes(name: str) -> str:
     entry = models.entry(name)
     takes = f"{name} takes samples of shape {entry.input_shape}"
     if kind_of(entry.data) is None:
-        return f"{takes}, for which there is no data set; gossamer reproduce map-fitting trains it"
+        return f"{takes}, for which there is no data set; train it with gossamer reproduce map-fitting"
     return f"{takes}, such as those of {entry.data}"
 
 
 def to_layout(model: nn.Module, run: Run, device: torch.device) -> nn.Module:
-    """The model on the device, in the memory layout that the run asks for."""
+    """The model on the device, in the memory layout of the run."""
     model = model.to(device)
     return model.to(memory_format=torch.channels_last) if run.channels_last else model  # type: ignore[call-overload]

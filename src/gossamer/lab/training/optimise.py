@@ -1,7 +1,6 @@
 """The optimizer of a run, and its learning rate as a pure function of the step.
 
-Because the factor is computed anew for every step there is no scheduler whose state could be lost: going on from a
-checkpoint is setting the step.
+The factor depends only on the step, so there is no scheduler state to save: resuming sets the step.
 
     constant        1
     cosine          from 1 to 0 over the run, step by step
@@ -10,10 +9,10 @@ checkpoint is setting the step.
     phases_cosine   a cosine from 1 to lr_factor over the mask phases, then times lr_factor half-way through fine-tuning
     restart         a cosine from 1 to 0 over the warm-up, so that it ends with a finished dense network, and another
                     one over the rest of the run, from the rate lr_restart to 0
-    plateau         times lr_factor after each look at the validation part that shows no improvement, the sparsify
-                    phase left out, in which a network gets worse because it shrinks
+    plateau         times lr_factor after each evaluation on the validation set without an improvement, except in the
+                    sparsify phase, in which pruning makes a network worse
 
-The last one alone depends on what has happened; `Plateau` is all its state.
+Only the last one depends on the past; `Plateau` is its state.
 """
 
 import math
@@ -32,14 +31,14 @@ from gossamer.lab.training.run import Run
 from gossamer.schedule import Plan, cosine, make_plan, sparse_weight_decay, steps_of
 
 PHASED = ("phases", "phases_cosine", "restart")  # schedules that follow the phases of the masks
-_OF_THE_DEVICE = ("lr", "fused", "foreach", "capturable")  # the learning rate is set anew in each step
-_LEAST_GAIN = 1e-4  # relative: less is no improvement
+_OF_THE_DEVICE = ("lr", "fused", "foreach", "capturable")  # the learning rate changes in every step
+_LEAST_GAIN = 1e-4  # relative; anything smaller is no improvement
 
 
 def make_optimizer(run: Run, model: nn.Module) -> Optimizer:
-    """On a GPU in one kernel (`fused`), which reads the learning rate from the device, as a captured step has to.
+    """The optimizer; on a GPU a fused one, which reads the learning rate from the device, as a captured step must.
 
-    Sharded parameters have no such kernel for SGD, and keep to plain numbers. `run` has to be resolved.
+    Sharded parameters have no fused SGD and use a plain number. `run` has to be resolved.
     """
     parameters = list(model.parameters())
     fused = all(each.is_cuda and not isinstance(each, DTensor) for each in parameters)
@@ -71,7 +70,7 @@ def weight_decay(run: Run, plan: Plan | None, step: int) -> float:
         return run.weight_decay
     left = 1.0 if run.sparsity is None else 1.0 - run.sparsity
     left = left if run.flops is None else run.flops
-    return sparse_weight_decay(run.weight_decay, left=left, power=run.weight_decay_power)
+    return sparse_weight_decay(run.weight_decay, density=left, power=run.weight_decay_power)
 
 
 def set_weight_decay(optimizer: Optimizer, value: float) -> None:
@@ -80,13 +79,13 @@ def set_weight_decay(optimizer: Optimizer, value: float) -> None:
 
 
 def taken_learning_rate(optimizer: Optimizer, given: float) -> float:
-    """The rate of the step that was taken: the one that was given, but for methods that have rates of their own."""
+    """The learning rate of the step: the given one, unless the method has its own."""
     taken = optimizer.param_groups[0]["lr"]
     return given if isinstance(taken, Tensor) else float(taken)
 
 
 def load_optimizer_state(optimizer: Optimizer, state: dict[str, Any]) -> None:
-    """Load a state that may come from another device: how the optimizer computes stays as it was built here."""
+    """Load a state that may come from another device, and keep the implementation flags of this optimizer."""
     groups = [
         {**saved, **{name: own[name] for name in _OF_THE_DEVICE if name in own}}
         for saved, own in zip(state["param_groups"], optimizer.param_groups, strict=True)
@@ -95,7 +94,7 @@ def load_optimizer_state(optimizer: Optimizer, state: dict[str, Any]) -> None:
 
 
 def learning_rate(run: Run, plan: Plan | None, step: int, *, total_steps: int, steps_per_epoch: int) -> float:
-    """The learning rate of step number `step`, counted from 0. Schedules of phases need the `plan` of these."""
+    """The learning rate of step `step`, counted from 0. Schedules that follow the phases need their `plan`."""
 
     def steps(duration: str) -> int:
         return steps_of(duration, total_steps=total_steps, steps_per_epoch=steps_per_epoch)
@@ -106,46 +105,46 @@ def learning_rate(run: Run, plan: Plan | None, step: int, *, total_steps: int, s
 
 
 def out_of_reach(run: Run, total_steps: int, steps_per_epoch: int) -> list[str]:
-    """What the learning rate shall do after the end of the run, in words."""
+    """Changes of the learning rate that would come after the end of the run, in words."""
 
     def steps(duration: str) -> int:
         return steps_of(duration, total_steps=total_steps, steps_per_epoch=steps_per_epoch)
 
-    told = [
+    problems = [
         f"lr_drops={each} comes after the end of the run, of {total_steps} steps, so the learning rate does not fall "
-        "then: give it as a share of the run, such as 0.5run"
+        "then: set it as a fraction of the run, such as 0.5run"
         for each in run.lr_drops
         if steps(each) >= total_steps
     ]
     if steps(run.lr_warmup) >= total_steps:
-        told.append(
+        problems.append(
             f"lr_warmup={run.lr_warmup} takes the whole run, of {total_steps} steps, so the learning rate never "
             f"reaches lr={run.lr:g}: shorten it"
         )
-    return told
+    return problems
 
 
 def plan_without_masks(run: Run, total_steps: int, steps_per_epoch: int, *, leads: bool = True) -> Plan | None:
-    """The phases that a sparse run of this length would have, for a dense one that shares its learning rates.
+    """The phases of a sparse run of this length, for a dense run with the same learning rates.
 
-    It has no masks, so phases that do not fit are no reason to refuse it: the run ends within them, and that is said,
-    by the process that `leads`.
+    A dense run has no masks, so phases that do not fit are no error: the run ends within them, and the process that
+    `leads` warns.
     """
     if run.schedule not in PHASED:
         return None
     durations = {name: getattr(run.phases, name) for name in PHASES}
     try:
         return make_plan(total_steps, steps_per_epoch=steps_per_epoch, **durations)
-    except ValueError:  # the durations are good, so they are too long, or there is no step for a mask to train
+    except ValueError:  # the durations are valid, so they are too long, or the mask phases have no step
         warmup, sparsify, stabilise = (
             steps_of(each, total_steps=total_steps, steps_per_epoch=steps_per_epoch) for each in durations.values()
         )
     plan = Plan(warmup, max(1, sparsify), stabilise, finetune=0)
     if plan.total > total_steps and leads:
-        told = ", ".join(f"settings.{name}={duration}" for name, duration in durations.items())
+        named = ", ".join(f"settings.{name}={duration}" for name, duration in durations.items())
         warnings.warn(
-            f"schedule={run.schedule}: the learning rate follows the phases {told}, which take {plan.total} steps, and "
-            f"the run ends after {total_steps}, before it has come down: give them as shares of the run, such as "
+            f"schedule={run.schedule}: the learning rate follows the phases {named}, which take {plan.total} steps, "
+            f"and the run ends after {total_steps}, before it has fallen: set them as fractions of the run, such as "
             "0.3run, or set schedule=cosine",
             stacklevel=2,
         )
@@ -161,7 +160,7 @@ def _factor(run: Run, plan: Plan | None, step: int, total_steps: int, steps: Cal
     if run.schedule in ("constant", "plateau"):
         return 1.0
     if plan is None:
-        raise ValueError(f"schedule={run.schedule} follows the phases of the masks, but was given no plan of them")
+        raise ValueError(f"schedule={run.schedule} follows the phases of the masks, but got no plan")
     if run.schedule == "restart":
         if step < plan.warmup:
             return cosine(step / plan.warmup)
@@ -179,16 +178,15 @@ def _factor(run: Run, plan: Plan | None, step: int, total_steps: int, steps: Cal
 
 @dataclass(frozen=True)
 class Plateau:
-    """A factor that falls when a metric stops getting better."""
+    """A factor that falls when a metric stops improving."""
 
     factor: float = 1.0
-    best: float | None = None  # as a loss: smaller is better
+    best: float | None = None  # as a loss: lower is better
 
     def see(self, run: Run, metric: str, value: float, *, shrinking: bool = False) -> "Plateau":
-        """The state after a look at the validation part.
+        """The state after an evaluation on the validation set.
 
-        A network that loses connections (`shrinking`) gets worse by that alone, which says nothing about the rate: it
-        is then measured anew.
+        While weights are pruned (`shrinking`), a network gets worse at any learning rate, so the best value is reset.
         """
         if run.schedule != "plateau":
             return self

@@ -26,8 +26,8 @@ def typed(kind: Any, name: str, value: Any) -> Any:
     if type(value) in kinds:
         return value
     if float in kinds and isinstance(value, int | float) and not isinstance(value, bool):
-        return float(value)  # NumPy numbers, too, which checkpoints could not be read with
-    raise ValueError(f"{name}: expected {_said(kind)}, got {value!r}")
+        return float(value)  # also NumPy numbers, which would make checkpoints unreadable
+    raise ValueError(f"{name}: expected {_kind_name(kind)}, got {value!r}")
 
 
 def parse(kind: Any, name: str, text: str) -> Any:
@@ -41,11 +41,11 @@ def parse(kind: Any, name: str, text: str) -> Any:
     try:
         return SWITCH[word] if wanted is bool else wanted(text)
     except (ValueError, KeyError):
-        raise ValueError(f"{name}: expected {_said(kind)}, got {text!r}") from None
+        raise ValueError(f"{name}: expected {_kind_name(kind)}, got {text!r}") from None
 
 
 def guess(text: str) -> Scalar:
-    """A value of no declared type: a number, true, false or none if it reads as one, else the text."""
+    """A value without a declared type: a number, true, false or none if the text reads as one, otherwise the text."""
     lower = text.lower()
     if lower in ("true", "false", "none", "null"):
         return SWITCH.get(lower)
@@ -62,5 +62,5 @@ def kinds_of(kind: Any) -> tuple[Any, ...]:
     return typing.get_args(kind) or (kind,)
 
 
-def _said(kind: Any) -> str:
+def _kind_name(kind: Any) -> str:
     return " or ".join(_SAID[each] for each in kinds_of(kind))

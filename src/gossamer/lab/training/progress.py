@@ -22,7 +22,7 @@ from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn,
 from rich.table import Column
 from rich.text import Text
 
-from gossamer.lab.training.checkpoint import write_atomically
+from gossamer.lab.checkpoint import write_atomically
 
 
 @dataclass(frozen=True)
@@ -126,14 +126,14 @@ class JsonLines:
             file.write(json.dumps(values) + "\n")
 
     def move(self, step: int, seconds: float, doing: str | None = None) -> None:
-        pass  # the log has only the steps that were asked for
+        pass  # the log has only the requested steps
 
     def close(self) -> None:
-        pass  # the file is opened for each line, so a kill loses none
+        pass  # the file is opened for each line, so that a kill loses none
 
 
 def _name_of(observer: Observer) -> str:
-    return str(getattr(observer, "path", f"what {type(observer).__name__} tells"))
+    return str(getattr(observer, "path", f"the output of {type(observer).__name__}"))
 
 
 def _step_of(line: str) -> float:
@@ -159,14 +159,14 @@ class TensorBoard:
     def begin(self, status: Status) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._hook, threading.excepthook = threading.excepthook, self._hear
+        self._hook, threading.excepthook = threading.excepthook, self._filter
         # Steps after this one that an earlier session logged are repeated, and hidden.
         self._writer = SummaryWriter(str(self.path), purge_step=status.step + 1 if status.step else None)
 
-    def _hear(self, told: threading.ExceptHookArgs) -> None:
-        """Silences errors in the writer's thread: the next scalar raises them again."""
-        if not type(told.thread).__module__.startswith("tensorboard."):
-            self._hook(told)
+    def _filter(self, arguments: threading.ExceptHookArgs) -> None:
+        """Ignore errors in the writer thread: the next scalar raises them again."""
+        if not type(arguments.thread).__module__.startswith("tensorboard."):
+            self._hook(arguments)
 
     def tell(self, status: Status) -> None:
         named = {f"validation {status.metric}": status.validation, f"training {status.metric}": status.train}
@@ -181,14 +181,14 @@ class TensorBoard:
                 self._writer.add_scalar(name, value, status.step)
 
     def move(self, step: int, seconds: float, doing: str | None = None) -> None:
-        pass  # as the log
+        pass  # as for the log
 
     def close(self) -> None:
         try:
             if self._writer is not None:
                 self._writer.close()
         finally:
-            if threading.excepthook == self._hear:
+            if threading.excepthook == self._filter:
                 threading.excepthook = self._hook
 
 
@@ -235,10 +235,10 @@ class LiveLine:
 
 
 class PlainLines:
-    """Progress without a terminal, as in the log of a batch job: a plain line now and then."""
+    """Progress without a terminal, as in the log of a batch job: a plain line at intervals."""
 
     def __init__(self, title: str, console: Console | None = None, *, every: float = 30.0) -> None:
-        """A line `every` this many seconds, and at the end."""
+        """Prints a line `every` this many seconds, and at the end."""
         self._title, self._every = title, every
         self._console = console or Console(stderr=True)
         self._last = -math.inf
@@ -264,10 +264,10 @@ class PlainLines:
 
     def _say(self, status: Status, doing: str | None = None) -> None:
         self._last = time.monotonic()
-        left = status.seconds * (status.total_steps - status.step) / status.step if status.step else None
-        told = "" if not left else f" · {timedelta(seconds=round(left))} left"
-        line = f"{self._title}: {facts(status, self._validation, doing)}{told}"
-        self._console.file.write(f"{line}\n")  # rich would end the program at a broken pipe
+        seconds_left = status.seconds * (status.total_steps - status.step) / status.step if status.step else None
+        remaining = "" if not seconds_left else f" · {timedelta(seconds=round(seconds_left))} left"
+        line = f"{self._title}: {facts(status, self._validation, doing)}{remaining}"
+        self._console.file.write(f"{line}\n")  # rich would exit the program on a broken pipe
         self._console.file.flush()
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""The files of a finished run: result.json, with everything needed to check and to repeat it, and its network."""
+"""The files of a finished run: result.json, with everything needed to check and repeat it, and the network."""
 
 import json
 import math
@@ -7,7 +7,7 @@ import shlex
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +15,11 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from gossamer._json import read_object
+from gossamer.diagnostics import Health
 from gossamer.io.sparse_file import save
 from gossamer.lab import model_files
-from gossamer.lab.training.checkpoint import Checkpoints, write_atomically
+from gossamer.lab.checkpoint import Checkpoints, write_atomically
+from gossamer.lab.json_files import read_object
 from gossamer.lab.training.distributed import DistributedContext
 from gossamer.lab.training.run import Run
 from gossamer.provenance import commit, cpu_name, versions
@@ -29,6 +30,7 @@ MODEL = model_files.MODEL
 SPARSE_MODEL = "model.sparse.safetensors"
 RUN = model_files.RUN
 LAYERS = "layers.json"
+HEALTH = "health.json"
 
 
 def make_result(
@@ -44,8 +46,11 @@ def make_result(
     settled: Mapping[str, float] | None = None,
     teacher: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """The result as plain values. `mode` says how steps were computed; `flops` are per sample (of a language model: per
-    word). `settled` has the values that mask learning derived, `teacher` describes the teacher, if there were any."""
+    """The result as plain values.
+
+    `mode` describes how steps were computed. `flops` are per sample (for a language model: per word). `options` has all
+    settings of the method, `settled` the derived ones, and `teacher` describes the teacher, if any.
+    """
     total = counted.total
     result: dict[str, Any] = {
         "run_id": run.run_id,
@@ -53,7 +58,7 @@ def make_result(
         metric: test,
         f"validation_{metric}": validation,
         "sparsity": counted.sparsity,
-        "connections": total.connections,
+        "nonzeros": total.nonzeros,
         "weights": total.weights,
         "flops": total.flops_sparse,
         "flops_dense": total.flops_dense,
@@ -65,6 +70,7 @@ def make_result(
         "seconds": seconds,
         "mode": mode,
         "config": run.to_dict(),
+        "options": {} if run.method == "dense" else asdict(run.options),
         "versions": versions(),
         "commit": commit(),
         "hardware": hardware(context),
@@ -79,7 +85,7 @@ def count(run: Run, model: nn.Module, example: Tensor) -> Report:
 
 @contextmanager
 def writing(folder: Path, content: str = "the run") -> Iterator[None]:
-    """Wraps the first writing into the folder of a run, or of other `content`, and explains why it fails."""
+    """A context for the first write to the folder of a run, or of other `content`, that explains why it fails."""
     files = [each for each in (folder, *folder.parents) if each.exists() and not each.is_dir()]
     if files:
         which = "which" if files[0] == folder else f"and {files[0]}"
@@ -98,37 +104,38 @@ def writing(folder: Path, content: str = "the run") -> Iterator[None]:
 def read_result(folder: Path, run: Run) -> dict[str, Any] | None:
     """The result of this run if the folder has it. A folder of another run is an error."""
     if (folder / RUN).is_file():
-        read_object(folder / RUN, remedy=": if it was damaged, delete it; its run is recorded in a checkpoint, too")
+        read_object(folder / RUN, remedy=": if it is damaged, delete it; a checkpoint has the run, too")
         _refuse_another(folder, run, folder / RUN)
     result = folder / RESULT
-    found = read_object(result, remedy=": if it was damaged, delete it to train again") if result.is_file() else {}
+    found = read_object(result, remedy=": if it is damaged, delete it to train again") if result.is_file() else {}
+    found = with_current_keys(found)
     if found.get("complete") is not True:
         return None
     _refuse_another(folder, run, result)
-    gone = [name for name in (MODEL, SPARSE_MODEL, LAYERS) if not (folder / name).is_file()]
-    if gone:
+    missing = [name for name in (MODEL, SPARSE_MODEL, LAYERS) if not (folder / name).is_file()]
+    if missing:
         warnings.warn(
-            f"this run has finished, but {', '.join(gone)} is no longer in {folder}: put it back, or delete {result} "
-            "to train again",
+            f"this run has finished, but {', '.join(missing)} is no longer in {folder}: put it back, or delete "
+            f"{result} to train again",
             stacklevel=2,
         )
     return found
 
 
 def _refuse_another(folder: Path, run: Run, path: Path) -> None:
-    """An error if a file of the folder belongs to another run."""
+    """Raise an error if a file of the folder belongs to another run."""
     other = read_run(path)
     if other.run_id != run.run_id:
         command = shlex.join(["gossamer", "train", str(path), "--out", str(folder)])
         raise ValueError(
             f"{folder} belongs to run {other.run_id}, which differs from run {run.run_id} in "
             f"{', '.join(run.differences_from(other))}: choose another folder, or delete this one; "
-            f"{command} goes on with the run that it belongs to"
+            f"{command} resumes the run that it belongs to"
         )
 
 
 def read_run(path: Path) -> Run:
-    """The run in a file of its keys, such as a run.json, or in a result.json, which has them as its `config`."""
+    """The run in a file of its keys, such as run.json, or in a result.json, which has them as `config`."""
     values = read_object(path)
     config = values.get("config")
     try:
@@ -144,17 +151,30 @@ def read_result_file(path: Path) -> dict[str, Any]:
         raise FileNotFoundError(f"expected the folder of a finished run, got {path}, which does not exist")
     if not file.is_file():
         raise FileNotFoundError(f"expected a finished run with a {RESULT} in it, got {path}: train it to the end first")
-    values = read_object(file)
-    if not {"sparsity", "connections", "weights", "seconds"} <= values.keys():
+    values = with_current_keys(read_object(file))
+    if not {"sparsity", "nonzeros", "weights", "seconds"} <= values.keys():
         raise ValueError(
-            f"expected the result of a run in {file}, got something else: name folders of gossamer train or sweep; a "
-            "comparison has its table beside its records (screening.md, final.md)"
+            f"expected the result of a run in {file}, got something else: name folders of gossamer train, sweep or "
+            "compare"
         )
     check_result(values, file)
     return values
 
 
-_NUMBERS = ("accuracy", "perplexity", "sparsity", "connections", "weights", "seconds", "train_loss")
+_KEYS = {
+    "connections": "nonzeros",
+    "connections_by_tensor": "nonzeros_by_tensor",
+    "seconds_of_all_runs_together": "seconds_of_batch",
+    "runs_together": "runs_in_batch",
+}
+"""Keys of results with a new name, by the old one, which older files have."""
+
+
+def with_current_keys(result: Mapping[str, Any]) -> dict[str, Any]:
+    return {_KEYS.get(name, name): value for name, value in result.items()}
+
+
+_NUMBERS = ("accuracy", "perplexity", "sparsity", "nonzeros", "weights", "seconds", "train_loss")
 _OPTIONAL = ("flops", "flops_dense", "validation_accuracy", "validation_perplexity")
 
 
@@ -173,9 +193,9 @@ def check_result(values: Mapping[str, Any], file: Path) -> None:
     if "config" in values and not isinstance(values["config"], dict):
         wrong.append("config")
     if wrong:
-        told = ", ".join(f"{name} = {values.get(name)!r:.40}" for name in wrong)
+        found = ", ".join(f"{name} = {values.get(name)!r:.40}" for name in wrong)
         raise ValueError(
-            f"expected the result of a run with a number for each of {', '.join(wrong)} in {file}, got {told}: delete "
+            f"expected the result of a run with a number for each of {', '.join(wrong)} in {file}, got {found}: delete "
             "it to train again"
         )
 
@@ -189,7 +209,7 @@ def read_layers(path: Path) -> Report:
     file = (path if path.is_dir() else path.parent) / LAYERS
     if not file.is_file():
         raise FileNotFoundError(
-            f"expected the layers of a finished run in {file}, which does not exist; gossamer train leaves them, a "
+            f"expected the layers of a finished run in {file}, which does not exist; gossamer train writes them, a "
             "sweep does not"
         )
     names = {each.name for each in fields(Row)}
@@ -197,7 +217,7 @@ def read_layers(path: Path) -> Report:
         found = Report(
             tuple(
                 Row(**{key: value for key, value in row.items() if key in names} | {"shape": tuple(row["shape"])})
-                for row in read_object(file)["rows"]
+                for row in map(with_current_keys, read_object(file)["rows"])
             )
         )
         for row in found.rows:
@@ -210,21 +230,30 @@ def read_layers(path: Path) -> Report:
 
 
 def _check_row(row: Row) -> None:
-    whole = (*row.shape, row.weights, row.connections, row.features, row.dead_features)
+    whole = (*row.shape, row.weights, row.nonzeros, row.features, row.dead_features)
     optional = (row.flops_dense, row.flops_sparse)
     if not isinstance(row.name, str) or not isinstance(row.type, str):
-        raise TypeError(f"{row.name!r:.40} is no name")
+        raise TypeError(f"{row.name!r:.40} is not a name")
     if not all(type(each) is int for each in whole) or not all(each is None or is_number(each) for each in optional):
-        raise TypeError(f"{row.name!r:.40} has counts that are no numbers")
+        raise TypeError(f"{row.name!r:.40} has counts that are not numbers")
 
 
 def write_json(path: Path, values: Mapping[str, Any]) -> None:
-    text = json.dumps(values, indent=2, allow_nan=False) + "\n"
+    """One line per key, as there may be hundreds of numbers under one."""
+    lines = (f"  {json.dumps(key)}: {json.dumps(value, allow_nan=False)}" for key, value in values.items())
+    text = "{\n" + ",\n".join(lines) + "\n}\n"
     write_atomically(path, lambda file: file.write(text.encode()))
 
 
-def write_all(folder: Path, tensors: Mapping[str, Tensor], counted: Report, result: Mapping[str, Any]) -> None:
-    """Writes all files of a finished run. The result comes last: the run is complete when it exists.
+def write_all(
+    folder: Path,
+    tensors: Mapping[str, Tensor],
+    counted: Report,
+    result: Mapping[str, Any],
+    health: Health | None = None,
+) -> None:
+    """Write all files of a finished run. The result is written last: the run is complete when it exists. `health` has
+    the diagnostics of the masks, if there are any.
 
     The folder may have been deleted in the meantime: it is created again, with the run.json that was written first.
     """
@@ -233,6 +262,8 @@ def write_all(folder: Path, tensors: Mapping[str, Tensor], counted: Report, resu
         write_json(folder / RUN, result["config"])
         write_model(folder / MODEL, tensors)
         write_json(folder / LAYERS, counted.to_dict())
+        if health is not None:
+            write_json(folder / HEALTH, _without_infinities(asdict(health)))
         write_json(folder / RESULT, result)
     except OSError as error:
         raise OSError(
@@ -241,9 +272,15 @@ def write_all(folder: Path, tensors: Mapping[str, Tensor], counted: Report, resu
         ) from error
 
 
+def _without_infinities(values: dict[str, Any]) -> dict[str, Any]:
+    """The values with None for infinite ones and NaN, which JSON does not have: a run that has finished is kept."""
+    found: dict[str, Any] = json.loads(json.dumps(values), parse_constant=lambda name: None)
+    return found
+
+
 def write_model(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """The network as plain safetensors, and beside it as the small sparse file that `gossamer.load` reads; tied weights
-    are written once, under their first name."""
+    """Write the network as plain safetensors and as a sparse file for `gossamer.load`. Tied weights are written once,
+    under their first name."""
     seen: dict[tuple[object, ...], str] = {}
     plain: dict[str, Tensor] = {}
     for name, tensor in tensors.items():

@@ -1,6 +1,6 @@
-"""The hidden state of a language model between two windows of its text.
+"""The hidden state of a language model between two windows of text.
 
-It has its own place on the device, in which a captured step finds it again.
+It has a fixed address on the device, as a captured step requires.
 """
 
 from collections.abc import Iterable
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class RNNState:
-    """None until the first window is done: a network then begins from zeros."""
+    """The hidden state; None before the first window, so that the network starts from zeros."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -18,11 +18,11 @@ class RNNState:
         self._next: tuple[Tensor, ...] = ()
 
     def note(self, hidden: Iterable[Tensor]) -> None:
-        """How a window has ended; `value` stays what the backward pass of this window may still need."""
+        """Record the final state of a window; `value` is unchanged, as the backward pass may still need it."""
         self._next = tuple(part.detach() for part in hidden)
 
     def carry(self) -> None:
-        """Let the next window go on from there."""
+        """Make the recorded state the initial state of the next window."""
         if self.value is None:
             self.value = tuple(part.clone() for part in self._next)
         else:

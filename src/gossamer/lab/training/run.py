@@ -17,12 +17,12 @@ from typing import Any
 
 from gossamer.lab.training.checks import AUTO, TRUNK, problems_of
 from gossamer.lab.training.parsing import Scalar, guess, parse, typed
-from gossamer.lab.training.setting_names import did_you_mean, options_if_known, setting_types
+from gossamer.lab.training.setting_names import options_if_known, setting_types, similar_key
 from gossamer.methods import Options, find, load
 from gossamer.methods.scl import SCL
 from gossamer.settings import Phases, choose, with_current_names
 
-FORMAT = 1  # of the dictionary and of the files that hold it
+FORMAT = 1  # of the dictionary and its files
 
 # Where a run is computed and how often it is written: these do not make it another run.
 _NOT_IN_IDENTITY = frozenset(
@@ -43,36 +43,36 @@ class Run:
     """
 
     model: str = "resnet20"
-    """Network out of `gossamer list`."""
+    """Network, from `gossamer list`."""
     model_options: Mapping[str, Scalar] = field(default_factory=_no_options, hash=False)
     """Arguments of the network."""
     data: str = "cifar10"
-    """Data set out of `gossamer list`."""
+    """Data set, from `gossamer list`."""
     validation: int = 0
-    """Training images held out as a validation set; text sets bring their own."""
+    """Training images held out as a validation set; text sets have their own."""
     augment: bool = True
     """Random crops and flips of training images."""
     image_size: int = 224
-    """Pixels a side, for an image folder; other sets have their own size."""
+    """Pixels per side, for an image folder; other sets have a fixed size."""
 
     method: str = "dense"
-    """Method out of `gossamer list`; dense trains without masks."""
+    """Method, from `gossamer list`; dense trains without masks."""
     sparsity: float | None = None
-    """Share of zeros: 0.95 is 95 %."""
+    """Fraction of zeros: 0.95 is 95 %."""
     flops: float | None = None
-    """Share of the dense network's multiply-adds to keep: 0.1 is a tenth."""
+    """Fraction of the dense network's multiply-adds to keep: 0.1 is a tenth."""
     decay: float | None = None
-    """The paper's fixed λ1; the sparsity is what comes out."""
+    """The paper's fixed λ1; the sparsity follows from it."""
     leave_at: float | None = None
     """With decay: end the sparsify phase at this sparsity."""
     preset: str = "default"
-    """Named set of mask settings that the others are changes to."""
+    """Named set of settings; `settings` overrides it."""
     settings: Mapping[str, Scalar] = field(default_factory=_no_options, hash=False)
     """Settings of the phases and of the method."""
     include: tuple[str, ...] = ()
     """Name patterns of the weights to prune; none means all."""
     exclude: tuple[str, ...] = ()
-    """Name patterns of weights to leave dense."""
+    """Name patterns of weights to keep dense."""
 
     epochs: int = 1
     """Passes over the training set."""
@@ -111,14 +111,14 @@ class Run:
     """With schedule=restart: the learning rate after the warm-up; none means lr again."""
 
     distil: float = 0.0
-    """Share of the teacher's answers in the loss; 0 trains without a teacher."""
+    """Weight of the teacher in the loss; 0 trains without a teacher."""
     temperature: float = 4.0
     """Temperature of the distillation."""
     teacher: str = TRUNK
-    """trunk (the network itself, as the warm-up left it), the folder of a finished run, or a file with a network."""
+    """trunk (a copy of the network after the warm-up), the folder of a finished run, or a file with a network."""
 
     precision: str = AUTO
-    """Precision of the forward pass; auto, here and below, goes by measurements of this GPU and network."""
+    """Precision of the forward pass; auto, here and below, follows measurements of this GPU and network."""
     sharding: str = "ddp"
     """How several processes share the work."""
     evaluate_every: int = 1
@@ -136,9 +136,9 @@ class Run:
     workers: int = 4
     """Processes that decode the images of a folder."""
     checkpoint_minutes: float = 5.0
-    """Minutes between two checkpoints; 0 switches them off."""
+    """Minutes between two checkpoints; 0 disables them."""
     checkpoint_steps: int = 0
-    """Steps between two checkpoints; 0 switches them off."""
+    """Steps between two checkpoints; 0 disables them."""
     log_steps: int = 50
     """Steps between two lines of the log."""
 
@@ -154,7 +154,7 @@ class Run:
         problems = self._take_types()
         if not problems:
             object.__setattr__(self, "model_options", MappingProxyType(self.model_options))
-            settings = with_current_names(self.settings)  # those of older files, too
+            settings = with_current_names(self.settings)  # also of older files
             object.__setattr__(self, "settings", MappingProxyType(_as_numbers(settings, self.method)))
             problems = problems_of(self)
         if problems:
@@ -177,8 +177,8 @@ class Run:
     @property
     def run_id(self) -> str:
         """Ten hexadecimal digits that identify this run."""
-        told = {name: value for name, value in self.differences().items() if name not in _NOT_IN_IDENTITY}
-        return hashlib.sha256(_as_text(told).encode()).hexdigest()[:10]
+        chosen = {name: value for name, value in self.differences().items() if name not in _NOT_IN_IDENTITY}
+        return hashlib.sha256(_as_text(chosen).encode()).hexdigest()[:10]
 
     @property
     def phases(self) -> Phases:
@@ -207,10 +207,10 @@ class Run:
                 continue
             if _is_mapping(name):
                 keys = dict.fromkeys([*mine[name], *theirs[name]])
-                told = [
+                chosen = [
                     f"{name}.{key}" for key in keys if _as_text(mine[name].get(key)) != _as_text(theirs[name].get(key))
                 ]
-                found += told or [name]
+                found += chosen or [name]
             else:
                 found.append(name)
         return found
@@ -224,7 +224,7 @@ class Run:
         """A run from `to_dict()` or from a file; missing fields have their defaults."""
         version = values.get("format", FORMAT)
         if type(version) is not int or version < 1:
-            raise ValueError(f"format: expected {FORMAT}, got {version!r}: write {FORMAT}, or leave it out")
+            raise ValueError(f"format: expected {FORMAT}, got {version!r}: write {FORMAT}, or omit it")
         if version > FORMAT:
             raise ValueError(
                 f"expected a run in format {FORMAT} or older, got format {version!r}: it was written by a newer "
@@ -251,7 +251,7 @@ class Run:
         named = {"method": self.method, "model": self.model} | dict(given)
         method, model = named["method"], named["model"]
         if method != self.method:
-            load(method)  # asked for by a user, so that code of theirs may be imported
+            load(method)  # named by the user, so their code may be imported
         changes: dict[str, Any] = {}
         if model != self.model and self.model_options:
             changes["model_options"] = _still_taken("model_options", self.model_options, model, options_if_known(model))
@@ -318,10 +318,11 @@ def _still_taken(
     """The values that the new network or method takes, too; all of them if it is unknown."""
     if taken is None:
         return dict(before)
-    gone = [f"{name}.{key}={value}" for key, value in before.items() if key not in taken]
-    if gone:
+    dropped = [f"{name}.{key}={value}" for key, value in before.items() if key not in taken]
+    if dropped:
         warnings.warn(
-            f"{taker} does not take {', '.join(gone)}, which the run had before, and goes without", stacklevel=3
+            f"{taker} does not take {', '.join(dropped)}, which the run had before, and is trained without",
+            stacklevel=3,
         )
     return {key: value for key, value in before.items() if key in taken}
 
@@ -359,5 +360,5 @@ def full_key(name: str) -> str | None:
 
 def _check_key(name: str, method: str, model: str) -> None:
     if name not in field_types():
-        hint = did_you_mean(name, field_types(), method=method, model=model)
+        hint = similar_key(name, field_types(), method=method, model=model)
         raise ValueError(f"unknown key {name!r} of a run: {hint}")

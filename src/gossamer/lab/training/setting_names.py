@@ -3,12 +3,12 @@
 A misspelt name, or one without its prefix, is an error that suggests the right one.
 """
 
-import difflib
 import inspect
 import typing
 from collections.abc import Iterable
 from typing import Any
 
+from gossamer.hints import did_you_mean
 from gossamer.lab import models
 from gossamer.methods import known
 from gossamer.methods.scl import SCLOptions
@@ -18,7 +18,7 @@ from gossamer.settings import Phases
 def setting_types(method: str) -> dict[str, Any]:
     """The settings of a method by name, with their types; those of SCL where the method is not known."""
     kind = known(method)
-    # A dense run may carry the settings of the sparse run that it is held against.
+    # A dense run may have the settings of the sparse run that it is compared with.
     options = SCLOptions if kind is None or method == "dense" else kind.options
     return typing.get_type_hints(options) | typing.get_type_hints(Phases)
 
@@ -33,12 +33,11 @@ def options_if_known(model: str) -> tuple[str, ...] | None:
     return options_of(model) if model in models.names() else None
 
 
-def did_you_mean(name: str, keys: Iterable[str], *, method: str, model: str) -> str:
+def similar_key(name: str, keys: Iterable[str], *, method: str, model: str) -> str:
     """A hint for an unknown key: the most similar key, or all keys if none is similar."""
     known = [*keys]
     full = {each: each for each in known}
     for prefix, parts in (("settings", setting_types(method)), ("model_options", options_if_known(model))):
         for part in parts or ():
             full.setdefault(part, f"{prefix}.{part}")
-    near = difflib.get_close_matches(name, [*full], n=1)
-    return f"did you mean {full[near[0]]!r}?" if near else f"the keys are {', '.join(known)}."
+    return did_you_mean(name, full, f"the keys are {', '.join(known)}.", in_full=full)

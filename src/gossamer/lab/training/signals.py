@@ -1,4 +1,4 @@
-"""Being asked to stop by a signal, and stopping where nothing is lost."""
+"""Graceful stops: a signal ends training after the current step."""
 
 import signal
 import threading
@@ -7,16 +7,16 @@ from typing import Any
 
 
 class Interrupted(KeyboardInterrupt):
-    """Training was asked to stop, and has stopped. The words say how to go on, and what was lost, if anything was."""
+    """Training stopped on request. The message says how to resume, and what was lost, if anything."""
 
 
 class StopSignal:
-    """Notes SIGINT and SIGTERM, so that the step in progress can be finished; a second one is not held back.
+    """Records SIGINT and SIGTERM, so that the current step can finish; a second signal is not intercepted.
 
-    Except where a launcher has started several processes: it sends each signal of the terminal once more, and by itself
-    kills who takes too long.
+    With several processes, a second signal is ignored: the launcher repeats each signal of the terminal, and kills
+    processes that stop too late.
 
-    Once it was asked, an error that may come of the same signal (`may_be_of`) is the stop that was asked for.
+    After a signal, an error that the same signal may have caused (`may_be_of`) counts as the requested stop.
     """
 
     _SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -48,7 +48,7 @@ class StopSignal:
 
 
 def may_be_of(error: BaseException | None) -> bool:
-    """Whether an error may come of the signal that asked for a stop: that of a terminal goes to every process that was
-    started there, and a compiler that dies of it lets the step fail that waits for it. A disk that is full, or a loss
-    that is not finite, is none."""
+    """Whether the signal may have caused an error. A terminal signals all its processes, and if a compiler dies from
+    it,
+    the waiting step fails. A full disk or a non-finite loss has another cause."""
     return isinstance(error, Exception) and not isinstance(error, OSError | ArithmeticError)

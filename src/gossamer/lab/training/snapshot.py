@@ -1,8 +1,7 @@
-"""All that a run has to know to go on: collected into one checkpoint, and put back.
+"""The complete state of a run: collected into one checkpoint, and restored.
 
-What all processes have alike is written once. What differs between them (random numbers, the hidden state of a
-language model, and with sharded parameters everything) is written for each, so such a run goes on with the same number
-of processes.
+State that is equal in all processes is written once. State that differs (random numbers, the hidden state of a language
+model, and all sharded parameters) is written per process, so such a run resumes with the same number of processes.
 """
 
 from dataclasses import asdict, dataclass, field
@@ -14,8 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from gossamer.lab.checkpoint import Checkpoints, random_states, reshard, set_random_states, unshard
 from gossamer.lab.data import Position
-from gossamer.lab.training.checkpoint import Checkpoints, random_states, reshard, set_random_states, unshard
 from gossamer.lab.training.distributed import DistributedContext
 from gossamer.lab.training.optimise import Plateau, load_optimizer_state
 from gossamer.lab.training.run import Run
@@ -28,7 +27,7 @@ _FORMAT = 1
 
 @dataclass(eq=False)
 class Parts:
-    """Everything of a run that changes while it is trained."""
+    """Everything that changes while a run is trained."""
 
     model: nn.Module
     optimizer: Optimizer
@@ -51,7 +50,7 @@ class Parts:
             self.sparsifier.load_state_dict(state["sparsifier"])
 
     def mesh(self) -> DeviceMesh | None:
-        """The processes over which the parameters are sharded, or None."""
+        """The device mesh over which the parameters are sharded, or None."""
         sharded = (each.device_mesh for each in self.model.parameters() if isinstance(each, DTensor))
         return next(sharded, None)
 
@@ -59,7 +58,7 @@ class Parts:
 def save(
     checkpoints: Checkpoints, run: Run, context: DistributedContext, parts: Parts, *, step: int, seconds: float
 ) -> bool:
-    """Write a checkpoint; all processes have to take part. False where the disk did not take it."""
+    """Write a checkpoint; all processes have to take part. Returns False if it could not be written."""
     own: dict[str, Any] = {"random": random_states(context.device), "task": unshard(parts.task.state())}
     alike: dict[str, Any] = {}
     if parts.teacher is not None:
@@ -71,32 +70,34 @@ def save(
     ranks = context.gather(own)
     written = True
     if context.leads:
-        told = {"format": _FORMAT, "run": run.to_dict(), "step": step, "seconds": seconds}
-        told["plateau"] = asdict(parts.plateau)
-        written = checkpoints.save({**told, "position": asdict(parts.task.source.state), **alike, "ranks": ranks}, step)
-    return bool(context.share(written))
+        header = {"format": _FORMAT, "run": run.to_dict(), "step": step, "seconds": seconds}
+        header["plateau"] = asdict(parts.plateau)
+        written = checkpoints.save(
+            {**header, "position": asdict(parts.task.source.state), **alike, "ranks": ranks}, step
+        )
+    return bool(context.broadcast(written))
 
 
 def restore(checkpoints: Checkpoints, run: Run, context: DistributedContext, parts: Parts) -> float:
-    """Go on from the newest good checkpoint, if there is one. Returns the seconds trained so far."""
-    state = context.share(checkpoints.load() if context.leads else None)
+    """Resume from the newest intact checkpoint, if there is one. Returns the seconds trained so far."""
+    state = context.broadcast(checkpoints.load() if context.leads else None)
     if state is None:
         return 0.0
     if state.get("format") != _FORMAT:
         raise ValueError(
             f"expected a checkpoint in format {_FORMAT}, got {state.get('format')!r}: "
-            "go on with the version of gossamer that began this run"
+            "resume with the version of gossamer that began this run"
         )
     try:
         return _restore(checkpoints, run, context, parts, state)
     except (LookupError, TypeError, AttributeError, RuntimeError, AssertionError, ArithmeticError) as error:
         if isinstance(error, torch.OutOfMemoryError):
             raise
-        told = f"{type(error).__name__}: {error}".splitlines()[0]
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
         raise ValueError(
-            f"expected a checkpoint of this run in {checkpoints.folder}, got one that is not whole, though it agrees "
-            f"with its SHA-256 ({told:.200}): delete it to go on from the one before, or go on with the version of "
-            "gossamer that wrote it"
+            f"expected a checkpoint of this run in {checkpoints.folder}, got an incomplete one, though it agrees "
+            f"with its SHA-256 ({reason:.200}): delete it to resume from the previous one, or resume with the version "
+            "of gossamer that wrote it"
         ) from error
 
 
@@ -106,15 +107,16 @@ def _restore(
     other = Run.from_dict(state["run"])
     if other.run_id != run.run_id:
         raise ValueError(
-            f"the checkpoint in {checkpoints.folder} is of another run, which differs in "
+            f"the checkpoint in {checkpoints.folder} is from another run, which differs in "
             f"{', '.join(run.differences_from(other))}: choose another folder"
         )
     if len(state["ranks"]) != context.world:
         raise ValueError(
-            f"expected {len(state['ranks'])} processes, as when the run began, got {context.world}: start as many"
+            f"expected {len(state['ranks'])} processes, as at the start of the run, got {context.world}: start the "
+            "same number"
         )
     own = state["ranks"][context.rank]
-    parts.task.load_state(own["task"])  # first: a network for other data does not take the weights
+    parts.task.load_state(own["task"])  # first: a network for other data cannot load the weights
     parts.load(reshard(own, parts.mesh()) if "model" in own else state)
     if parts.teacher is not None:
         parts.teacher.load_state(state["teacher"], own["teacher"])

@@ -16,7 +16,7 @@ from gossamer.sparsifier import Sparsifier
 def make_sparsifier(
     run: Run, model: nn.Module, optimizer: Optimizer, *, total_steps: int, steps_per_epoch: int, example: Tensor
 ) -> Sparsifier | None:
-    """What makes the model of a run sparse; None for a dense run."""
+    """The Sparsifier of a run; None for a dense run."""
     if run.method == "dense":
         return None
 

@@ -1,10 +1,10 @@
-"""One step of training: forward, backward, clipping, the optimizer (which the sparsifier hangs on), and the loss noted.
+"""One training step: forward, backward, clipping, the optimizer (with the hooks of the sparsifier), and the loss.
 
-`_compute` is the whole step and never looks at the host, so it can be captured as one CUDA graph and replayed. What
-changes from step to step is then read from fixed places on the device: the batch, the learning rate, the state that the
-task carries along, the counters of the meter, and what `Sparsifier.advance()` sets. Kernels differ between warm-up,
-mask learning and fine-tuning, and where a teacher begins, so each has a graph of its own. A batch of another shape (the
-short end of a text) runs without one.
+`_compute` is the whole step and never synchronizes with the host, so it can be captured as one CUDA graph and replayed.
+Values that change from step to step are then read from fixed addresses on the device: the batch, the learning rate, the
+hidden state of the task, the counters of the meter, and the values set by `Sparsifier.advance()`. Warm-up, mask
+learning and fine-tuning launch different kernels, with or without a teacher, so each has its own graph. A batch of
+another shape (the short end of a text) runs without a graph.
 """
 
 import math
@@ -25,7 +25,7 @@ from gossamer.lab.training.teacher import Teacher
 from gossamer.schedule import Phase
 from gossamer.sparsifier import Sparsifier
 
-_LOOK_EVERY = 50  # steps after which the loss on an accelerator is looked at, as looking means waiting
+_LOOK_EVERY = 50  # steps between two reads of the loss on an accelerator, as reading synchronizes
 
 Batch = tuple[Tensor, Tensor]
 _Kernels = tuple[Phase, bool, float]
@@ -35,56 +35,60 @@ _REMEDY = "try a smaller lr, lr_warmup=1ep, clip=1, or precision=float32, in ano
 
 
 class LossNotFinite(ArithmeticError):
-    """The loss has become infinite or not a number."""
+    """The loss is infinite or NaN."""
 
 
 def check_last_step(tensors: Mapping[str, Tensor], test: float) -> None:
-    """Stop where the last step, after which there is no loss to look at, has ruined the network: its tensors, or the
-    `test` metric, are not finite, or so large that two layers multiply to something that is not.
+    """Raise if the last step, which no further loss checks, has ruined the network: its tensors or the `test` metric
+    are
+    not finite, or so large that the product of two layers overflows.
 
-    Accuracy alone does not show it, and answers to the test set can be infinite for want of steps: the statistics of
-    batch norms begin far from those of the data.
+    Accuracy alone does not show this, and outputs on the test set can be infinite after few steps, because the
+    statistics of batch norms start far from those of the data.
     """
     floating = {name: tensor for name, tensor in tensors.items() if tensor.is_floating_point()}
     ruined = [name for name, tensor in floating.items() if not tensor.square().isfinite().all()]
     if ruined or not math.isfinite(test):
-        what = f"{ruined[0]} is" if ruined else "the answers to the test set are"
+        what = f"{ruined[0]} is" if ruined else "the outputs on the test set are"
         raise LossNotFinite(f"{what} not finite (infinite, NaN, or too large) after the last step: {_REMEDY}")
 
 
 class Meter:
-    """The mean loss and the share of right answers since they were last read, and the first step after which the sum
-    of the losses was not finite."""
+    """The mean loss and accuracy since the last read, and the first step after which the sum of the losses was not
+    finite."""
 
     def __init__(self, context: DistributedContext, step: int) -> None:
         """`step` is the number of steps done so far."""
         self._context = context
-        self._sums = torch.zeros(2, device=context.device)  # of the loss, and of the share of right answers
-        self._good_steps = torch.full((), step, dtype=torch.int64, device=context.device)  # those before a bad one
+        self._sums = torch.zeros(2, device=context.device)  # of the loss, and of the accuracy
+        self._good_steps = torch.full(
+            (), step, dtype=torch.int64, device=context.device
+        )  # steps before a non-finite loss
         self._counts_right = False
         self._count = 0
 
     def add(self, loss: Tensor, right: Tensor | None = None) -> None:
-        """The part of a step, in place on the device. `right` is the share of the batch that was classified right."""
+        """Add a step, in place on the device. `right` is the accuracy on the batch."""
         total = self._sums[0].add_(loss.detach())
         if right is not None:
             self._sums[1].add_(right)
             self._counts_right = True
-        # After a loss that is not finite no sum is. A difference, as isfinite would be four kernels on a GPU.
+        # Once a loss is not finite, the sum stays non-finite. Uses a difference, as isfinite takes four kernels on a
+        # GPU.
         self._good_steps.add_(total - total == 0)
         if self._context.device.type == "cpu" and self._context.world == 1:
-            self.check()  # at once, as it costs nothing there
+            self.check()  # immediately, as it is free there
 
     def count(self, step: int) -> None:
-        """The part of the host, after each step; `step` is the number of steps done."""
+        """Count a step on the host; `step` is the number of steps done."""
         self._count += 1
         if step % _LOOK_EVERY == 0:
             self.check()
 
     def check(self) -> None:
-        """Stop where a loss was not finite. All processes have to ask, so that all stop and none waits for another."""
+        """Raise if a loss was not finite. All processes have to call it, so that all of them stop."""
         none_so_far = torch.iinfo(torch.int64).max
-        bad = int(self._context.least(torch.where(self._sums[0].isfinite(), none_so_far, self._good_steps + 1)))
+        bad = int(self._context.minimum(torch.where(self._sums[0].isfinite(), none_so_far, self._good_steps + 1)))
         if bad < none_so_far:
             raise LossNotFinite(
                 f"the loss is not finite (infinite or NaN) at step {bad}: {_REMEDY}; a checkpoint here is from before "
@@ -92,10 +96,10 @@ class Meter:
             )
 
     def means(self) -> tuple[float | None, float | None]:
-        """The mean loss and the share of right answers; None of what was not noted."""
+        """The mean loss and accuracy; None if there was no step, or no accuracy."""
         if self._count == 0:
             return None, None
-        self.check()  # the device is waited for anyway
+        self.check()  # the device is synchronized anyway
         loss, right = (total / self._count for total in self._context.mean(self._sums).tolist())
         self._sums.zero_()
         self._count = 0
@@ -133,17 +137,17 @@ class Step:
         captured = self._for_this_phase(batch)
         if captured.replays:
             if isinstance(self._sparsifier, Sparsifier):
-                self._sparsifier.advance()  # a step that runs for real advances by itself
+                self._sparsifier.advance()  # an eager step advances by itself
             captured()
             return
         with warnings.catch_warnings():
-            # Adam notices that the first steps are not captured, and asks whether that is meant.
+            # Adam warns that the first steps are not captured.
             warnings.filterwarnings("ignore", "This instance was constructed with capturable=True")
             captured()
 
     def close(self) -> None:
-        """Let go of the graph and its memory now: it knows this step and this step knows it, so that both would stay
-        until Python looks for such circles, perhaps in the middle of the next run."""
+        """Free the graph and its memory now. The graph and the step reference each other, so both would otherwise live
+        until the next garbage collection, perhaps in the middle of the next run."""
         self._captured = None
 
     def _compute(self, batch: Batch) -> None:
@@ -159,7 +163,7 @@ class Step:
         self._optimizer.zero_grad()
 
     def _fits(self, batch: Batch) -> bool:
-        """Whether a batch has the shape of the one that the buffers were made for."""
+        """Whether a batch has the shape of the buffers."""
         if self._buffers is None:
             self._buffers = torch.empty_like(batch[0]), torch.empty_like(batch[1])
         return all(buffer.shape == part.shape for buffer, part in zip(self._buffers, batch, strict=True))
@@ -176,8 +180,9 @@ class Step:
         return self._captured
 
     def _kernels_of(self) -> _Kernels:
-        """The phase of the coming step, as far as kernels differ, whether a teacher speaks in it, and the weight decay,
-        which is a number in a kernel."""
+        """What determines the kernels of the next step: its phase, whether a teacher is used, and the weight decay,
+        which
+        is a constant in a kernel."""
         taught = self._teacher is not None and self._teacher.teaches
         weight_decay = float(self._optimizer.param_groups[0]["weight_decay"])
         if not isinstance(self._sparsifier, Sparsifier):

@@ -1,8 +1,8 @@
-"""What a run is trained on: batches, the loss of a batch, and the measure of success.
+"""The task of a run: batches, the loss of a batch, and the metric.
 
-There are two tasks, classification of images and prediction of the next word. Both are driven by the same loop; what
-they have to carry from step to step (a language model its hidden state) they keep, give away and take back. Where the
-run has a teacher, it adds its part to the loss of a batch.
+There are two tasks: image classification and next-word prediction. The same loop trains both. A task owns the state
+that is carried from step to step (the hidden state of a language model), and saves and restores it. A teacher, if any,
+adds its term to the loss of a batch.
 """
 
 import math
@@ -20,17 +20,17 @@ from gossamer.lab.data import Batches, FolderBatches, FolderSet, ImageSet, Posit
 from gossamer.lab.training.distributed import DistributedContext, autocast
 from gossamer.lab.training.rnn_state import RNNState
 from gossamer.lab.training.run import Run
-from gossamer.lab.training.teacher import Lesson, Teacher
+from gossamer.lab.training.teacher import Teacher, TeacherRequirements
 
 _EVALUATION_BATCH = 500
 _EVALUATION_COLUMNS = 10  # as the PyTorch word-language-model example evaluates
 
-Tell = Callable[[int, int], object]  # is told how many batches are done, and how many there are
-Outcome = tuple[Tensor, Tensor | None]  # of a batch: its loss, and the share of right answers
+Tell = Callable[[int, int], object]  # receives the number of batches done, and their total
+Outcome = tuple[Tensor, Tensor | None]  # of a batch: its loss and accuracy
 
 
 class Source(Protocol):
-    """Batches in an order that a position describes."""
+    """Batches in a reproducible order, with a position."""
 
     @property
     def state(self) -> Position: ...
@@ -44,37 +44,37 @@ class Source(Protocol):
 
 
 class Task(Protocol):
-    """What the loop needs to know of its data."""
+    """The interface between the loop and its data."""
 
     metric: str
     num_classes: int
     source: Source
     has_validation: bool
-    streamed: bool  # from files, so that an evaluation takes long
+    streamed: bool  # from files, so an evaluation is slow
 
     def example(self) -> Tensor:
-        """A batch of the right shape, of zeros."""
+        """A batch of zeros with the shape of the data."""
         ...
 
-    def lesson(self) -> Lesson:
-        """What a teacher has to fit."""
+    def requirements(self) -> TeacherRequirements:
+        """The requirements of the task on a teacher."""
         ...
 
     def loss(
         self, forward: Callable[..., Any], batch: tuple[Tensor, Tensor], teacher: Teacher | None = None
     ) -> Outcome:
-        """The loss of this process's slice, and the share of it that was classified right (None of text); the means
-        over processes are those of the batch."""
+        """The loss and accuracy (None for text) of this process's slice; their means over processes are those of the
+        batch."""
         ...
 
     def carry(self) -> None:
-        """After the backward pass of a batch: let the next one go on from where it has ended."""
+        """Called after the backward pass of a batch: carries the state over to the next batch."""
         ...
 
     def begin_epoch(self) -> None: ...
 
     def evaluate(self, model: nn.Module, part: str, tell: Tell) -> float:
-        """The metric on 'validation' or 'test'; `tell` is called before every batch, in all processes alike."""
+        """The metric on 'validation' or 'test'; `tell` is called before every batch, in all processes."""
         ...
 
     def state(self) -> dict[str, Any]: ...
@@ -90,7 +90,7 @@ def make_task(run: Run, context: DistributedContext) -> Task:
 
 
 class ImageTask:
-    """Classification of images, of a set that lives on the device or of a folder that is streamed."""
+    """Image classification, with a set on the device or a streamed folder."""
 
     metric = "accuracy"
 
@@ -102,7 +102,7 @@ class ImageTask:
         if isinstance(dataset, FolderSet):
             self.source, self._parts = _of_folder(run, context, dataset)
             self._shape: tuple[int, ...] = (3, run.image_size, run.image_size)
-            self._mine: Callable[[int], slice] = slice  # all: the source decodes this process's images alone
+            self._mine: Callable[[int], slice] = slice  # all: the source decodes only the images of this process
         else:
             self.source, self._parts = _of_images(run, context, dataset)
             self._shape = dataset.input_shape
@@ -114,8 +114,8 @@ class ImageTask:
     def example(self) -> Tensor:
         return torch.zeros(2, *self._shape, device=self._context.device)
 
-    def lesson(self) -> Lesson:
-        return Lesson(self.example(), self.num_classes, hidden=None)
+    def requirements(self) -> TeacherRequirements:
+        return TeacherRequirements(self.example(), self.num_classes, hidden=None)
 
     def loss(
         self, forward: Callable[..., Any], batch: tuple[Tensor, Tensor], teacher: Teacher | None = None
@@ -127,7 +127,7 @@ class ImageTask:
         loss = functional.cross_entropy(logits.float(), labels, label_smoothing=self._run.label_smoothing)
         if teacher is not None:
             loss = teacher(loss, logits, images)
-        # While training every batch is a full one.
+        # In training, every batch is full.
         weight = self._context.weight_of(self._run.batch_size)
         right = (logits.detach().argmax(dim=1) == labels).sum() * (weight / len(labels))
         return loss * weight if self._context.world > 1 else loss, right
@@ -139,13 +139,13 @@ class ImageTask:
         pass
 
     def evaluate(self, model: nn.Module, part: str, tell: Tell) -> float:
-        counts = torch.zeros(2, dtype=torch.int64, device=self._context.device)  # right answers, and all
+        counts = torch.zeros(2, dtype=torch.int64, device=self._context.device)  # correct answers, and all
         with _evaluating(model), autocast(self._run, self._context):
-            for images, labels in _told(self._parts[part], tell):
+            for images, labels in _with_progress(self._parts[part], tell):
                 mine = self._mine(len(labels))
                 images, labels = images[mine], labels[mine]
-                if not len(labels):  # the end of a part has fewer images than there are processes
-                    model(self.example())  # all the same, as sharded parameters are gathered by all together
+                if not len(labels):  # the last batch has fewer images than there are processes
+                    model(self.example())  # still run, as all processes gather sharded parameters together
                     continue
                 counts[0] += (model(images).argmax(dim=1) == labels).sum()
                 counts[1] += len(labels)
@@ -159,7 +159,7 @@ class ImageTask:
         if state.get("images", self._digest) != self._digest:
             raise ValueError(
                 "expected the image folder that this run began with, got one with other images or classes: set "
-                "data_root= to that one, put back what was changed in it, or begin again in another folder (--out)"
+                "data_root= to that one, undo the changes in it, or start over in another folder (--out)"
             )
 
 
@@ -177,7 +177,7 @@ def _of_images(run: Run, context: DistributedContext, dataset: ImageSet) -> tupl
 
 
 def _of_folder(run: Run, context: DistributedContext, dataset: FolderSet) -> tuple[Source, dict[str, Source]]:
-    """The part that such a folder calls val is the test set: ImageNet publishes no labels of its own test set."""
+    """The `val` part of such a folder is the test set, because ImageNet does not publish the labels of its test set."""
     dataset = dataset.split(run.validation) if run.validation else dataset
     size = run.image_size
     common: dict[str, Any] = {
@@ -198,7 +198,7 @@ def _of_folder(run: Run, context: DistributedContext, dataset: FolderSet) -> tup
 
 
 class TextTask:
-    """Prediction of the next word, by truncated back-propagation through time."""
+    """Next-word prediction, by truncated back-propagation through time."""
 
     metric = "perplexity"
     has_validation = True
@@ -213,8 +213,8 @@ class TextTask:
     def example(self) -> Tensor:
         return torch.zeros(1, 2, dtype=torch.int64, device=self._context.device)
 
-    def lesson(self) -> Lesson:
-        return Lesson(self.example(), self.num_classes, RNNState(self._context.device))
+    def requirements(self) -> TeacherRequirements:
+        return TeacherRequirements(self.example(), self.num_classes, RNNState(self._context.device))
 
     def loss(
         self, forward: Callable[..., Any], batch: tuple[Tensor, Tensor], teacher: Teacher | None = None
@@ -243,7 +243,7 @@ class TextTask:
         total = torch.zeros((), dtype=torch.float64, device=self._context.device)
         words, hidden = 0, None
         with _evaluating(model), autocast(self._run, self._context):
-            for tokens, following in _told(windows, tell):
+            for tokens, following in _with_progress(windows, tell):
                 logits, hidden = model(tokens, hidden)
                 total += functional.cross_entropy(logits.float().flatten(0, 1), following.flatten(), reduction="sum")
                 words += following.numel()
@@ -256,9 +256,9 @@ class TextTask:
         self._hidden.load(state["hidden"])
 
 
-def _told(source: Source, tell: Tell) -> Iterator[tuple[Tensor, Tensor]]:
-    """The batches of an evaluation, before each of which it is told how far it is."""
-    tell(0, len(source))  # before the first one, for which workers have to start
+def _with_progress(source: Source, tell: Tell) -> Iterator[tuple[Tensor, Tensor]]:
+    """The batches of an evaluation, reporting progress before each."""
+    tell(0, len(source))  # before the first one, as workers take time to start
     for done, batch in enumerate(source):
         if done:
             tell(done, len(source))
@@ -266,7 +266,7 @@ def _told(source: Source, tell: Tell) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def perplexity(loss: float) -> float:
-    """Of a mean loss; that of a hopeless model is huge, not an overflow."""
+    """The perplexity of a mean loss, bounded to avoid an overflow."""
     return math.exp(min(loss, 700.0))
 
 

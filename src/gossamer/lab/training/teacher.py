@@ -1,12 +1,12 @@
-"""A frozen network beside the one that trains, from whose answers it learns (gossamer.distillation has the loss).
+"""Teachers: frozen networks from whose outputs a student learns (gossamer.distillation has the loss).
 
-`teacher=trunk` is the network itself as it is when the warm-up ends, so it teaches from there on; with schedule=restart
-its learning rate has then come down to zero, and it is a finished dense network. Any other `teacher` is the folder of
-a finished run or a file with a network, which teaches from the first step on.
+`teacher=trunk` is a copy of the network at the end of the warm-up, which teaches from then on. With schedule=restart
+its learning rate has fallen to zero by then, so it is a finished dense network. Any other `teacher` is the folder of a
+finished run or a file with a network, which teaches from the first step on.
 
-A teacher sees the batches of its pupil, augmented alike, in evaluation mode: it answers as it would in use, no dropout
-blurs what it knows, and processes that share a batch get from it what one process gets. Every process has all of it,
-also where the parameters of the pupil are sharded. A language model that teaches carries a hidden state of its own.
+A teacher gets the same augmented batches as its student, in evaluation mode: without dropout, and with outputs that do
+not depend on how processes share a batch. Every process has a full copy of it, even if the parameters of the student
+are sharded. A language model used as a teacher has its own hidden state.
 """
 
 import hashlib
@@ -29,49 +29,54 @@ from gossamer.schedule import Plan
 
 
 @dataclass(frozen=True)
-class Lesson:
-    """What a task has that a teacher has to fit."""
+class TeacherRequirements:
+    """The requirements of a task on a teacher."""
 
     example: Tensor
     num_classes: int
-    hidden: RNNState | None  # where answers come with a hidden state, a fresh one
+    hidden: RNNState | None  # if outputs come with a hidden state, a fresh one
 
 
 class Teacher:
-    """Calling it adds what the teacher says to a loss."""
+    """Calling it adds the distillation term to a loss."""
 
-    def __init__(self, run: Run, context: DistributedContext, lesson: Lesson, warmup: int) -> None:
+    def __init__(self, run: Run, context: DistributedContext, requirements: TeacherRequirements, warmup: int) -> None:
         """`run` has to be resolved; `warmup` is the number of steps after which the trunk is ready."""
-        self._run, self._context, self._classes, self._hidden = run, context, lesson.num_classes, lesson.hidden
+        self._run, self._context, self._classes, self._hidden = (
+            run,
+            context,
+            requirements.num_classes,
+            requirements.hidden,
+        )
         self._ready_at = warmup
         self._forward: Callable[..., Any] | None = None
         self._network: nn.Module | None = None
-        self._told: dict[str, Any] = {"from": run.teacher, "network": run.model}
+        self._description: dict[str, Any] = {"from": run.teacher, "network": run.model}
         if run.teacher == TRUNK:
             if warmup < 1:
                 raise ValueError(
                     f"teacher={TRUNK}: expected a warm-up in which the trunk learns, got one of no steps: raise "
-                    "settings.warmup, train longer, or give teacher= a file"
+                    "settings.warmup, train longer, or set teacher= to a file"
                 )
-            self._told["steps"] = warmup
+            self._description["steps"] = warmup
         else:
-            found, self._told["sha256"] = context.after_the_leader(lambda: _opened(run))
-            self._told["network"] = found.name
+            found, self._description["sha256"] = context.main_process_first(lambda: _opened(run))
+            self._description["network"] = found.name
             self._take(found.model)
-            _check(found, self._network, lesson, run)
+            _check(found, self._network, requirements, run)
 
     @property
     def teaches(self) -> bool:
-        """Whether there is somebody to learn from already."""
+        """Whether the teacher exists yet."""
         return self._network is not None
 
     def before(self, step: int, model: nn.Module) -> None:
-        """Freeze the trunk where its time has come; all processes have to take part."""
+        """Freeze the trunk at the end of the warm-up; all processes have to take part."""
         if self._network is None and step == self._ready_at:
             self._build_trunk(whole_state(model))
 
     def __call__(self, loss: Tensor, logits: Tensor, inputs: Tensor) -> Tensor:
-        """The loss of the pupil, whose logits for `inputs` these are, of the right labels and of the teacher."""
+        """The loss of the student on the labels and on the teacher; `logits` are those of the student for `inputs`."""
         if self._forward is None:
             return loss
         with torch.no_grad(), autocast(self._run, self._context):
@@ -91,28 +96,28 @@ class Teacher:
         if self._hidden is not None:
             self._hidden.clear()
 
-    def told(self) -> dict[str, Any]:
-        """Who it was, for the result of the run."""
-        return dict(self._told)
+    def description(self) -> dict[str, Any]:
+        """The teacher, for the result of the run."""
+        return dict(self._description)
 
     # --- checkpoints ---
 
     def state(self) -> dict[str, Any]:
-        """What all processes have alike: the trunk, where it is ready; of a file its digest alone."""
+        """The state shared by all processes: the trunk, if it exists; for a file only its digest."""
         trunk = self._network if self._run.teacher == TRUNK else None
-        return {"trunk": None if trunk is None else trunk.state_dict(), "sha256": self._told.get("sha256")}
+        return {"trunk": None if trunk is None else trunk.state_dict(), "sha256": self._description.get("sha256")}
 
     def own_state(self) -> list[Tensor] | None:
-        """What each process has for itself: the hidden state of its slice."""
+        """The state of each process: the hidden state of its slice."""
         return None if self._hidden is None else self._hidden.state()
 
     def load_state(self, state: Mapping[str, Any], own: list[Tensor] | None) -> None:
-        digest = self._told.get("sha256")
+        digest = self._description.get("sha256")
         if state["sha256"] != digest:
             raise ValueError(
                 f"expected the teacher with which the run began in {self._run.teacher} (SHA-256 "
                 f"{str(state['sha256'])[:12]}…), got another file ({str(digest)[:12]}…): put the old one back, or "
-                "begin again in another folder"
+                "start over in another folder"
             )
         if state["trunk"] is not None:
             self._build_trunk(state["trunk"])
@@ -122,8 +127,10 @@ class Teacher:
     # --- the network ---
 
     def _build_trunk(self, tensors: Mapping[str, Tensor]) -> None:
-        """Built anew, as a copy of the pupil would have the hooks that methods have set on it."""
-        with torch.random.fork_rng(devices=[]):  # its first random weights are overwritten, and must not be missing
+        """A new network with these tensors, because a copy of the student would include the hooks of methods."""
+        with torch.random.fork_rng(
+            devices=[]
+        ):  # its initial random weights are overwritten, and must not advance the generator
             network = networks.create(self._run, self._classes)
         network.load_state_dict(tensors)
         self._take(network)
@@ -133,13 +140,15 @@ class Teacher:
         self._forward = compiled(self._network, self._context) if self._run.compile else self._network
 
 
-def make_teacher(run: Run, context: DistributedContext, lesson: Lesson, plan: Plan | None) -> Teacher | None:
-    """The teacher that a run asks for, None where it learns from the labels alone."""
-    return Teacher(run, context, lesson, plan.warmup if plan is not None else 0) if run.distil else None
+def make_teacher(
+    run: Run, context: DistributedContext, requirements: TeacherRequirements, plan: Plan | None
+) -> Teacher | None:
+    """The teacher of a run; None if it learns from the labels alone."""
+    return Teacher(run, context, requirements, plan.warmup if plan is not None else 0) if run.distil else None
 
 
 def _opened(run: Run) -> tuple[model_files.StoredModel, str]:
-    """The network of a folder or file, and the digest of that file."""
+    """The network in a folder or file, and the digest of that file."""
     path = Path(run.teacher).expanduser()
     if path.is_dir() and not (path / model_files.MODEL).is_file():
         raise FileNotFoundError(
@@ -158,13 +167,15 @@ def _opened(run: Run) -> tuple[model_files.StoredModel, str]:
         return found, hashlib.file_digest(content, "sha256").hexdigest()
 
 
-def _check(found: model_files.StoredModel, network: nn.Module | None, lesson: Lesson, run: Run) -> None:
-    """Refuse a teacher that does not answer as its pupil does."""
+def _check(
+    found: model_files.StoredModel, network: nn.Module | None, requirements: TeacherRequirements, run: Run
+) -> None:
+    """Refuse a teacher whose outputs do not have the shape of its student's."""
     assert network is not None
-    expected = f"expected a teacher that gives {lesson.num_classes} logits for batches of {run.data}"
+    expected = f"expected a teacher that gives {requirements.num_classes} logits for batches of {run.data}"
     try:
         with torch.no_grad():
-            out = network(lesson.example)
+            out = network(requirements.example)
     except (RuntimeError, ValueError, IndexError, TypeError) as error:
         first_line = str(error).splitlines()[0]
         raise ValueError(
@@ -172,7 +183,7 @@ def _check(found: model_files.StoredModel, network: nn.Module | None, lesson: Le
             "that was trained on this data"
         ) from error
     logits = out[0] if isinstance(out, tuple) else out
-    if isinstance(out, tuple) != (lesson.hidden is not None) or logits.shape[-1] != lesson.num_classes:
+    if isinstance(out, tuple) != (requirements.hidden is not None) or logits.shape[-1] != requirements.num_classes:
         raise ValueError(
             f"{expected}, got {found.name} from {run.teacher} with answers of shape {tuple(logits.shape)}: choose one "
             "that was trained on this data"

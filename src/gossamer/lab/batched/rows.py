@@ -1,0 +1,143 @@
+"""The rows of a batch: which runs share one, and which are trained by one method object.
+
+A run whose masks do not learn yet is a dense network, and dense networks with the same seed, learning rates, momentum
+and weight decay are the same network: they share one row, their dense warm-up, until masks begin to learn or learning
+rates part. From then on each run has a row of its own. Runs with the same method and phases form a method group: one
+method object trains their rows, which are adjacent.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from functools import cached_property
+from itertools import chain
+from typing import Any
+
+from torch import Tensor
+
+from gossamer.lab.training.run import Run
+from gossamer.methods import find
+from gossamer.methods.base import Layout, Method, Options, Request
+from gossamer.schedule import Plan
+from gossamer.target import make_target
+
+
+@dataclass(frozen=True, eq=False)
+class BatchedRun:
+    """One run of a batch, with its phases and learning rates in steps."""
+
+    run: Run
+    plan: Plan | None  # None for a dense run, which is a warm-up to its end
+    rates: Tensor  # the learning rate of each step, in double precision
+
+    def __post_init__(self) -> None:
+        if (self.plan is None) != (self.run.method == "dense"):
+            raise ValueError(f"run {self.run.run_id}: expected phases for every run but a dense one")
+        if self.plan is not None and self.plan.total != len(self.rates):
+            raise ValueError(f"run {self.run.run_id}: expected {self.plan.total} learning rates, got {len(self.rates)}")
+
+    @property
+    def method_type(self) -> type[Method[Any]]:
+        return find(self.run.method)
+
+    @cached_property
+    def options(self) -> Options:
+        return self.run.options
+
+    @cached_property
+    def min_density(self) -> float:
+        return self.run.phases.min_density
+
+    def request(self, layout: Layout) -> Request[Any]:
+        """What it asks of its method."""
+        target = None
+        if self.run.decay is not None:
+            target = make_target(layout.sizes, decay=self.run.decay, floors=[0] * len(layout.sizes))
+        return Request(self.run.sparsity or 0.0, self.run.seed, self.options, target)
+
+    @property
+    def group(self) -> tuple[Any, ...]:
+        """Runs with the same group share one method object."""
+        shared = (getattr(self.options, name) for name in self.method_type.shared)
+        return self.method_type.name, *shared, self.run.decay, self.plan, self.min_density
+
+    @property
+    def row_changes(self) -> tuple[int, ...]:
+        """The steps at which it gets a row of its own, as masks begin to learn, and at which they are frozen."""
+        return () if self.plan is None else (self.plan.warmup, self.plan.total - self.plan.finetune)
+
+    @property
+    def mask_steps(self) -> int:
+        return 0 if self.plan is None else self.plan.sparsify + self.plan.stabilise
+
+    def has_masks(self, step: int) -> bool:
+        return self.plan is not None and step >= self.plan.warmup
+
+    def is_frozen(self, step: int) -> bool:
+        return self.plan is not None and step >= self.plan.total - self.plan.finetune
+
+    def phase(self, step: int) -> str:
+        return "dense" if self.plan is None else str(self.plan.at(step).phase)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One finished run. Accuracies are shares, at the last epoch."""
+
+    sparsity: float
+    accuracy: float
+    validation_accuracy: float | None
+    train_loss: float  # cross-entropy in the last epoch
+    nonzeros_by_tensor: tuple[int, ...]
+    mask_steps: int = 0  # in which weights could be pruned
+    seconds_before: float = field(default=0.0, compare=False)  # of the whole batch, in interrupted sessions
+
+
+def settled(method: type[Method[Any]], options: Options, *, mask_steps: int, density: float | None) -> dict[str, float]:
+    """The values in use of settings that a run may leave open, for its record."""
+    chosen, usual = (
+        method.resolve(each, mask_steps=mask_steps, density=density) for each in (options, method.options())
+    )
+    open_ones = [each.name for each in fields(chosen) if each.default is None and getattr(usual, each.name) is not None]
+    return {name: getattr(chosen, name) for name in open_ones}
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The runs of each row: first those with masks, group by group, then the shared dense warm-ups."""
+
+    groups: tuple[tuple[int, ...], ...]  # one run per row
+    warmups: tuple[tuple[int, ...], ...]  # several runs per row
+
+    @property
+    def runs(self) -> list[tuple[int, ...]]:
+        """The runs of each row."""
+        return [*((number,) for group in self.groups for number in group), *self.warmups]
+
+    def of_runs(self) -> list[int]:
+        """The row of each run."""
+        found = {number: row for row, numbers in enumerate(self.runs) for number in numbers}
+        return [found[number] for number in range(len(found))]
+
+
+def row_changes(runs: Sequence[BatchedRun]) -> list[int]:
+    """The steps at which masks of any run begin to learn or are frozen, and step 0."""
+    return sorted({0, *chain.from_iterable(each.row_changes for each in runs)})
+
+
+def rows_at(runs: Sequence[BatchedRun], step: int) -> Rows:
+    """The rows from this step on, until masks of another run begin to learn.
+
+    Later warm-ups are parts of earlier ones: what two runs share in a stretch of steps they have shared since step 0.
+    """
+    groups: dict[tuple[Any, ...], list[int]] = {}
+    warmups: dict[tuple[Any, ...], list[int]] = {}
+    later = [each.plan.warmup for each in runs if each.plan is not None and each.plan.warmup > step]
+    until = min(later, default=None)
+    for number, each in enumerate(runs):
+        if each.has_masks(step):
+            groups.setdefault(each.group, []).append(number)
+        else:
+            run = each.run
+            shared = (run.seed, run.weight_decay, run.momentum, each.rates[:until].numpy().tobytes())
+            warmups.setdefault(shared, []).append(number)
+    return Rows(tuple(map(tuple, groups.values())), tuple(map(tuple, warmups.values())))

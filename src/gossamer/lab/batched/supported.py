@@ -1,0 +1,146 @@
+"""What batched training supports: a `Run`, as `gossamer train` knows it, as a run of a batch, or why not."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from gossamer.lab.batched.rows import BatchedRun
+from gossamer.lab.data import kind_of
+from gossamer.lab.data.sets import ImageSet
+from gossamer.lab.training.checks import TRUNK
+from gossamer.lab.training.optimise import learning_rate, plan_without_masks
+from gossamer.lab.training.run import Run
+from gossamer.methods import find
+from gossamer.methods.base import Layout, min_nonzeros
+from gossamer.methods.dense import Dense
+from gossamer.methods.filters import check_reach
+from gossamer.methods.lottery import rewound
+from gossamer.methods.scl import SCLOptions
+from gossamer.methods.slimming import Slimming, check_gains
+from gossamer.schedule import Plan, make_plan
+from gossamer.settings import Phases
+
+_DEFAULT = Run()
+_RATES = ("lr", "schedule", "lr_warmup", "lr_drops", "lr_factor", "lr_restart")
+_REQUEST = ("method", "sparsity", "decay")
+_DECAY = ("momentum", "weight_decay", "weight_decay_power")
+_TEACHING = ("distil", "temperature", "teacher")
+OWN = ("preset", "settings", *_DECAY, *_TEACHING, *_RATES)
+"""What runs of one batch may differ in, besides their request and their seed. All else is shared."""
+# What has to stay as it is by default.
+_NOT_IN_A_BATCH = ("flops", "leave_at", "include", "exclude", "optimizer", "nesterov", "clip", "sharding")
+
+
+def unsupported(run: Run) -> list[str]:
+    """The settings of a run that batched training does not support."""
+    found = [
+        f"{name}={getattr(run, name)!r}" for name in _NOT_IN_A_BATCH if getattr(run, name) != getattr(_DEFAULT, name)
+    ]
+    if run.schedule == "plateau":
+        found.append("schedule='plateau'")
+    if run.distil and run.teacher != TRUNK:
+        found.append(f"teacher={run.teacher!r}")
+    if run.model == "indrnn":  # whose recurrence is bounded after every step of the optimizer
+        found.append("model='indrnn'")
+    if kind_of(run.data) in ("folder", "text"):
+        found.append(f"data={run.data!r}")
+    options = run.options
+    if run.method == "scl" and isinstance(options, SCLOptions):
+        found += ["settings.scale='per_sample'"] if options.scale == "per_sample" else []
+        found += [f"settings.mask_momentum={options.mask_momentum}"] if options.mask_momentum else []
+    elif run.method != "dense" and run.sparsity is None:
+        found.append(f"decay={run.decay} with method={run.method}")
+    return found
+
+
+def check(runs: Sequence[Run]) -> None:
+    """Refuse, all at once, the runs that have to be trained by themselves."""
+    problems = [f"run {run.run_id}: {', '.join(found)}" for run in runs if (found := unsupported(run))]
+    if problems:
+        raise ValueError(
+            "batched training does not support all that a run alone does; train such a run by itself (gossamer "
+            "train):\n  " + "\n  ".join(problems)
+        )
+
+
+def check_reachable(runs: Sequence[Run], layout: Layout) -> None:
+    """Refuse, before anything is trained, budgets that whole filters or `min_density` do not allow."""
+    problems = []
+    for run in runs:
+        try:
+            check_filters(run, layout)
+            check_min_density(run, layout)
+        except ValueError as error:
+            problems.append(f"run {run.run_id}, method={run.method}: {error}")
+    if problems:
+        raise ValueError("runs that cannot be trained:\n  " + "\n  ".join(problems))
+
+
+def check_filters(run: Run, layout: Layout) -> None:
+    """Refuse a budget that whole filters are too coarse for, or slimming where a gain is missing."""
+    method = find(run.method)
+    if method.structured and run.sparsity is not None:
+        check_reach(layout, run.sparsity)
+    if method is Slimming:
+        check_gains(layout)
+
+
+def check_min_density(run: Run, layout: Layout) -> None:
+    """Refuse a budget below the nonzeros that `min_density` keeps in each tensor."""
+    if run.sparsity is None or find(run.method).structured:
+        return
+    least, kept = sum(min_nonzeros(layout.sizes, run.phases.min_density)), layout.keep(run.sparsity)
+    if least > kept:
+        raise ValueError(
+            f"sparsity={run.sparsity} keeps {kept} weights, but min_density keeps at least {least}: ask for less "
+            "sparsity, or lower min_density (settings.min_density=0 in a run, scl:min_density=0 in a comparison)"
+        )
+
+
+def shared(run: Run) -> Run:
+    """What all runs of its batch have in common, as a run."""
+    return replace(run, **{name: getattr(_DEFAULT, name) for name in (*_REQUEST, "seed", *OWN)})
+
+
+def images_of(run: Run, images: ImageSet) -> ImageSet:
+    """The images that a run trains on, of its data set."""
+    images = images.split(run.validation) if run.validation else images
+    return images if run.augment else replace(images, padding=0, flip=False)
+
+
+def batched_run(run: Run, steps_per_epoch: int) -> BatchedRun:
+    """A run that `check` accepts, in steps."""
+    total, method = run.epochs * steps_per_epoch, find(run.method)
+    if method is Dense:
+        plan = plan_without_masks(run, total, steps_per_epoch)
+    else:
+        plan = method.phases(_plan(run.phases, total, steps_per_epoch))
+    if run.distil and plan is not None and plan.warmup == 0:
+        raise ValueError(
+            f"teacher={TRUNK}: expected a warm-up in which the teacher learns, got one of no steps: raise "
+            "settings.warmup, or train longer"
+        )
+    followed = replace(_DEFAULT, **{name: getattr(run, name) for name in (*_REQUEST, *_RATES)})
+    rates = _rates(followed, plan, total, steps_per_epoch, method.rewinds)
+    return BatchedRun(run, None if method is Dense else plan, rates)
+
+
+def _plan(phases: Phases, total: int, steps_per_epoch: int) -> Plan:
+    durations = {"warmup": phases.warmup, "sparsify": phases.sparsify, "stabilise": phases.stabilise}
+    return make_plan(total, steps_per_epoch=steps_per_epoch, **durations)
+
+
+# Many runs follow the same rates, and steps are many.
+@lru_cache(maxsize=64)
+def _rates(run: Run, plan: Plan | None, total: int, steps_per_epoch: int, rewinds: bool) -> Tensor:
+    def usual(step: int) -> float:
+        return learning_rate(run, plan, step, total_steps=total, steps_per_epoch=steps_per_epoch)
+
+    def again(step: int) -> float:
+        assert plan is not None
+        return rewound(plan, step, shared=usual, peak=run.lr)
+
+    return torch.tensor([again(step) if rewinds else usual(step) for step in range(total)], dtype=torch.float64)

@@ -1,0 +1,101 @@
+"""Notices optimizers that change the zeros of a model behind the back of its Sparsifier.
+
+Two mistakes are easy to make and hard to see: another optimizer than the one that was given trains the weights, or
+training goes on after `finish()`. torch calls a hook after the steps of all optimizers; it looks at each optimizer for
+a step or two, and then no more until something changes.
+"""
+
+import warnings
+from collections.abc import Sequence
+from typing import Any, Protocol
+from weakref import WeakKeyDictionary, ref
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.weak import WeakIdKeyDictionary
+
+from gossamer.optimizers import capturing, uncompiled
+from gossamer.prunable import Weight
+from gossamer.selectors import some
+from gossamer.sharding import local
+
+
+class Watched(Protocol):
+    """What the hook asks the owner of some weights."""
+
+    step: int  # of its plan
+    in_step: bool  # one of its optimizers is taking a step
+
+
+class _Entry:
+    def __init__(self, name: str, owner: Watched) -> None:
+        self.name, self.owner = name, ref(owner)
+        self.zeros: int | None = None  # once the weights are finished
+
+
+_entries: Any = WeakIdKeyDictionary()  # parameter -> _Entry
+_seen: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()  # optimizer -> its owner's step at its last step
+_settled: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()  # optimizer -> the change at which it was judged
+_changes = 0
+_handles: list[Any] = []
+
+
+def watch(owner: Watched, weights: Sequence[Weight]) -> None:
+    """From now on only steps that `owner` takes part in may change these weights."""
+    _change()
+    for weight in weights:
+        _entries[weight.parameter] = _Entry(weight.name, owner)
+    if not _handles:
+        _handles.append(register_optimizer_step_post_hook(uncompiled(_after_any_step)))
+
+
+def watch_zeros(weights: Sequence[Weight]) -> None:
+    """From now on these weights are to keep their zeros."""
+    _change()
+    for weight in weights:
+        if weight.parameter in _entries:
+            _entries[weight.parameter].zeros = _zeros(weight.parameter)
+
+
+def _change() -> None:
+    global _changes
+    _changes += 1
+
+
+def _after_any_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if not _entries or _settled.get(optimizer) == _changes or capturing():
+        return
+    if not all(float(group.get("lr", 1.0)) for group in optimizer.param_groups):
+        return  # such a step moves nothing: look at the next one
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    found = [(_entries[each], each) for each in parameters if each in _entries]
+    unfinished = [(entry, entry.owner()) for entry, _ in found if entry.zeros is None]
+    owner = next((owner for _, owner in unfinished if owner is not None), None)
+    if owner is not None:
+        if owner.in_step:
+            return  # an optimizer inside of another one
+        before, _seen[optimizer] = _seen.get(optimizer), owner.step
+        if before is None:
+            return  # the next step shows whether the owner has moved on
+    _settled[optimizer] = _changes
+    if owner is not None and before == owner.step:
+        names = [entry.name for entry, each in unfinished if each is not None]
+        warnings.warn(
+            f"a {type(optimizer).__name__} trains {some(names)}, but the Sparsifier of these weights belongs to "
+            "another optimizer: masks do not learn, and zeros are lost. Save the Sparsifier's state_dict(), make a new "
+            "one with this optimizer, and load the state there",
+            stacklevel=4,
+        )
+    lost = [entry.name for entry, each in found if entry.zeros is not None and _zeros(each) < entry.zeros]
+    if lost:
+        warnings.warn(
+            f"training goes on after finish(), and {some(lost)} lost zeros: wrap this training in "
+            "`with gossamer.keep_zeros(model, optimizer):`. To put the zeros back, use gossamer.impose(model, masks)",
+            stacklevel=4,
+        )
+
+
+def _zeros(parameter: torch.Tensor) -> int:
+    tensor = local(parameter)
+    return tensor.numel() - int(torch.count_nonzero(tensor))

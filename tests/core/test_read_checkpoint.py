@@ -1,0 +1,127 @@
+"""Checkpoints of other programs: what is read, what is refused, and that nothing is executed."""
+
+import json
+import os
+import pickle
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import prune
+
+import gossamer
+from gossamer.io.checkpoints import is_checkpoint, read_checkpoint
+
+
+def tensors() -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    kept = torch.rand(6, 5, generator=generator) > 0.7
+    return {
+        "one.weight": torch.randn(6, 5, generator=generator) * kept,
+        "one.bias": torch.randn(6, generator=generator),
+        "two.weight": torch.randn(3, 6, generator=generator),
+    }
+
+
+def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor), name
+
+
+def test_safetensors_and_the_sparse_file(tmp_path: Path) -> None:
+    safetensors.torch.save_file(tensors(), tmp_path / "a.safetensors")
+    gossamer.save(tensors(), tmp_path / "b.safetensors")
+    (tmp_path / "c").write_bytes((tmp_path / "a.safetensors").read_bytes())  # without the ending
+    for name in ("a.safetensors", "b.safetensors", "c"):
+        same(read_checkpoint(tmp_path / name), tensors())
+
+
+@pytest.mark.parametrize("zipped", [True, False], ids=["zip", "legacy"])
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda state: state,
+        lambda state: {"epoch": 3, "state_dict": state, "optimizer": {"state": {0: {"m": torch.ones(2, 2)}}}},
+        lambda state: {"config": {"width": 3}, "ema_weights": state},
+        lambda state: {f"module.{name}": value for name, value in state.items()},
+        lambda state: {f"_orig_mod.module.{name}": value for name, value in state.items()},
+    ],
+    ids=["state dict", "trainer", "unknown name", "DDP", "compiled DDP"],
+)
+def test_files_of_torch_save(tmp_path: Path, wrap, zipped: bool) -> None:  # type: ignore[no-untyped-def]
+    torch.save(wrap(tensors()), tmp_path / "model.pt", _use_new_zipfile_serialization=zipped)
+    same(read_checkpoint(tmp_path / "model.pt"), tensors())
+
+
+def test_hugging_face_folders_whole_and_split(tmp_path: Path) -> None:
+    whole, split = tmp_path / "whole", tmp_path / "split"
+    for folder in (whole, split):
+        folder.mkdir()
+        (folder / "config.json").write_text("{}")
+    safetensors.torch.save_file(tensors(), whole / "model.safetensors")
+    same(read_checkpoint(whole), tensors())
+    parts = {name: f"model-0000{number}-of-00003.safetensors" for number, name in enumerate(tensors(), 1)}
+    for name, file in parts.items():
+        safetensors.torch.save_file({name: tensors()[name]}, split / file)
+    index = split / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": parts}))
+    assert is_checkpoint(whole)
+    assert is_checkpoint(split)
+    assert not is_checkpoint(tmp_path)
+    same(read_checkpoint(split), tensors())
+    index.write_text(json.dumps({"weight_map": {"one.weight": "../whole/model.safetensors"}}))
+    with pytest.raises(ValueError, match="expected files beside"):
+        read_checkpoint(split)
+    index.write_text(json.dumps({"weight_map": ["model.safetensors"]}))
+    with pytest.raises(ValueError, match="expected a weight_map"):
+        read_checkpoint(split)
+
+
+def test_pruned_by_torch(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2))
+    prune.l1_unstructured(model[0], "weight", 0.5)
+    torch.save(model.state_dict(), tmp_path / "model.pt")
+    found = read_checkpoint(tmp_path / "model.pt")
+    assert sorted(found) == ["0.bias", "0.weight", "1.bias", "1.weight"]
+    assert torch.equal(found["0.weight"], model[0].weight)
+    assert int(found["0.weight"].count_nonzero()) == 12
+
+
+def test_sparse_tensors_become_plain(tmp_path: Path) -> None:
+    weight = tensors()["one.weight"]
+    torch.save({"a": weight.to_sparse(), "b": weight[None].to_sparse()}, tmp_path / "model.pt")
+    same(read_checkpoint(tmp_path / "model.pt"), {"a": weight, "b": weight[None]})
+
+
+class Command:
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return os.mkdir, (str(self.folder / "was_executed"),)
+
+
+def test_a_pickle_with_a_program_is_refused_unread(tmp_path: Path) -> None:
+    torch.save({"weight": torch.ones(2, 2), "extra": Command(tmp_path)}, tmp_path / "model.pt")
+    (tmp_path / "bare.pt").write_bytes(pickle.dumps(Command(tmp_path)))
+    torch.save(nn.Linear(2, 2), tmp_path / "module.pt")
+    for name in ("model.pt", "bare.pt", "module.pt"):
+        with pytest.raises(ValueError, match=r"with tensors alone.*save model.state_dict\(\) instead"):
+            read_checkpoint(tmp_path / name)
+    assert not (tmp_path / "was_executed").exists()
+
+
+def test_what_is_no_checkpoint_is_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "text.pt").write_text("hello, world")
+    torch.save({"epoch": 3}, tmp_path / "empty.pt")
+    for name, message in (
+        ("text.pt", "not a safetensors file"),
+        ("empty.pt", "expected tensors in .*got none"),
+        ("nothing.pt", "does not exist"),
+        (".", "expected a folder with weights in it"),
+    ):
+        with pytest.raises((ValueError, FileNotFoundError), match=message):
+            read_checkpoint(tmp_path / name)

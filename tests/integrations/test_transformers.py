@@ -1,0 +1,200 @@
+"""The callback in real runs of the Hugging Face Trainer."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+import gossamer
+from gossamer.integrations.transformers import FILE, SparsifierCallback
+from gossamer.schedule import Phase
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+STEPS, PER_EPOCH = 48, 8
+
+
+class Data(torch.utils.data.Dataset[dict[str, Tensor]]):
+    def __init__(self) -> None:
+        self.tokens = torch.randint(3, 40, (64, 12), generator=torch.Generator().manual_seed(1))
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        tokens = self.tokens[index]
+        return {"input_ids": tokens, "labels": (tokens[0] % 2).long()}
+
+
+def network() -> Any:
+    torch.manual_seed(0)
+    config = transformers.BertConfig(
+        vocab_size=40, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, num_labels=2,
+        max_position_embeddings=16, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    return transformers.BertForSequenceClassification(config)
+
+
+def train(
+    folder: Path, callback: SparsifierCallback, *, resume: Any = None, model: Any = None, **options: Any
+) -> tuple[Any, Any]:
+    settings: dict[str, Any] = {
+        "per_device_train_batch_size": 8, "max_steps": STEPS, "learning_rate": 1e-3, "report_to": [], "use_cpu": True,
+        "save_strategy": "no", "logging_steps": 4, "disable_tqdm": True, "seed": 0,
+    }  # fmt: skip
+    model = network() if model is None else model
+    trainer = transformers.Trainer(
+        model=model,
+        args=transformers.TrainingArguments(output_dir=str(folder), **{**settings, **options}),
+        train_dataset=Data(),
+        eval_dataset=Data(),
+        callbacks=[callback],
+    )
+    trainer.train(resume_from_checkpoint=resume)
+    return model, trainer
+
+
+def counts(callback: SparsifierCallback, model: nn.Module) -> tuple[int, int]:
+    """The zeros of the selected weights, and what was asked for."""
+    assert callback.sparsifier is not None
+    weights = [model.get_parameter(weight.name) for weight in callback.sparsifier.weights]
+    total = sum(each.numel() for each in weights)
+    return sum(int((each == 0).sum()) for each in weights), int(0.9 * total + 0.5)
+
+
+def test_a_training_ends_at_the_target(tmp_path: Path) -> None:
+    callback = SparsifierCallback(sparsity=0.9)
+    model, trainer = train(tmp_path, callback)
+    found, asked = counts(callback, model)
+    assert found == asked
+    assert callback.sparsifier is not None
+    assert (callback.sparsifier.plan.total, callback.sparsifier.phase) == (STEPS, Phase.FINISHED)
+    model.save_pretrained(tmp_path / "saved")
+    again = transformers.BertForSequenceClassification.from_pretrained(tmp_path / "saved")
+    assert counts(callback, again) == (asked, asked)
+    logged = [entry["sparsifier/sparsity"] for entry in trainer.state.log_history if "sparsifier/sparsity" in entry]
+    assert len(logged) >= STEPS // 4
+    assert logged[0] == 0.0
+    assert logged[-1] == pytest.approx(0.9, abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"gradient_accumulation_steps": 2, "max_steps": 24},
+        {"bf16": True},
+        {"max_steps": -1, "num_train_epochs": 4},
+        {"optim": "adafactor"},
+        {"max_grad_norm": 0.1},
+    ],
+    ids=str,
+)
+def test_options_of_the_trainer(tmp_path: Path, options: dict[str, Any]) -> None:
+    callback = SparsifierCallback(sparsity=0.9)
+    model, trainer = train(tmp_path, callback, **options)
+    found, asked = counts(callback, model)
+    assert found == asked
+    assert callback.sparsifier is not None
+    assert callback.sparsifier.step == trainer.state.max_steps == trainer.state.global_step
+
+
+@pytest.mark.parametrize("step", [8, 24, 40])
+def test_resuming_is_the_same_bit_for_bit(tmp_path: Path, step: int) -> None:
+    saving = {"save_strategy": "steps", "save_steps": 8, "save_total_limit": None}
+    whole, _ = train(tmp_path / "a", SparsifierCallback(sparsity=0.9), **saving)
+    folder = tmp_path / "a" / f"checkpoint-{step}"
+    callback = SparsifierCallback(sparsity=0.9)
+    model, _ = train(tmp_path / "a", callback, resume=str(folder), **saving)
+    for ours, theirs in zip(model.parameters(), whole.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_resuming_from_another_folder_or_without_the_state(tmp_path: Path) -> None:
+    saving = {"save_strategy": "steps", "save_steps": 16}
+    whole, _ = train(tmp_path / "a", SparsifierCallback(sparsity=0.9), **saving)
+    folder = tmp_path / "a" / "checkpoint-16"
+    model, _ = train(tmp_path / "b", SparsifierCallback(sparsity=0.9, resume_from=folder), resume=str(folder), **saving)
+    assert all(torch.equal(*pair) for pair in zip(model.parameters(), whole.parameters(), strict=True))
+    (folder / FILE).unlink()
+    with pytest.raises(FileNotFoundError, match="expected the state of the Sparsifier in"):
+        train(tmp_path / "a", SparsifierCallback(sparsity=0.9), resume=str(folder), **saving)
+
+
+def test_the_best_checkpoint_is_one_with_its_final_masks(tmp_path: Path) -> None:
+    """Early evaluations, of the dense network, would be the best ones: the metric says so by force."""
+    callback = SparsifierCallback(sparsity=0.9)
+    seen = []
+
+    class Watch(transformers.TrainerCallback):
+        def on_evaluate(self, args: Any, state: Any, control: Any, metrics: dict[str, float], **kwargs: Any) -> None:
+            metrics["eval_score"] = -float(state.global_step)  # the earlier, the better
+            assert callback.sparsifier is not None
+            seen.append((state.global_step, callback.sparsifier.phase))
+
+    model = network()
+    trainer = transformers.Trainer(
+        model=model,
+        args=transformers.TrainingArguments(
+            output_dir=str(tmp_path),
+            per_device_train_batch_size=8,
+            max_steps=STEPS,
+            learning_rate=1e-3,
+            report_to=[],
+            use_cpu=True,
+            eval_strategy="steps",
+            eval_steps=4,
+            save_strategy="steps",
+            save_steps=4,
+            disable_tqdm=True,
+            load_best_model_at_end=True,
+            metric_for_best_model="score",
+            greater_is_better=True,
+        ),
+        train_dataset=Data(),
+        eval_dataset=Data(),
+        callbacks=[callback, Watch()],
+    )
+    trainer.train()
+    first_final = next(step for step, phase in seen if phase is Phase.FINETUNE)
+    assert trainer.state.best_model_checkpoint is not None
+    assert trainer.state.best_model_checkpoint.endswith(f"checkpoint-{first_final}")
+    found, asked = counts(callback, model)
+    assert found == asked
+
+
+def test_accelerate_before_and_after_prepare(tmp_path: Path) -> None:
+    def run(after: bool, stop: int | None = None, resume: bool = False) -> nn.Module:
+        torch.manual_seed(0)
+        model: nn.Module = nn.Sequential(nn.Linear(10, 24), nn.ReLU(), nn.Linear(24, 4))
+        optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        accelerator = Accelerator(cpu=True)
+        asked: dict[str, Any] = {"sparsity": 0.8, "total_steps": 40}
+        if not after:
+            sparsifier = gossamer.Sparsifier(model, optimizer, **asked)
+        model, optimizer = accelerator.prepare(model, optimizer)
+        if after:
+            sparsifier = gossamer.Sparsifier(model, optimizer, **asked)
+        accelerator.register_for_checkpointing(sparsifier)
+        first = 0
+        if resume:
+            accelerator.load_state(str(tmp_path / "state"))
+            first = sparsifier.step
+        for step in range(first, 40):
+            if step == stop:
+                accelerator.save_state(str(tmp_path / "state"))
+            inputs = torch.randn(16, 10, generator=torch.Generator().manual_seed(step))
+            accelerator.backward(nn.functional.mse_loss(model(inputs), inputs[:, :4]))
+            optimizer.step()
+            optimizer.zero_grad()
+        sparsifier.finish()
+        return accelerator.unwrap_model(model)
+
+    before, after = run(after=False), run(after=True, stop=17)
+    resumed = run(after=True, resume=True)
+    for one, two, three in zip(before.parameters(), after.parameters(), resumed.parameters(), strict=True):
+        assert torch.equal(one, two)
+        assert torch.equal(one, three)
+    assert sum(int((each == 0).sum()) for each in before.parameters()) == int(0.8 * 336 + 0.5)
