@@ -138,7 +138,7 @@ def weight_gradient_(gradient: Tensor, mask: Tensor, mask_variable: Tensor, *, p
     if pruned_scale == 1.0:
         return gradient
     if pruned_scale and gradient.dtype == mask_variable.dtype:
-        # The same product in one pass: where() branches, so that a CPU takes up to fifty times as long.
+        # The same product in one pass, as m = H(m̃). where() branches on each element, which a CPU takes long to do.
         torch.ops.aten.leaky_relu_backward.grad_input(gradient, mask_variable, pruned_scale, False, grad_input=gradient)
         return gradient
     return torch.where(mask, gradient, gradient * pruned_scale, out=gradient)
@@ -477,7 +477,7 @@ class SCL(GlobalThreshold[SCLOptions]):
         """A step of gradient descent on the mask variables of a block, of length zero if `gate` is False."""
         variable, work = self.mask_variable[:, block.columns], block.work
         if divide is not None and not self._decay and self._velocity is None:
-            rate = rate / divide  # nothing is added to the scaled gradient: one pass less
+            rate = rate / divide  # one pass less, as nothing is added to the scaled gradient
         elif divide is not None:
             work.div_(divide)
         if gate is not None:
