@@ -112,7 +112,8 @@ def meet_budgets_(
     if costs is None and group is None and on_cpu(mask_variables):
         reaches = [0.0] * len(masks) if reach is None else reach
         rows = zip(mask_variables, masks, budgets.numpy(), reaches, strict=True)
-        found = [_lower_by_bracket_(values, mask, int(budget), near) for values, mask, budget, near in rows]
+        with np.errstate(over="ignore", invalid="ignore"):  # infinities are values like any other, as in torch
+            found = [_lower_by_bracket_(values, mask, int(budget), near) for values, mask, budget, near in rows]
         thresholds = torch.stack([threshold for threshold, _ in found])
         flips = torch.stack([changed for _, changed in found])
         decay = thresholds[:, None]
@@ -148,7 +149,7 @@ def _lower_by_bracket_(values: Tensor, mask: Tensor, keep: int, reach: float = 0
         values.clamp_min_(torch.finfo(values.dtype).tiny)
         flips = len(kept) - int(np.count_nonzero(kept))
         mask.fill_(True)
-        return values.new_zeros(()), torch.tensor(flips)
+        return values.new_zeros(()), torch.tensor(flips, device=values.device)
     threshold, above = _largest_dropped(array, keep, reach)
     missing = keep - above
     if threshold == -np.inf:
@@ -158,7 +159,7 @@ def _lower_by_bracket_(values: Tensor, mask: Tensor, keep: int, reach: float = 0
         flips = int(np.count_nonzero(now != kept))
         np.maximum(array, torch.finfo(values.dtype).tiny, out=array, where=now)
         kept[:] = now
-        return values.new_zeros(()), torch.tensor(flips)
+        return values.new_zeros(()), torch.tensor(flips, device=values.device)
     if missing:
         # Weights tied with the first dropped one: the earliest of them are kept.
         ties = _first_equal(array, float(threshold), missing)
@@ -177,7 +178,7 @@ def _lower_by_bracket_(values: Tensor, mask: Tensor, keep: int, reach: float = 0
         array[ties] = torch.finfo(values.dtype).tiny
         kept[ties] = True
         flips += missing - kept_before
-    return torch.from_numpy(threshold), torch.tensor(flips)
+    return torch.from_numpy(threshold), torch.tensor(flips, device=values.device)
 
 
 def _largest_dropped(array: Array, keep: int, reach: float) -> tuple[Array, int]:
@@ -185,7 +186,10 @@ def _largest_dropped(array: Array, keep: int, reach: float) -> tuple[Array, int]
     few = max(_SAMPLE, len(array) // 16)  # where thresholds are still large, the sample leaves fewer candidates
     found = _between(array, keep, -reach, reach, few) if reach > 0 else None
     # If the guess fails, use a sample; if the sample fails, use all values.
-    candidates, above = found or _between(array, keep, *_bracket(array, keep), len(array)) or (array, 0)
+    found = found or _between(array, keep, *_bracket(array, keep), len(array))
+    if found is None:
+        array[np.isnan(array)] = -np.inf  # NaN comes last
+    candidates, above = found or (array, 0)
     rank = len(candidates) - 1 - (keep - above)
     threshold = np.partition(candidates, rank)[rank]
     above += int(np.count_nonzero(candidates > threshold))

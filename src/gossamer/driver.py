@@ -97,7 +97,7 @@ class Driver:
             self._apply_first()
 
     def changed_since_last_step(self) -> str:
-        """The names of weights that were changed since the last step; empty if none was."""
+        """The names of weights that were changed since the last step, outside the Sparsifier; empty if none was."""
         names = [self.names[index] for index in self._differing()]
         return "" if self._agreed(not names) else _listed(names)
 
@@ -113,13 +113,34 @@ class Driver:
         """Pruned weights become zero in the parameters, whatever these hold."""
         self.state.mask_parameters(self.mask, indices)
 
-    def check_finite(self) -> None:
-        """Raise if a weight is NaN or infinite, as masks cannot learn from it. Synchronizes with the device."""
+    def check_finite(self, *, together: bool = True) -> None:
+        """Raise if a weight is NaN or infinite, as masks cannot learn from it. Synchronizes with the device.
+
+        With `together` all the processes that share the tensors have to call this, and all raise.
+        """
         wrong = not_finite(zip(self.names, self.state.dense_views, strict=True))
-        if not self._agreed(not wrong):
+        if not (self._agreed(not wrong) if together else not wrong):
             raise RuntimeError(
                 f"prunable weights are not finite (infinite or NaN): {_listed(wrong)}. The run has diverged: "
                 "train again with a smaller learning rate or with gradient clipping"
+            )
+
+    def _check_budget(self, mask: Tensor) -> None:
+        """Raise if final masks do not keep as many weights as was asked for."""
+        target = self._request.target
+        assert target is not None
+        if not self.kind.exact or target.decay is not None:
+            return
+        kept = self._over_shards(torch.stack([torch.count_nonzero(view) for view in self.state.views(mask)]))
+        if target.costs is None:
+            found, unit, met = int(kept.sum()), "weights", int(kept.sum()) == target.final
+        else:
+            found, unit = int((kept.cpu() * torch.tensor(target.costs, device="cpu")).sum()), "multiply-adds"
+            met = found <= target.final
+        if not met:
+            raise ValueError(
+                f"the final masks keep {found:,} {unit} where {target.final:,} were asked for: the mask state is "
+                f"damaged, or method={self.kind.name!r} does not meet its budget (then it says so by exact = False)"
             )
 
     def prepare(self, step: int) -> None:
@@ -243,7 +264,9 @@ class Driver:
         if self.method is None:
             return
         self.check_finite()
-        self.final_mask = self.method.finalize(self.state.dense)
+        final_mask = self.method.finalize(self.state.dense)
+        self._check_budget(final_mask)
+        self.final_mask = final_mask
         self.state.put_masked(self.final_mask)
         self._final_count = self._count_final(self.final_mask)
         self.log.counters(wait=True)
@@ -311,16 +334,17 @@ class Driver:
                 network[name] = tensor.clone()
         return {**found, "network": network}
 
-    def shapes(self) -> tuple[set[str], dict[str, torch.Size]]:
-        """The layout of `state_dict` while masks train: entries with a tensor per weight, and the shapes of the tensors
-        of
-        the whole network."""
-        by_weight, network = {"mask", "dense"}, {}
+    def entries(self) -> tuple[dict[str, torch.dtype], dict[str, tuple[torch.dtype, torch.Size]]]:
+        """The layout of `state_dict` while masks train: entries with a tensor per weight, and the tensors of the whole
+        network."""
+        by_weight, network = {"mask": torch.bool, "dense": self.state.dtype}, {}
         for name, tensor in self.training.state().items():
-            if name == _BY_POSITION or tensor.shape == self.mask.shape:
-                by_weight.add(name)
+            if name == _BY_POSITION:
+                by_weight[name] = torch.bool
+            elif tensor.shape == self.mask.shape:
+                by_weight[name] = tensor.dtype
             else:
-                network[name] = tensor.shape
+                network[name] = tensor.dtype, tensor.shape
         return by_weight, network
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -331,6 +355,7 @@ class Driver:
         if "dense" not in state:
             self.final_mask = torch.zeros_like(self.mask)
             self._fill(self.final_mask, state["mask"])
+            self._check_budget(self.final_mask)
             self._final_count = self._count_final(self.final_mask)
             self.freeze()
             return

@@ -96,7 +96,7 @@ class State:
         kept = self._scratch.get(these.start)
         if kept is not None:
             return kept
-        gradient, work = (torch.zeros(1, end - begin, dtype=self.dtype) for _ in range(2))
+        gradient, work = (torch.zeros(1, end - begin, dtype=self.dtype, device=self.device) for _ in range(2))
         places = [(*self._shapes[index], self.offsets[index] - begin) for index in these]
         scratch = Scratch(
             slice(begin, end),
@@ -362,7 +362,7 @@ class ParameterStep(Step):
             self._views = [view[None] for view in state.views(work)]
             return [Part(range(len(state.sizes)), [Block(slice(None), matrix, state.dense, work)])]
         tensors = state.tensors()
-        self._views = [torch.empty(0)] * len(tensors)
+        self._views = [torch.empty(0, device=state.device)] * len(tensors)
         return [
             self._together(these) if len(these) > 1 else self._alone(these.start, tensors[these.start])
             for these in state.groups
@@ -393,13 +393,13 @@ class ParameterStep(Step):
         own = state.same_as_dense(tensor, index)
         if not own:
             self._foreign.append(index)
-        work = _flat(tensor) if own else torch.empty(size, dtype=state.dtype)
+        work = _flat(tensor) if own else torch.empty(size, dtype=state.dtype, device=state.device)
         self._views[index] = work.as_strided((1, *shape), (0, *strides), work.storage_offset())
         flat = None
         if gradient is not None and same_memory(gradient, strides):
             flat = _flat(gradient)
         elif gradient is not None:
-            flat = torch.empty(size, dtype=gradient.dtype)
+            flat = torch.empty(size, dtype=gradient.dtype, device=state.device)
             view = flat.as_strided(shape, strides)
             view.copy_(gradient)
             self._copied.append(gradient)

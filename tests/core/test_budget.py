@@ -116,6 +116,21 @@ def test_protected_connections_are_kept_and_counted(with_costs: bool) -> None:
     assert ((values > 0) == mask).all()
 
 
+ODD = st.one_of(VALUES, st.sampled_from([np.nan, -np.nan, np.inf, -np.inf, 3e38, -3e38, 1e-40]))
+
+
+@given(values=st.lists(ODD, min_size=1, max_size=60), data=st.data())
+@settings(max_examples=300, deadline=None)
+def test_counts_are_exact_for_any_values_even_nan(values: list[float], data: st.DataObject) -> None:
+    """In this step and in the next, whatever is left in the mask variables."""
+    lowered, mask = torch.tensor(values), torch.ones(len(values), dtype=torch.bool)
+    reach = data.draw(st.sampled_from([0.0, 0.1, np.inf, np.nan]))
+    for _ in range(2):
+        keep = data.draw(st.integers(0, len(values)))
+        meet_budget_(lowered, mask, torch.tensor(keep), reach=reach)
+        assert int(mask.sum()) == keep
+
+
 @WAYS
 @pytest.mark.parametrize(("count", "keep"), [(1, 0), (1, 1), (1000, 0), (1000, 1000), (1000, 37)])
 def test_all_equal_values_are_kept_in_order(way, count: int, keep: int) -> None:  # type: ignore[no-untyped-def]

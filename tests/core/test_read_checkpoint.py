@@ -73,7 +73,7 @@ def test_hugging_face_folders_whole_and_split(tmp_path: Path) -> None:
     assert not is_checkpoint(tmp_path)
     same(read_checkpoint(split), tensors())
     index.write_text(json.dumps({"weight_map": {"one.weight": "../whole/model.safetensors"}}))
-    with pytest.raises(ValueError, match="expected files beside"):
+    with pytest.raises(ValueError, match="expected files next to"):
         read_checkpoint(split)
     index.write_text(json.dumps({"weight_map": ["model.safetensors"]}))
     with pytest.raises(ValueError, match="expected a weight_map"):
@@ -96,6 +96,23 @@ def test_sparse_tensors_become_plain(tmp_path: Path) -> None:
     same(read_checkpoint(tmp_path / "model.pt"), {"a": weight, "b": weight[None]})
 
 
+def test_tensors_that_only_claim_to_be_large_are_refused(tmp_path: Path) -> None:
+    expanded = torch.ones(1, 1).expand(1 << 20, 1 << 20)
+    none = torch.zeros(2, 0, dtype=torch.int64)
+    empty = torch.sparse_coo_tensor(none, torch.zeros(0), (1 << 20, 1 << 20), check_invariants=True)
+    for tensor in (expanded, empty):
+        torch.save({"weight": tensor}, tmp_path / "model.pt")
+        with pytest.raises(ValueError, match="expected at most 67,108,864 bytes of tensors"):
+            read_checkpoint(tmp_path / "model.pt")
+
+
+def test_a_sparse_tensor_with_indices_outside_is_refused(tmp_path: Path) -> None:
+    outside = torch.sparse_coo_tensor(torch.tensor([[0], [9]]), torch.ones(1), (2, 2), check_invariants=False)
+    torch.save({"weight": outside}, tmp_path / "model.pt")
+    with pytest.raises(ValueError, match="or is damaged"):
+        read_checkpoint(tmp_path / "model.pt")
+
+
 class Command:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -109,7 +126,7 @@ def test_a_pickle_with_a_program_is_refused_unread(tmp_path: Path) -> None:
     (tmp_path / "bare.pt").write_bytes(pickle.dumps(Command(tmp_path)))
     torch.save(nn.Linear(2, 2), tmp_path / "module.pt")
     for name in ("model.pt", "bare.pt", "module.pt"):
-        with pytest.raises(ValueError, match=r"with tensors alone.*save model.state_dict\(\) instead"):
+        with pytest.raises(ValueError, match=r"with only tensors.*save model.state_dict\(\) instead"):
             read_checkpoint(tmp_path / name)
     assert not (tmp_path / "was_executed").exists()
 

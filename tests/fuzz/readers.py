@@ -38,6 +38,7 @@ from gossamer.deployment.runtime import memory
 from gossamer.deployment.runtime.capture import capture
 from gossamer.deployment.runtime.compiling import content_digest, is_whole
 from gossamer.deployment.runtime.native_model import Setting, possible_lanes
+from gossamer.io.checkpoints import read_checkpoint
 from gossamer.lab import models, recipes, tables
 from gossamer.lab.batched.sweeps import begun_batches, checkpoints_of
 from gossamer.lab.batched.training import check_state, fill_
@@ -178,6 +179,24 @@ def _read_digest(content: bytes, folder: Path) -> None:
 
 
 @cache
+def _foreign_seeds() -> list[bytes]:
+    """Checkpoints of other programs, in both formats of torch.save."""
+    content = {"epoch": 3, "state_dict": {name: each for name, each in _state().items() if each.is_floating_point()}}
+    found = []
+    for zipped in (True, False):
+        buffer = io.BytesIO()
+        torch.save(content, buffer, _use_new_zipfile_serialization=zipped)
+        found.append(buffer.getvalue())
+    return found
+
+
+def _read_foreign(content: bytes, folder: Path) -> object:
+    path = folder / "model.pt"
+    path.write_bytes(content)
+    found = read_checkpoint(path)
+    return _show(report(found).table()) if any(each.ndim > 1 for each in found.values()) else None
+
+
 def _short_checkpoint() -> bytes:
     stream = io.BytesIO()
     torch.save({"step": 1}, stream)
@@ -568,6 +587,7 @@ READERS: Mapping[str, Reader] = MappingProxyType(
         for reader in (
             Reader("sparse", _read_sparse, _sparse_seeds, forge.sparse_file, Bounds(memory=80 << 20)),
             Reader("checkpoint", _read_checkpoint, _checkpoint_seeds, forge.torch_file),
+            Reader("foreign", _read_foreign, _foreign_seeds, forge.torch_file),
             Reader("digest", _read_digest, _digest_seeds, forge.text),
             Reader("batch", _read_batch, _batch_seeds, forge.torch_file),
             Reader("log", _read_log, _log_seeds, forge.text),

@@ -61,13 +61,13 @@ class Report:
             raise ValueError("expected folders of finished runs, or a model, got none: gossamer report PATH")
         if self.html is not None:
             writable(at_home(self.html))
-        model = len(self.files) == 1 and _is_model(self.files[0])
-        page = self._model(console, self.files[0]) if model else self._runs(console)
-        if self.html is not None:
+        is_model = len(self.files) == 1 and _is_model(self.files[0])
+        page = self._model(console, self.files[0]) if is_model else self._runs(console)
+        if page is not None and self.html is not None:
             path = write_page(page, at_home(self.html))
             console.print(f"The page is in {path}", soft_wrap=True, highlight=False)
 
-    def _model(self, console: Console, path: Path) -> Page:
+    def _model(self, console: Console, path: Path) -> Page | None:
         known = self.net is not None or (path.suffix == ".safetensors" and path.is_file() and knows_its_network(path))
         if known:
             stored = open_network(path, self.net, shape=self.shape or None)
@@ -75,9 +75,9 @@ class Report:
         else:
             found = report(read_checkpoint(path))
         console.print(found)
-        return page_of(found.rows, found.tensors, title=path.name)
+        return None if self.html is None else page_of(found.rows, found.tensors, title=path.resolve().name)
 
-    def _runs(self, console: Console) -> Page:
+    def _runs(self, console: Console) -> Page | None:
         if self.html is not None and (panels := panels_of_comparison(self.files)):
             return page_of_panels("Comparison", ", ".join(map(str, self.files)), panels)
         found = {run: read_result_file(run) for file in self.files for run in _runs_in(file)}
@@ -88,15 +88,12 @@ class Report:
         for file in found if self.layers else ():
             console.print(read_layers(file).table(str(file)))
         if self.html is None:
-            return Page("")
+            return None
         if len(found) == 1:
             (run,) = found
             return page_of_run(run if run.is_dir() else run.parent)
-        return page_of_panels(
-            "Sweep",
-            f"{len(found)} runs in {', '.join(map(str, self.files))}",
-            [("Runs", panel_of_sweep([*found.values()]))],
-        )
+        about = f"{len(found)} runs in {', '.join(map(str, self.files))}"
+        return page_of_panels("Sweep", about, [("Runs", panel_of_sweep([*found.values()]))])
 
 
 @dataclass(frozen=True)

@@ -325,7 +325,7 @@ class SCL(GlobalThreshold[SCLOptions]):
         self._velocity = torch.zeros_like(start) if self._options.mask_momentum else None
         # Of |w̃|: the threshold below which weights are pruned by magnitude, and the usual magnitude.
         self._level = start.new_zeros(len(chosen), 1)
-        self._lengths = torch.tensor(context.layout.sizes)
+        self._lengths = torch.tensor(context.layout.sizes, device=weights.device)
         self._usual = context.mean_squares(weights).sqrt()
         usual = self._options.estimator == "identity" and self._options.scale in ("none", "global")
         self._can_fuse = usual and not self._options.l2 and self._velocity is None and self._budget.costs is None
