@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -22,7 +23,7 @@ from fuzz.limits import Bounds, judge
 from fuzz.mutate import mutated_bytes
 from fuzz.readers import READERS, Reader
 
-SECONDS = 20.0  # of all readers together
+SECONDS = float(os.environ.get("GOSSAMER_TEST_FUZZ", "20"))  # of all readers together
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="the kernel keeps the highest resident size on Linux")
 
 
