@@ -23,7 +23,7 @@ from gossamer.lab.batched.compare import TIERS, Comparison, compare, possible_ru
 from gossamer.lab.batched.sweeps import missing_in, read_record_of
 from gossamer.methods import METHODS, find
 
-FIRST, WHOLE_FIRST = 0.95, 0.7  # of single weights, of whole filters
+FIRST, WHOLE_FIRST = 0.95, 0.7  # of unstructured methods, of whole filters
 OTHERS = (0.5, 0.7, 0.9, 0.98)
 FALLING = "weight_decay_power=0.5"
 SINGLE = [name for name in METHODS if name != "dense" and not find(name).structured]

@@ -7,7 +7,7 @@
 A layer is a matrix of outputs × inputs, a convolution its weight as a matrix, times a batch of columns. Formats:
 dense float32 (TF32 off), dense bfloat16; CSR (cuSPARSE) in float32; BSR in blocks of 16 and 32, the blocks that
 have a non-zero weight; 2:4, which keeps the two largest of every four weights and so is a different matrix unless
-the mask happens to be 2:4: its row says how many connections it drops. Each product is captured as a CUDA graph
+the mask happens to be 2:4: its row shows the fraction of nonzeros it drops. Each product is captured as a CUDA graph
 where a replay gives the right result, and timed by events, formats taking turns. Where that is not possible it is
 launched call by call, which costs more than many of the kernels: its row has the time of the kernels alone as well.
 What a format cannot do is in its row; `--formats` leaves out what brings the device down. The file is written after
@@ -71,7 +71,7 @@ def products(weight: Tensor, x: Tensor) -> dict[str, Callable[[], tuple[Product,
         kept = two_of_four(half)
         dropped = 1 - int(torch.count_nonzero(kept)) / max(1, int(torch.count_nonzero(half)))
         matrix = to_sparse_semi_structured(kept)
-        return lambda: torch.mm(matrix, x_half), f"drops {dropped:.1%} of the connections"
+        return lambda: torch.mm(matrix, x_half), f"drops {dropped:.1%} of the nonzeros"
 
     return {
         "dense float32": lambda: (lambda: weight @ x, ""),

@@ -61,7 +61,7 @@ NETWORKS: dict[str, tuple[str, Callable[[], tuple[nn.Module, Example]], tuple[in
 
 
 def mask_at_random_(model: nn.Module, sparsity: float) -> None:
-    """Leaves every weight tensor the same share of connections, exactly."""
+    """Prune every weight tensor to exactly the same density."""
     torch.manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -2,8 +2,8 @@
 
     python examples/one_file.py
 
-Trains the same small convolutional network twice on scikit-learn's digits, dense and with 95 % of its connections
-removed while it trains, then saves the sparse one and loads it back into a plain model.
+Trains the same small convolutional network twice on scikit-learn's digits, dense and with 95 % of its weights
+pruned while it trains, then saves the sparse one and loads it back into a plain model.
 """
 
 import argparse

@@ -33,6 +33,7 @@ Array = npt.NDArray[Any]
 
 _FAST_BINS = 12_288  # 32-bit counters in 48 KiB
 _SAMPLE = 1 << 13  # sample size for bracketing the threshold; up to eight times as many for large inputs
+_LARGE = 1 << 22  # tensors up to this size have room for temporary memory
 _CHUNK = 1 << 16  # weights per pass on a CPU: 256 KiB, which fits the cache
 
 
@@ -111,7 +112,8 @@ def meet_budgets_(
     if costs is None and group is None and on_cpu(mask_variables):
         reaches = [0.0] * len(masks) if reach is None else reach
         rows = zip(mask_variables, masks, budgets.numpy(), reaches, strict=True)
-        found = [_lower_by_bracket_(values, mask, int(budget), near) for values, mask, budget, near in rows]
+        with np.errstate(over="ignore", invalid="ignore"):  # infinities are values like any other, as in torch
+            found = [_lower_by_bracket_(values, mask, int(budget), near) for values, mask, budget, near in rows]
         thresholds = torch.stack([threshold for threshold, _ in found])
         flips = torch.stack([changed for _, changed in found])
         decay = thresholds[:, None]
@@ -147,7 +149,7 @@ def _lower_by_bracket_(values: Tensor, mask: Tensor, keep: int, reach: float = 0
         values.clamp_min_(torch.finfo(values.dtype).tiny)
         flips = len(kept) - int(np.count_nonzero(kept))
         mask.fill_(True)
-        return values.new_zeros(()), torch.tensor(flips)
+        return values.new_zeros(()), torch.tensor(flips, device=values.device)
     threshold, above = _largest_dropped(array, keep, reach)
     missing = keep - above
     if threshold == -np.inf:
@@ -157,7 +159,7 @@ def _lower_by_bracket_(values: Tensor, mask: Tensor, keep: int, reach: float = 0
         flips = int(np.count_nonzero(now != kept))
         np.maximum(array, torch.finfo(values.dtype).tiny, out=array, where=now)
         kept[:] = now
-        return values.new_zeros(()), torch.tensor(flips)
+        return values.new_zeros(()), torch.tensor(flips, device=values.device)
     if missing:
         # Weights tied with the first dropped one: the earliest of them are kept.
         ties = _first_equal(array, float(threshold), missing)
@@ -176,39 +178,52 @@ def _lower_by_bracket_(values: Tensor, mask: Tensor, keep: int, reach: float = 0
         array[ties] = torch.finfo(values.dtype).tiny
         kept[ties] = True
         flips += missing - kept_before
-    return torch.from_numpy(threshold), torch.tensor(flips)
+    return torch.from_numpy(threshold), torch.tensor(flips, device=values.device)
 
 
 def _largest_dropped(array: Array, keep: int, reach: float) -> tuple[Array, int]:
     """The (keep + 1)-th largest value, and how many values are larger than it."""
-    found = _between(array, keep, -reach, reach) if reach > 0 else None
+    few = max(_SAMPLE, len(array) // 16)  # where thresholds are still large, the sample leaves fewer candidates
+    found = _between(array, keep, -reach, reach, few) if reach > 0 else None
     # If the guess fails, use a sample; if the sample fails, use all values.
-    candidates, above = found or _between(array, keep, *_bracket(array, keep)) or (array, 0)
+    found = found or _between(array, keep, *_bracket(array, keep), len(array))
+    if found is None:
+        array[np.isnan(array)] = -np.inf  # NaN comes last
+    candidates, above = found or (array, 0)
     rank = len(candidates) - 1 - (keep - above)
     threshold = np.partition(candidates, rank)[rank]
     above += int(np.count_nonzero(candidates > threshold))
     return np.array(threshold), above
 
 
-def _between(array: Array, keep: int, low: float, high: float) -> tuple[Array, int] | None:
-    """The values in (low, high] and the number of larger ones; None if the (keep + 1)-th largest is not among them."""
+def _between(array: Array, keep: int, low: float, high: float, most: int) -> tuple[Array, int] | None:
+    """The values in (low, high] and the number of larger ones; None if the (keep + 1)-th largest is not among them, or
+    if there are more than `most`."""
 
-    def scan(start: int) -> tuple[int, Array]:
+    above, found, total = 0, list[Array](), 0
+    buffers = np.empty((2, _CHUNK), dtype=bool)
+    for start in range(0, len(array), _CHUNK):
         chunk = array[start : start + _CHUNK]
-        over_low, over_high = chunk > low, chunk > high
-        return int(np.count_nonzero(over_high)), chunk[_true_positions(over_low ^ over_high)]
-
-    seen = [scan(start) for start in range(0, len(array), _CHUNK)]
-    above = sum(count for count, _ in seen)
-    candidates = np.concatenate([inside for _, inside in seen])
+        inside, over_high = buffers[:, : len(chunk)]
+        np.greater(chunk, low, out=inside)
+        np.greater(chunk, high, out=over_high)
+        above += int(np.count_nonzero(over_high))
+        np.not_equal(inside, over_high, out=inside)
+        found.append(chunk[_true_positions(inside)])
+        total += len(found[-1])
+        if total > most:
+            return None
+    candidates = np.concatenate(found)
     return (candidates, above) if above <= keep < above + len(candidates) else None
 
 
 def _true_positions(chosen: Array) -> Array:
     """The indices where a mask is True. A sparse mask is first searched eight bytes at a time."""
-    if 64 * np.count_nonzero(chosen) > len(chosen) or len(chosen) % 8:
+    if len(chosen) % 8:
         return np.flatnonzero(chosen)
-    words = np.flatnonzero(chosen.view(np.uint64))
+    words = np.flatnonzero(chosen.view(np.uint64) != 0)
+    if 64 * len(words) > len(chosen):
+        return np.flatnonzero(chosen)
     near: Array = (8 * words[:, None] + np.arange(8)).ravel()
     return near[chosen[near]]
 
@@ -225,12 +240,19 @@ def _first_equal(array: Array, value: float, count: int) -> Array:
     return positions[: len(positions) + min(count, 0)]
 
 
+def _sample(length: int, size: int) -> Array:
+    """This many positions, always the same. At a fixed distance they could all lie in the same columns of a matrix."""
+    starts = np.linspace(0, length, size, endpoint=False, dtype=np.int64)
+    places: Array = starts + np.random.default_rng(0).integers(length // size, size=size)
+    return places
+
+
 def _bracket(array: Array, keep: int) -> tuple[float, float]:
-    """Two values that very probably enclose the threshold, estimated from every n-th value."""
+    """Two values that very probably enclose the threshold, estimated from a sample."""
     if len(array) <= _SAMPLE:
         return -np.inf, np.inf
     size = min(8 * _SAMPLE, max(_SAMPLE, len(array) // 512))
-    sample = np.sort(array[:: len(array) // size])[::-1]
+    sample = np.sort(array[_sample(len(array), size)])[::-1]
     share = keep / len(array)
     position = share * len(sample)
     margin = 4 * (position * (1 - share)) ** 0.5 + 8
@@ -238,6 +260,24 @@ def _bracket(array: Array, keep: int) -> tuple[float, float]:
     high = float(sample[first]) if first >= 0 else np.inf
     low = float(sample[last]) if last < len(sample) else -np.inf
     return low, high
+
+
+def strongest(values: Tensor, count: int) -> Tensor:
+    """The positions of the `count` largest values of each row."""
+    if not on_cpu(values) or values.shape[1] <= _LARGE:
+        return values.topk(count, dim=1).indices
+    # Not by topk, which takes 16 bytes for each value on a CPU.
+    return torch.stack([torch.from_numpy(_positions_of_largest(row.numpy(), count)) for row in values])
+
+
+def _positions_of_largest(array: Array, count: int) -> Array:
+    if count >= len(array):
+        return np.arange(len(array))
+    threshold, above = _largest_dropped(array, count, 0.0)
+    chunks = range(0, len(array), _CHUNK)
+    larger = [np.flatnonzero(array[start : start + _CHUNK] > threshold) + start for start in chunks]
+    ties = [_first_equal(array, float(threshold), count - above)] if count > above else []
+    return np.concatenate([*larger, *ties])
 
 
 # --- accelerators, several processes, several networks ---

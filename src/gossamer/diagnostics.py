@@ -137,7 +137,8 @@ class HealthLog:
         # From the plan at the time when masks began to learn.
         self.mask_steps, self.slots = state["mask_steps"], len(state["trace"])
         for name in _LOGGED:
-            setattr(self, name, state[name].to(self.trace.device).clone())
+            tensor = getattr(self, name)
+            setattr(self, name, state[name].to(tensor.device, tensor.dtype, copy=True))
 
     def read(
         self,

@@ -90,40 +90,57 @@ class Driver:
     def restart_if_moved(self) -> None:
         """Start over if the parameters were changed since, by another optimizer, a loaded checkpoint or the user."""
         self._check_device()
-        shown = self._weights_of_forward()
-        same = all(
-            torch.equal(tensor, view.to(tensor.dtype))
-            for tensor, view in zip(self.state.tensors(), self.state.views(shown), strict=True)
-        )
-        if not self._agreed(same):
+        if not self._agreed(not self._differing()):
             assert self._context is not None
             self.state.take()
             self.method = self.kind(self._context)
             self._apply_first()
 
     def changed_since_last_step(self) -> str:
-        """The names of weights that somebody has changed since the last step; none of them has been if it is empty."""
-        tensors = self.state.tensors()
-        if self.method is None:
-            masks = self.state.views(self.mask)
-            wrong = [bool(tensor[~mask].any()) for tensor, mask in zip(tensors, masks, strict=True)]
-        else:
-            shown = self.state.views(self._weights_of_forward())
-            wrong = [not torch.equal(each, view.to(each.dtype)) for each, view in zip(tensors, shown, strict=True)]
-        names = [name for name, each in zip(self.names, wrong, strict=True) if each]
+        """The names of weights that were changed since the last step, outside the Sparsifier; empty if none was."""
+        names = [self.names[index] for index in self._differing()]
         return "" if self._agreed(not names) else _listed(names)
+
+    def _differing(self) -> list[int]:
+        """The weights whose parameters do not hold what the last step left in them."""
+        if self._forward is None:
+            return self.state.differing(self.mask)
+        views = self.state.views(self._weights_of_forward())
+        pairs = zip(self.state.tensors(), views, strict=True)
+        return [index for index, (each, view) in enumerate(pairs) if not torch.equal(each, view.to(each.dtype))]
 
     def prune(self, indices: Sequence[int] | None = None) -> None:
         """Pruned weights become zero in the parameters, whatever these hold."""
         self.state.mask_parameters(self.mask, indices)
 
-    def check_finite(self) -> None:
-        """Raise if a weight is NaN or infinite, as masks cannot learn from it. Synchronizes with the device."""
+    def check_finite(self, *, together: bool = True) -> None:
+        """Raise if a weight is NaN or infinite, as masks cannot learn from it. Synchronizes with the device.
+
+        With `together` all the processes that share the tensors have to call this, and all raise.
+        """
         wrong = not_finite(zip(self.names, self.state.dense_views, strict=True))
-        if not self._agreed(not wrong):
+        if not (self._agreed(not wrong) if together else not wrong):
             raise RuntimeError(
                 f"prunable weights are not finite (infinite or NaN): {_listed(wrong)}. The run has diverged: "
                 "train again with a smaller learning rate or with gradient clipping"
+            )
+
+    def _check_budget(self, mask: Tensor) -> None:
+        """Raise if final masks do not keep as many weights as was asked for."""
+        target = self._request.target
+        assert target is not None
+        if not self.kind.exact or target.decay is not None:
+            return
+        kept = self._over_shards(torch.stack([torch.count_nonzero(view) for view in self.state.views(mask)]))
+        if target.costs is None:
+            found, unit, met = int(kept.sum()), "weights", int(kept.sum()) == target.final
+        else:
+            found, unit = int((kept.cpu() * torch.tensor(target.costs, device="cpu")).sum()), "multiply-adds"
+            met = found <= target.final
+        if not met:
+            raise ValueError(
+                f"the final masks keep {found:,} {unit} where {target.final:,} were asked for: the mask state is "
+                f"damaged, or method={self.kind.name!r} does not meet its budget (then it says so by exact = False)"
             )
 
     def prepare(self, step: int) -> None:
@@ -247,7 +264,9 @@ class Driver:
         if self.method is None:
             return
         self.check_finite()
-        self.final_mask = self.method.finalize(self.state.dense).clone()
+        final_mask = self.method.finalize(self.state.dense)
+        self._check_budget(final_mask)
+        self.final_mask = final_mask
         self.state.put_masked(self.final_mask)
         self._final_count = self._count_final(self.final_mask)
         self.log.counters(wait=True)
@@ -273,8 +292,7 @@ class Driver:
         self.apply_masks()
 
     def _weights_of_forward(self) -> Tensor:
-        if self._forward is None:
-            return torch.where(self.mask, self.state.dense, self.state.dense.new_zeros(()))
+        assert self._forward is not None
         self.training.apply_masks(self.state.dense, self._forward)
         return self._forward
 
@@ -316,16 +334,17 @@ class Driver:
                 network[name] = tensor.clone()
         return {**found, "network": network}
 
-    def shapes(self) -> tuple[set[str], dict[str, torch.Size]]:
-        """The layout of `state_dict` while masks train: entries with a tensor per weight, and the shapes of the tensors
-        of
-        the whole network."""
-        by_weight, network = {"mask", "dense"}, {}
+    def entries(self) -> tuple[dict[str, torch.dtype], dict[str, tuple[torch.dtype, torch.Size]]]:
+        """The layout of `state_dict` while masks train: entries with a tensor per weight, and the tensors of the whole
+        network."""
+        by_weight, network = {"mask": torch.bool, "dense": self.state.dtype}, {}
         for name, tensor in self.training.state().items():
-            if name == _BY_POSITION or tensor.shape == self.mask.shape:
-                by_weight.add(name)
+            if name == _BY_POSITION:
+                by_weight[name] = torch.bool
+            elif tensor.shape == self.mask.shape:
+                by_weight[name] = tensor.dtype
             else:
-                network[name] = tensor.shape
+                network[name] = tensor.dtype, tensor.shape
         return by_weight, network
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -336,6 +355,7 @@ class Driver:
         if "dense" not in state:
             self.final_mask = torch.zeros_like(self.mask)
             self._fill(self.final_mask, state["mask"])
+            self._check_budget(self.final_mask)
             self._final_count = self._count_final(self.final_mask)
             self.freeze()
             return
@@ -386,7 +406,12 @@ class Driver:
 
 def not_finite(tensors: Iterable[tuple[str, Tensor]]) -> list[str]:
     """The names of tensors with NaN or infinite entries. Synchronizes with the device."""
-    return [name for name, tensor in tensors if not bool(torch.isfinite(tensor).all())]
+    # The largest size, as this needs no memory; it is NaN where any entry is.
+    return [
+        name
+        for name, tensor in tensors
+        if tensor.numel() and not bool(torch.isfinite(torch.linalg.vector_norm(tensor, torch.inf)))
+    ]
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -31,7 +31,7 @@ def unscaling(optimizer: Optimizer) -> Tensor | None:
     return None if scale is None else scale.double().reciprocal().float()
 
 
-# Wrappers that hand the step on to the optimizer inside, and have no hooks of their own.
+# Wrappers that delegate the step to the optimizer inside, and have no hooks.
 _WRAPPERS = ("accelerate", "lightning", "lightning_fabric", "pytorch_lightning")
 
 
@@ -42,7 +42,7 @@ def unwrapped(optimizer: Optimizer) -> Optimizer:
     if not isinstance(optimizer, Optimizer):
         raise TypeError(
             f"expected a torch.optim.Optimizer or a list of them, got a {type(optimizer).__name__}: "
-            "give the optimizer itself, of a wrapper the one inside"
+            "pass the optimizer itself, not a wrapper around it"
         )
     if not hasattr(optimizer, "_optimizer_step_pre_hooks"):
         raise TypeError(
@@ -79,7 +79,7 @@ class follow_modes:
 
 
 def evaluates(optimizer: Optimizer) -> bool:
-    """Whether a schedule-free optimizer has put the weights of evaluation into the parameters."""
+    """Whether a schedule-free optimizer has put its evaluation weights into the parameters."""
     return any(group.get("train_mode") is False for group in optimizer.param_groups) and hasattr(optimizer, "eval")
 
 

@@ -12,6 +12,8 @@ import math
 import re
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from numbers import Real
+from typing import cast
 
 
 class Phase(StrEnum):
@@ -110,11 +112,11 @@ def make_plan(
     steps_per_epoch: int | None = None,
 ) -> Plan:
     """A plan from durations; fine-tuning takes the rest of the run."""
-    if total_steps < 1 or total_steps % 1:
+    if not isinstance(cast(object, total_steps), Real) or total_steps is True or total_steps < 1 or total_steps % 1:
         raise ValueError(
-            f"expected a whole number of total_steps of at least 1 (len(loader) * epochs), got {total_steps}"
+            f"expected a whole number of total_steps of at least 1 (len(loader) * epochs), got {total_steps!r}"
         )
-    if steps_per_epoch is not None and steps_per_epoch < 1:
+    if steps_per_epoch is not None and not 1 <= steps_per_epoch < math.inf:
         raise ValueError(f"expected steps_per_epoch of at least 1 (len(loader)), got {steps_per_epoch}")
     exact = [_exact_steps(duration, total_steps, steps_per_epoch) for duration in (warmup, sparsify, stabilise)]
     lengths = [round(steps) for steps in exact]

@@ -14,7 +14,9 @@ This file decides when; driver.py does the work, with any method of gossamer.met
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, fields, replace
-from typing import Any
+from itertools import repeat
+from numbers import Integral
+from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -42,7 +44,7 @@ from gossamer.optimizers import (
     unwrapped,
 )
 from gossamer.per_sample.capture import check_layers
-from gossamer.prunable import Weight, select
+from gossamer.prunable import Use, Weight, select
 from gossamer.schedule import Phase, Plan, make_plan
 from gossamer.selectors import Selectors, clean_name, some
 from gossamer.settings import choose
@@ -97,6 +99,12 @@ class Sparsifier:
         **settings: Any,
     ) -> None:
         self._kind = load(method) if isinstance(method, str) else method
+        if not (isinstance(cast(object, self._kind), type) and issubclass(self._kind, Method)):
+            raise TypeError(
+                f"expected method to be a name, such as 'scl', or a subclass of gossamer.methods.Method, got {method!r}"
+            )
+        if not isinstance(cast(object, seed), Integral) or not -(2**63) <= seed < 2**63:
+            raise ValueError(f"expected seed to be a whole number of at most 64 bits, got {seed!r}")
         self.phases, self.settings = choose(self._kind, preset, settings)
         # Names lack the prefixes of wrappers, so that masks and states fit the model however it is wrapped.
         selected = select(model, include=include, exclude=exclude)
@@ -146,16 +154,18 @@ class Sparsifier:
         self._leave_at, self._loss_scale, self._steps_per_epoch = leave_at, loss_scale, steps_per_epoch
         self._learning_rate = learning_rate if self._kind.rewinds else None
         self._total, self._epoch = sum(sizes), steps_per_epoch or total_steps
-        self._request: Request[Any] = Request(sparsity or 0.0, seed, self.settings, self._target)
+        self._request: Request[Any] = Request(sparsity or 0.0, int(seed), self.settings, self._target)
         taken = {id(weight.parameter) for weight in self.weights}
         others = [(name, each) for name, each in model.named_parameters() if id(each) not in taken]
-        self._others = [parameter for _, parameter in others]
+        self._model: nn.Module | None = model
+        self._others = others
         sizes_of_others = [(name, parameter.numel()) for name, parameter in others]
         self._gains = gains_of(model, [weight.name for weight in selected], sizes_of_others)
         self._kind.check(make_layout(self.weights, any_order=self._kind.any_order, gains=self._gains), self._request)
         self._driver: Driver | None = None  # created when masks begin to train
         self._warned_of_skipped = 0
         self._topology_done = 0  # the step of the last topology update
+        self._started = False  # whether this object has taken its first step
         self.step, self.in_step = 0, False
         self.phase = self.plan.at(0).phase
         _claim(self, self.weights)
@@ -298,6 +308,11 @@ class Sparsifier:
         if self._leave_at is not None:
             self._leave_if_reached(self._leave_at)
         moment = self.plan.at(self.step)
+        if not self._started:
+            self._check_finite("the run begins with")
+        if not self._started or moment.phase is not self.phase:
+            self._check_model()
+            self._started = True
         self._warn_of_unplanned_steps()
         self._warn_of_skipped_steps(at_last=not moment.phase.masks_train)
         with torch.no_grad():
@@ -310,8 +325,7 @@ class Sparsifier:
                 driver.prepare(self.step)
             elif self._driver is not None:
                 self._driver.finalize()
-        self.phase = moment.phase
-        self.step += 1
+        self.phase, self.step = moment.phase, self.step + 1
         return self.phase
 
     def finish(self) -> None:
@@ -342,15 +356,12 @@ class Sparsifier:
             with torch.no_grad():
                 self._driver.finalize()
                 self._driver.apply_masks()  # in case a step was interrupted
-        wrong = not_finite((weight.name, local(weight.parameter)) for weight in self.weights)
         self._forget_pruned(~self._driver.mask if self._driver is not None else None)
         watch_zeros(self.weights)
-        self._remove_hooks()
-        if wrong:
-            raise RuntimeError(
-                f"the run ended with weights that are not finite (infinite or NaN) in {', '.join(wrong[:3])}: it "
-                "has diverged; train again with a smaller learning rate or with gradient clipping"
-            )
+        try:
+            self._check_finite("the run ended with")
+        finally:
+            self._remove_hooks()
 
     def _remove_hooks(self) -> None:
         for handle in self._handles:
@@ -360,17 +371,17 @@ class Sparsifier:
         _CLAIMS.pop(self, None)
         self.phase = Phase.FINISHED
         # Release training state, so that a finished object can be copied and pickled.
-        self._handles, self._modes, self._owned, self._others = [], [], [], []
+        self._handles, self._modes, self._owned, self._others, self._model = [], [], [], [], None
         self._loss_scale = self._learning_rate = self._replicas = None
 
     def _check_model(self) -> None:
         """Raise if parameters were replaced, as their zeros are no longer in the model."""
+        held = {id(parameter) for parameter in self._model.parameters()} if self._model is not None else set()
         lost = [
             weight.name
             for weight in self.weights
-            for use in weight.uses
             if not is_sharded(weight.parameter)  # FSDP2 temporarily replaces them with gathered weights
-            and use.module._parameters.get(use.attribute, weight.parameter) is not weight.parameter
+            and (id(weight.parameter) not in held or any(map(_is_replaced, weight.uses, repeat(weight.parameter))))
         ]
         if lost:
             raise RuntimeError(
@@ -404,6 +415,17 @@ class Sparsifier:
             with torch.no_grad():
                 self._driver.apply_masks()
 
+    def _check_finite(self, when: str) -> None:
+        """Raise if a parameter in training is NaN or infinite. Synchronizes with the device."""
+        named = [(weight.name, weight.parameter) for weight in self.weights]
+        named += [(name, parameter) for name, parameter in self._others if _is_plain(parameter)]
+        wrong = not_finite((name, local(parameter)) for name, parameter in named)
+        if wrong:
+            raise RuntimeError(
+                f"{when} parameters that are not finite (infinite or NaN): {some(wrong)}. If it has diverged, train "
+                "again with a smaller learning rate or with gradient clipping"
+            )
+
     def impose(self, other: nn.Module) -> None:
         """Apply the masks to another model with the same names, such as an average of the weights."""
         impose(other, self.masks)
@@ -412,18 +434,18 @@ class Sparsifier:
         """Start training the masks, if they do not train yet."""
         if self._driver is None:
             with torch.no_grad():
-                self._driver = self._make_driver()
+                self._driver = self._make_driver(self.plan)
         return self._driver
 
-    def _make_driver(self, *, resume: bool = False) -> Driver:
+    def _make_driver(self, plan: Plan, *, resume: bool = False) -> Driver:
         return Driver(
             self.weights,
             self._kind,
             self._request,
-            self.plan,
+            plan,
             epoch=self._epoch,
             min_density=self.phases.min_density,
-            others=self._others,
+            others=[parameter for _, parameter in self._others],
             gains=self._gains,
             group=self._group,
             replicas=self._replicas,
@@ -451,18 +473,18 @@ class Sparsifier:
         skipped = driver.log.skipped_so_far()
         if skipped >= max(1, self._warned_of_skipped + 1 if at_last else 2 * self._warned_of_skipped):
             self._warned_of_skipped = skipped
-            wrong = not_finite((weight.name, local(weight.parameter)) for weight in self.weights)
-            where = (
-                f"weights that are not finite in {', '.join(wrong[:3])}" if wrong else "gradients that are not finite"
+            driver.check_finite(together=False)  # otherwise masks would never learn again
+            warnings.warn(
+                f"gradients that are not finite (infinite or NaN): masks did not learn in {skipped} steps so far",
+                stacklevel=5,
             )
-            warnings.warn(f"{where} (infinite or NaN): masks did not learn in {skipped} steps so far", stacklevel=5)
 
     def _warn_of_unplanned_steps(self) -> None:
         """Warn where the first step begins with a sparse model, and where there are more steps than planned."""
         if self.step == self.plan.total:
             warnings.warn(
                 f"more optimizer steps than total_steps={self.plan.total}: masks stay as they are, and the fine-tune "
-                "phase goes on. To spread the phases over the whole run, give the true number of optimizer steps "
+                "phase continues. To spread the phases over the whole run, pass the true number of optimizer steps "
                 "(batches times epochs, divided by gradient accumulation)",
                 stacklevel=5,
             )
@@ -493,6 +515,11 @@ class Sparsifier:
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if is_nested(optimizer):
             return None
+        if torch.is_inference_mode_enabled():
+            raise RuntimeError(
+                "expected optimizer.step() outside torch.inference_mode(), as later steps cannot change the tensors "
+                "that are created in it: use torch.no_grad()"
+            )
         leads = optimizer is self._owned[0][0]  # with several optimizers, the first one advances the plan
         if leads and not capturing():
             self.advance()
@@ -613,7 +640,7 @@ class Sparsifier:
         return evaluate
 
     def _versions_of(self, owned: Sequence[int]) -> list[tuple[int, int, int]]:
-        """Changes when somebody writes to the weights or to their gradients."""
+        """Version counters that change with every write to the weights or to their gradients."""
         parameters = [self.weights[index].parameter for index in owned]
         return [(each._version, id(each.grad), 0 if each.grad is None else each.grad._version) for each in parameters]
 
@@ -643,39 +670,35 @@ class Sparsifier:
             )
         self._check_values()
         check_state(state, self.weights, method=self._kind.name, target=self._target)
-        driver = None
+        plan, phase, driver = Plan(**state["plan"]), Phase(state["phase"]), None
         with torch.no_grad():
             if "mask" in state:
-                plan, self.plan = self.plan, Plan(**state["plan"])
+                driver = self._make_driver(plan, resume=True)
                 try:
-                    driver = self._make_driver(resume=True)
                     check_tensors(state, driver, self.weights)
+                    driver.load_state_dict(state)
                 except BaseException:
-                    self.plan = plan
-                    if driver is not None:
-                        driver.freeze()
+                    driver.freeze()
                     raise
             if self._driver is not None:
                 self._driver.freeze()  # removes its hooks from the model
-            self._driver = driver
-            self.step, self.phase, self.plan = state["step"], Phase(state["phase"]), Plan(**state["plan"])
+            self._driver, self.plan, self.phase, self.step = driver, plan, phase, state["step"]
             self._topology_done = state["topology_done"]
             if driver is not None:
-                driver.load_state_dict(state)
-                if self.phase is not Phase.WARMUP:
+                if phase is not Phase.WARMUP:
                     driver.apply_masks()
                 self._warned_of_skipped = int(driver.log.skipped)
         if self.phase is Phase.FINISHED:
             self._remove_hooks()
 
     def __del__(self) -> None:
-        """Warn when masks never became final; an object that was never used is no problem."""
+        """Warn if masks never became final. An unused object is no problem."""
         phase = getattr(self, "phase", Phase.FINISHED)
         if phase in (Phase.FINETUNE, Phase.FINISHED) or not self.step:
             return
         warnings.warn(
             f"a Sparsifier was discarded without finish() after {self.step} of {self.plan.total} optimizer steps, in "
-            f"the {phase} phase, so the model does not have the sparsity that was asked for. Call finish(), and give "
+            f"the {phase} phase, so the model does not have the requested sparsity. Call finish(), and pass "
             "the true number of optimizer steps as total_steps (batches × epochs, divided by gradient accumulation)",
             stacklevel=2,
         )
@@ -688,6 +711,16 @@ class Sparsifier:
                 "optimizer, and load the state there"
             )
         return self.__dict__
+
+
+def _is_replaced(use: Use, parameter: nn.Parameter) -> bool:
+    return use.module._parameters.get(use.attribute, parameter) is not parameter
+
+
+def _is_plain(parameter: nn.Parameter) -> bool:
+    """Whether this is a trained parameter of numbers that torch can check, not those of a quantization library."""
+    plain = type(parameter) is nn.Parameter or is_sharded(parameter)
+    return plain and parameter.requires_grad and parameter.dtype.itemsize > 1
 
 
 def _check_weights(weights: Sequence[Weight], *, needs_samples: bool, sharded: bool, replicated: bool) -> None:

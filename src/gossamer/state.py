@@ -96,7 +96,7 @@ class State:
         kept = self._scratch.get(these.start)
         if kept is not None:
             return kept
-        gradient, work = (torch.zeros(1, end - begin, dtype=self.dtype) for _ in range(2))
+        gradient, work = (torch.zeros(1, end - begin, dtype=self.dtype, device=self.device) for _ in range(2))
         places = [(*self._shapes[index], self.offsets[index] - begin) for index in these]
         scratch = Scratch(
             slice(begin, end),
@@ -260,7 +260,24 @@ class State:
             self._mask_(scratch.gradient, mask[:, scratch.columns])
             torch._foreach_copy_(part, scratch.gradient_views)
 
-        """On a CPU: tensors with the memory layout of w̃ that are large enough for a separate pass, and the rest."""
+    def differing(self, mask: Tensor) -> list[int]:
+        """The tensors whose parameters do not hold w = w̃ ⊙ m or, once w̃ is dropped, whose pruned weights are not zero.
+        Synchronizes with the device."""
+        return [index for index, tensor in enumerate(self.tensors()) if self._differs(tensor, mask, index)]
+
+    def _differs(self, tensor: Tensor, mask: Tensor, index: int) -> bool:
+        kept, dense = self.view(mask, index), self.dense_views[index] if self.dense_views else tensor
+        whole = tensor[None], kept[None], dense[None]
+        if self.same_as_dense(tensor, index):  # in pieces, without memory of the size of the tensor
+            columns = slice(self.offsets[index], self.offsets[index] + self.sizes[index])
+            whole = _flat(tensor), mask[0, columns], self.dense[0, columns] if self.dense_views else _flat(tensor)
+        zero = self.dense.new_zeros(())
+        for here, stays, there in zip(*(torch.split(each, _PIECE) for each in whole), strict=True):
+            if not self.dense_views and bool((here.ne(0) & ~stays).any()):
+                return True
+            if self.dense_views and not torch.equal(here, torch.where(stays, there, zero).to(here.dtype)):
+                return True
+        return False
 
     def _mask_(self, tensor: Tensor, mask: Tensor) -> None:
         torch.where(mask, tensor, tensor.new_zeros(()), out=tensor)
@@ -345,7 +362,7 @@ class ParameterStep(Step):
             self._views = [view[None] for view in state.views(work)]
             return [Part(range(len(state.sizes)), [Block(slice(None), matrix, state.dense, work)])]
         tensors = state.tensors()
-        self._views = [torch.empty(0)] * len(tensors)
+        self._views = [torch.empty(0, device=state.device)] * len(tensors)
         return [
             self._together(these) if len(these) > 1 else self._alone(these.start, tensors[these.start])
             for these in state.groups
@@ -376,13 +393,13 @@ class ParameterStep(Step):
         own = state.same_as_dense(tensor, index)
         if not own:
             self._foreign.append(index)
-        work = _flat(tensor) if own else torch.empty(size, dtype=state.dtype)
+        work = _flat(tensor) if own else torch.empty(size, dtype=state.dtype, device=state.device)
         self._views[index] = work.as_strided((1, *shape), (0, *strides), work.storage_offset())
         flat = None
         if gradient is not None and same_memory(gradient, strides):
             flat = _flat(gradient)
         elif gradient is not None:
-            flat = torch.empty(size, dtype=gradient.dtype)
+            flat = torch.empty(size, dtype=gradient.dtype, device=state.device)
             view = flat.as_strided(shape, strides)
             view.copy_(gradient)
             self._copied.append(gradient)

@@ -1,8 +1,8 @@
-"""Notices optimizers that change the zeros of a model behind the back of its Sparsifier.
+"""Warnings about optimizers that change the zeros of a model without its Sparsifier.
 
-Two mistakes are easy to make and hard to see: another optimizer than the one that was given trains the weights, or
-training goes on after `finish()`. torch calls a hook after the steps of all optimizers; it looks at each optimizer for
-a step or two, and then no more until something changes.
+Two mistakes are easy to make and hard to notice: another optimizer than that of the Sparsifier trains the weights, or
+training continues after `finish()`. torch calls a hook after the steps of all optimizers. The hook checks each
+optimizer for a step or two, and then not again until something changes.
 """
 
 import warnings
@@ -22,7 +22,7 @@ from gossamer.sharding import local
 
 
 class Watched(Protocol):
-    """What the hook asks the owner of some weights."""
+    """The interface of the owner of some weights for the hook."""
 
     step: int  # of its plan
     in_step: bool  # one of its optimizers is taking a step
@@ -42,7 +42,7 @@ _handles: list[Any] = []
 
 
 def watch(owner: Watched, weights: Sequence[Weight]) -> None:
-    """From now on only steps that `owner` takes part in may change these weights."""
+    """Warn if these weights change in a step without `owner`."""
     _change()
     for weight in weights:
         _entries[weight.parameter] = _Entry(weight.name, owner)
@@ -51,7 +51,7 @@ def watch(owner: Watched, weights: Sequence[Weight]) -> None:
 
 
 def watch_zeros(weights: Sequence[Weight]) -> None:
-    """From now on these weights are to keep their zeros."""
+    """Warn if these weights lose zeros."""
     _change()
     for weight in weights:
         if weight.parameter in _entries:
@@ -67,31 +67,31 @@ def _after_any_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[st
     if not _entries or _settled.get(optimizer) == _changes or capturing():
         return
     if not all(float(group.get("lr", 1.0)) for group in optimizer.param_groups):
-        return  # such a step moves nothing: look at the next one
+        return  # such a step changes nothing: check the next one
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     found = [(_entries[each], each) for each in parameters if each in _entries]
     unfinished = [(entry, entry.owner()) for entry, _ in found if entry.zeros is None]
     owner = next((owner for _, owner in unfinished if owner is not None), None)
     if owner is not None:
         if owner.in_step:
-            return  # an optimizer inside of another one
+            return  # an optimizer inside another one
         before, _seen[optimizer] = _seen.get(optimizer), owner.step
         if before is None:
-            return  # the next step shows whether the owner has moved on
+            return  # the next step shows whether the owner has advanced
     _settled[optimizer] = _changes
     if owner is not None and before == owner.step:
         names = [entry.name for entry, each in unfinished if each is not None]
         warnings.warn(
             f"a {type(optimizer).__name__} trains {some(names)}, but the Sparsifier of these weights belongs to "
-            "another optimizer: masks do not learn, and zeros are lost. Save the Sparsifier's state_dict(), make a new "
-            "one with this optimizer, and load the state there",
+            "another optimizer: masks do not learn, and zeros are lost. Save the Sparsifier's state_dict(), create a "
+            "new one with this optimizer, and load the state there",
             stacklevel=4,
         )
     lost = [entry.name for entry, each in found if entry.zeros is not None and _zeros(each) < entry.zeros]
     if lost:
         warnings.warn(
-            f"training goes on after finish(), and {some(lost)} lost zeros: wrap this training in "
-            "`with gossamer.keep_zeros(model, optimizer):`. To put the zeros back, use gossamer.impose(model, masks)",
+            f"training continues after finish(), and {some(lost)} lost zeros: wrap this training in "
+            "`with gossamer.keep_zeros(model, optimizer):`. To restore the zeros, use gossamer.impose(model, masks)",
             stacklevel=4,
         )
 

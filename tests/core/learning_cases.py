@@ -124,6 +124,8 @@ def draw(seed: int, device: torch.device) -> Step:
     interpreted, mask_decay = device.type == "cpu", (0.0, 0.01)[number(2)]
     if interpreted:
         dense = dense.to(dtype).float()  # the interpreter cuts digits off where a GPU rounds to bfloat16
+    mask = torch.rand(count, generator=generator) > 0.6
+    size = randn(count).abs()
     return Step(
         options=scl.SCLOptions(
             scale=("global", "none")[number(2)],
@@ -135,8 +137,8 @@ def draw(seed: int, device: torch.device) -> Step:
         decay=(0.0, 0.03)[number(2)],
         parameters=parameters,
         gradients=gradients,
-        mask=(torch.rand(count, generator=generator) > 0.6).to(device),
-        mask_variable=randn(count).to(device),
+        mask=mask.to(device),
+        mask_variable=torch.where(mask, size, -size).to(device),
         dense=dense.to(device),
         unscale=torch.tensor(1 / 1024, device=device) if scaled else None,
         found_inf=torch.tensor(float(chance(0.3)), device=device) if scaled else None,

@@ -116,6 +116,21 @@ def test_protected_connections_are_kept_and_counted(with_costs: bool) -> None:
     assert ((values > 0) == mask).all()
 
 
+ODD = st.one_of(VALUES, st.sampled_from([np.nan, -np.nan, np.inf, -np.inf, 3e38, -3e38, 1e-40]))
+
+
+@given(values=st.lists(ODD, min_size=1, max_size=60), data=st.data())
+@settings(max_examples=300, deadline=None)
+def test_counts_are_exact_for_any_values_even_nan(values: list[float], data: st.DataObject) -> None:
+    """In this step and in the next, whatever is left in the mask variables."""
+    lowered, mask = torch.tensor(values), torch.ones(len(values), dtype=torch.bool)
+    reach = data.draw(st.sampled_from([0.0, 0.1, np.inf, np.nan]))
+    for _ in range(2):
+        keep = data.draw(st.integers(0, len(values)))
+        meet_budget_(lowered, mask, torch.tensor(keep), reach=reach)
+        assert int(mask.sum()) == keep
+
+
 @WAYS
 @pytest.mark.parametrize(("count", "keep"), [(1, 0), (1, 1), (1000, 0), (1000, 1000), (1000, 37)])
 def test_all_equal_values_are_kept_in_order(way, count: int, keep: int) -> None:  # type: ignore[no-untyped-def]
@@ -135,11 +150,34 @@ def test_the_sample_brackets_a_large_vector() -> None:
     assert (mask == (values > exact)).all()
 
 
+def test_a_matrix_with_different_columns_is_bracketed_by_few_values() -> None:
+    """A sample of every n-th value would only see some of its columns."""
+    generator = torch.Generator().manual_seed(2)
+    matrix = torch.randn(4096, 1024, generator=generator) * torch.linspace(0.01, 1, 1024)
+    values = matrix.flatten()
+    keep = values.numel() // 10
+    low, high = budget._bracket(values.numpy(), keep)
+    assert ((values > low) & (values <= high)).sum() < 0.05 * values.numel()
+    exact = values.kthvalue(values.numel() - keep).values
+    assert low < exact <= high
+
+
+@given(st.integers(0, 5000), st.booleans())
+@settings(max_examples=20, deadline=None)
+def test_the_strongest_of_a_large_tensor_are_those_of_topk(count: int, ties: bool) -> None:
+    values = torch.rand(2, budget._LARGE + 3, generator=torch.Generator().manual_seed(count))
+    values = (values * 1000).floor() if ties else values
+    found = budget.strongest(values, count)
+    assert found.shape == (2, count)
+    for row, places, expected in zip(values, found, values.topk(count, dim=1).values, strict=True):
+        assert len(set(places.tolist())) == count
+        assert torch.equal(row[places].sort(descending=True).values, expected)
+
+
 def test_a_misleading_sample_costs_time_but_not_exactness() -> None:
     values = torch.zeros(2_000_000)
-    stride = values.numel() // budget._SAMPLE
-    values[::stride] = 1000.0 + torch.arange(values[::stride].numel())
     values[1::2] += torch.linspace(0, 1, values[1::2].numel())
+    values[torch.from_numpy(budget._sample(values.numel(), budget._SAMPLE))] = 1000.0
     keep = 900_000
     expected = torch.zeros(values.numel(), dtype=torch.bool)
     expected[values.sort(descending=True, stable=True).indices[:keep]] = True

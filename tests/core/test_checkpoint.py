@@ -368,9 +368,9 @@ def test_wrong_model_is_told_everything_and_left_alone(tmp_path: Path) -> None:
 
 
 def test_wrong_arguments_and_tensors(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="expected values out of float32, float16, bfloat16, int8, got 'int4'"):
+    with pytest.raises(ValueError, match="expected values to be one of float32, float16, bfloat16, int8, got 'int4'"):
         save({}, tmp_path / "f", values="int4")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="expected compress out of auto, none, zlib, zstd, got 'lz4'"):
+    with pytest.raises(ValueError, match="expected compress to be one of auto, none, zlib, zstd, got 'lz4'"):
         save({}, tmp_path / "f", compress="lz4")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"(?s)a: not an ordinary dense tensor.*b: str is not a tensor"):
         save({"a": torch.eye(3).to_sparse(), "b": "x"}, tmp_path / "f")  # type: ignore[dict-item]
@@ -384,7 +384,7 @@ def test_without_zstandard_it_says_so(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_a_place_that_cannot_be_written_to_is_told(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"expected a folder to write f to, got .*nowhere: make it first"):
+    with pytest.raises(FileNotFoundError, match=r"expected a folder to write f to, got .*nowhere: create it first"):
         save(nn.Linear(2, 2), tmp_path / "nowhere" / "f")
     with pytest.raises(IsADirectoryError, match="which is a folder"):
         save(nn.Linear(2, 2), tmp_path)

@@ -85,7 +85,10 @@ def test_pruned_weights_follow_their_share_of_the_gradient_of_the_weights_in_use
         followed = torch.where(used, gradient, share * gradient)
         torch.testing.assert_close(after, before - 0.1 * followed, rtol=1e-12, atol=0)
         torch.testing.assert_close(
-            method.weight_gradient_(gradient.clone(), used, pruned_scale=share), followed, rtol=0, atol=0
+            method.weight_gradient_(gradient.clone(), used, used.to(gradient.dtype), pruned_scale=share),
+            followed,
+            rtol=0,
+            atol=0,
         )
         assert not layer.weight[~mask].any()
         assert gradient[~mask].abs().min() > 0  # there is something to follow

@@ -73,7 +73,7 @@ def test_hugging_face_folders_whole_and_split(tmp_path: Path) -> None:
     assert not is_checkpoint(tmp_path)
     same(read_checkpoint(split), tensors())
     index.write_text(json.dumps({"weight_map": {"one.weight": "../whole/model.safetensors"}}))
-    with pytest.raises(ValueError, match="expected files beside"):
+    with pytest.raises(ValueError, match="expected files next to"):
         read_checkpoint(split)
     index.write_text(json.dumps({"weight_map": ["model.safetensors"]}))
     with pytest.raises(ValueError, match="expected a weight_map"):
@@ -126,7 +126,7 @@ def test_a_pickle_with_a_program_is_refused_unread(tmp_path: Path) -> None:
     (tmp_path / "bare.pt").write_bytes(pickle.dumps(Command(tmp_path)))
     torch.save(nn.Linear(2, 2), tmp_path / "module.pt")
     for name in ("model.pt", "bare.pt", "module.pt"):
-        with pytest.raises(ValueError, match=r"with tensors alone.*save model.state_dict\(\) instead"):
+        with pytest.raises(ValueError, match=r"with only tensors.*save model.state_dict\(\) instead"):
             read_checkpoint(tmp_path / name)
     assert not (tmp_path / "was_executed").exists()
 

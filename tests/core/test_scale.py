@@ -3,7 +3,10 @@
 ``python benchmarks/scale.py`` measures time and memory.
 """
 
+import multiprocessing
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -46,6 +49,44 @@ def test_training_without_values_is_refused_with_a_sentence(warmup: str) -> None
     for attempt in (optimizer.step, sparsifier.finish, lambda: sparsifier.load_state_dict(state)):
         with pytest.raises(RuntimeError, match=r"weight is on the meta device, .* give the model values"):
             attempt()
+
+
+def _peak() -> int:
+    """The highest resident size since the last call."""
+    status = Path("/proc/self/status").read_text()
+    Path("/proc/self/clear_refs").write_text("5")
+    return 1024 * int(status.partition("VmHWM:")[2].partition("kB")[0])
+
+
+def peaks_of_a_run(found: Any) -> None:
+    """Bytes per weight at the peak of each step, beside weights and gradients."""
+    torch.set_num_threads(1)
+    model = nn.Linear(4096, 4096, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    phases = {"warmup": "2it", "sparsify": "3it", "stabilise": "2it"}
+    sparsifier = gossamer.Sparsifier(model, optimizer, sparsity=0.9, total_steps=9, **phases)
+    model.weight.grad = 0.1 * torch.randn(4096, 4096)
+    _peak()
+    before = _peak()
+    for step in (*[optimizer.step] * 9, sparsifier.finish):
+        step()
+        found.put((_peak() - before) / model.weight.numel())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel keeps the highest resident size on Linux")
+def test_no_phase_takes_memory_for_more_than_dense_weights_mask_variables_and_masks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "65536")  # what is freed is returned at once
+    context = multiprocessing.get_context("spawn")
+    found = context.Queue()
+    process = context.Process(target=peaks_of_a_run, args=(found,))
+    process.start()
+    peaks = [found.get(timeout=100) for _ in range(10)]
+    process.join()
+    assert max(peaks) > 8.9  # 4 bytes, 4 and 1
+    assert max(peaks[2:]) < 9 + 1.5  # and pieces of temporary memory
+    assert peaks[1] < 9 + 4.5  # where masks begin, squares of up to 64 MiB
 
 
 class Calls(TorchDispatchMode):

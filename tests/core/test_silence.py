@@ -111,7 +111,7 @@ def test_training_on_after_finish_is_noticed_unless_zeros_are_kept() -> None:
     later.param_groups[0]["lr"] = 0.0  # as in the first step of a warm-up
     train(model, later, 0, 2)
     later.param_groups[0]["lr"] = 0.1
-    with pytest.warns(UserWarning, match=r"training goes on after finish\(\), and 0\.weight, 2\.weight lost zeros"):
+    with pytest.warns(UserWarning, match=r"training continues after finish\(\), and 0\.weight, 2\.weight lost zeros"):
         train(model, later, 2, 4)
     gossamer.impose(model, sparsifier.masks)
     assert zeros(model) == EXACT

@@ -90,10 +90,10 @@ def test_a_folder_that_is_not_there_is_told_before_the_work(tmp_path: Path) -> N
     model = nn.Linear(2, 2)
     for write in (exports.to_onnx, exports.to_torch):
         with pytest.raises(
-            FileNotFoundError, match=r"expected a folder to write model to, got .*nowhere: make it first"
+            FileNotFoundError, match=r"expected a folder to write model to, got .*nowhere: create it first"
         ):
             write(model, torch.zeros(2, 2), tmp_path / "nowhere" / "model")
-    with pytest.raises(FileNotFoundError, match="make it first"):
+    with pytest.raises(FileNotFoundError, match="create it first"):
         exports.to_dense(model, tmp_path / "nowhere" / "model")
     with pytest.raises(IsADirectoryError, match="which is a folder"):
         exports.to_dense(model, tmp_path)
@@ -109,7 +109,7 @@ def test_a_model_that_cannot_be_traced_is_told_in_a_sentence(
     export: Callable[..., Any], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("onnxscript")
-    with pytest.raises(ValueError, match=r"but of Branches it says: Could not guard on data-dependent.*one by one"):
+    with pytest.raises(ValueError, match=r"but for Branches it reports: Could not guard on data-dependent.*one by one"):
         export(Branches(), torch.randn(2, 3), tmp_path / "model")
     assert capfd.readouterr().err == ""
 

@@ -12,7 +12,9 @@ import socket
 import struct
 import tarfile
 import tempfile
+import warnings
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
@@ -31,6 +33,11 @@ import gossamer
 from fuzz import forge
 from fuzz.forge import Forge
 from fuzz.limits import Bounds
+from fuzz.mutate import mutated_bytes
+from gossamer.deployment.runtime import memory
+from gossamer.deployment.runtime.capture import capture
+from gossamer.deployment.runtime.compiling import content_digest, is_whole
+from gossamer.deployment.runtime.native_model import Setting, possible_lanes
 from gossamer.io.checkpoints import read_checkpoint
 from gossamer.lab import models, recipes, tables
 from gossamer.lab.batched.sweeps import begun_batches, checkpoints_of
@@ -47,6 +54,7 @@ from gossamer.lab.model_files import open_network
 from gossamer.lab.results import comparison_page, records
 from gossamer.lab.training import Run, result, snapshot
 from gossamer.lab.training.distributed import DistributedContext
+from gossamer.lab.training.progress import JsonLines, Status
 from gossamer.methods.scl import SCLOptions
 from gossamer.report import report
 
@@ -132,7 +140,16 @@ def _checkpoint_seeds() -> list[bytes]:
             checkpoints = Checkpoints(Path(folder))
             snapshot.save(checkpoints, _RUN, DistributedContext(torch.device("cpu")), parts, step=steps, seconds=1.0)
             found.append(checkpoints.paths()[0].read_bytes())
+        _finish(parts)
     return found
+
+
+def _finish(parts: snapshot.Parts) -> None:
+    """A Sparsifier that is discarded before would warn."""
+    with warnings.catch_warnings(), suppress(RuntimeError):  # of weights that are not finite
+        warnings.simplefilter("ignore")
+        assert parts.sparsifier is not None
+        parts.sparsifier.finish()
 
 
 def _write_checkpoint(content: bytes, folder: Path, step: int, name: str = "checkpoint") -> None:
@@ -145,11 +162,12 @@ def _read_checkpoint(content: bytes, folder: Path) -> object:
     """The damage agrees with its digest; a run goes on from it, or says why not. One that cannot be read is set
     aside."""
     _write_checkpoint(content, folder, 2)
-    random_state = torch.get_rng_state()
+    random_state, parts = torch.get_rng_state(), _parts()
     try:
-        return snapshot.restore(Checkpoints(folder), _RUN, DistributedContext(torch.device("cpu")), _parts())
+        return snapshot.restore(Checkpoints(folder), _RUN, DistributedContext(torch.device("cpu")), parts)
     finally:
         torch.set_rng_state(random_state)
+        _finish(parts)
 
 
 def _read_digest(content: bytes, folder: Path) -> None:
@@ -210,6 +228,64 @@ def _read_batch(content: bytes, folder: Path) -> object:
         check_state(state, [_RUN.run_id], 20)
         fill_({"weights": torch.zeros(2, 5)}, state["tensors"])
     return state
+
+
+# -------------------------------------------------------------------------------- what runs and calls leave behind
+
+
+def _log_seeds() -> list[bytes]:
+    lines = [json.dumps({**asdict(_status(step)), "loss": 0.5}) for step in (1, 2, 3)]
+    return ["\n".join(lines).encode(), "\n".join([*lines, lines[0][:20]]).encode()]
+
+
+def _status(step: int) -> Status:
+    return Status(step, 9, 0.5, 2, "sparsify", 0.1, 1.0)
+
+
+def _read_log(content: bytes, folder: Path) -> None:
+    """A resumed run drops the lines of later steps and what is no line, and goes on."""
+    log = JsonLines(folder)
+    log.path.write_bytes(content)
+    log.begin(_status(2))
+    log.tell(_status(3))
+    steps = [json.loads(line)["step"] for line in log.path.read_text().splitlines()]
+    assert all(step <= 2 for step in steps[:-1]), "a line of a later step was kept"
+
+
+@cache
+def _graph() -> Any:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(20, 9), nn.ReLU(), nn.Linear(9, 4)).eval()
+    return capture(model, (torch.randn(2, 20),))
+
+
+@cache
+def _timing_seeds() -> list[bytes]:
+    setting = Setting(possible_lanes(_graph(), 2)[0], 1)
+    decision = memory.Decision(setting, {"torch": 2e-6, "native": 1e-6}, {0: {"rows": 1e-6}})
+    with tempfile.TemporaryDirectory() as folder, patch.dict("os.environ", GOSSAMER_CACHE=folder):
+        memory.remember("a", decision)
+        return [(Path(folder) / memory.FILE).read_bytes()]
+
+
+def _read_timings(content: bytes, folder: Path) -> object:
+    """Damaged timings are ignored, with a warning."""
+    (folder / memory.FILE).write_bytes(content)
+    with patch.dict("os.environ", GOSSAMER_CACHE=str(folder)):
+        return memory.recall("a", _graph(), 2, 1)
+
+
+def _library_seeds() -> list[bytes]:
+    """The frame of an ELF file: a header, and a table of sections at the end."""
+    header = struct.pack("<4s5B7x2HI3QI6H", b"\x7fELF", 2, 1, 1, 0, 0, 3, 62, 1, 0, 0, 100, 0, 64, 0, 0, 64, 3, 0)
+    return [header + bytes(36 + 3 * 64), header.replace(b"\x7fELF\2\1", b"\x7fELF\1\2") + bytes(300)]
+
+
+def _read_library(content: bytes, folder: Path) -> bool:
+    path = folder / "kernels.so"
+    path.write_bytes(content)
+    content_digest(path)
+    return is_whole(path)
 
 
 # ------------------------------------------------------------------------------------------ run and result files
@@ -514,6 +590,9 @@ READERS: Mapping[str, Reader] = MappingProxyType(
             Reader("foreign", _read_foreign, _foreign_seeds, forge.torch_file),
             Reader("digest", _read_digest, _digest_seeds, forge.text),
             Reader("batch", _read_batch, _batch_seeds, forge.torch_file),
+            Reader("log", _read_log, _log_seeds, forge.text),
+            Reader("timings", _read_timings, _timing_seeds, forge.or_anywhere(forge.json_file)),
+            Reader("library", _read_library, _library_seeds, mutated_bytes),
             Reader("run", _read_run, lambda: [json.dumps(_RUN.to_dict()).encode()], forge.or_anywhere(forge.json_file)),
             Reader(
                 "result", _read_result, lambda: [json.dumps(dict(_RESULT)).encode()], forge.or_anywhere(forge.json_file)

@@ -172,7 +172,7 @@ def test_signs_that_a_terminal_does_not_know_are_no_error() -> None:
         (["sweep", "digits", "--out", "OUT", "--seed", "0,1", "--grid", "seed=2,3"], "each key once, got seed more"),
         (["train", "digits", "--out", "OUT", "--batch-size=8", "--batch_size", "9"], "expected --batch-size once, got"),
         (["compare", "--out", "OUT", "--sparsity", "95"], "such as 0.95, got [95.0]"),
-        (["speed", "NEW", "--out", "OUT/nowhere/speed.json"], "make it first"),
+        (["speed", "NEW", "--out", "OUT/nowhere/speed.json"], "create it first"),
         (["train", "NEW", "--out", "OUT"], "new.json: expected a run in format 1 or older, got format 7"),
         (["train", "digits", "--out", ""], "expected a folder after --out, got an empty name: write --out . for"),
         (["sweep", "digits", "--out=", "--grid", "seed=0"], "expected a folder after --out, got an empty name"),

@@ -41,7 +41,7 @@ class Sweep:
     """Folder for one record per run; runs that have one are not trained again."""
     options: RunOptions
     grid: Assignments = ()
-    """The grid as key=value,value: seed=0,1,2 method=scl,dpf sparsity=0.9,0.95."""
+    """Grid as key=value,value: seed=0,1,2 method=scl,dpf sparsity=0.9,0.95."""
     set: Assignments = ()
     """Changes to the recipe as key=value, for all runs."""
     together: int = 32

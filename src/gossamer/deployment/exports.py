@@ -1,9 +1,8 @@
-"""A sparse network for other programs: ONNX, torch.export and plain safetensors.
+"""Exporters of a sparse network: ONNX, torch.export and plain safetensors.
 
-These formats are dense: zeros are stored, and no engine that reads them skips them, so they are neither small
-(``gossamer.save`` is) nor fast (``gossamer.deploy`` is). What is promised is that nothing is lost: every zero
-of the model is a zero in the file, and what was written is read back and run on random inputs before the
-function returns.
+These formats are dense: they store zeros, and the usual engines multiply them, so the files are neither small
+(``gossamer.save`` is) nor fast (``gossamer.deploy`` is). Nothing is lost: every zero of the model is a zero in the
+file, and each function reads its file back and runs it on random inputs before it returns.
 """
 
 from __future__ import annotations
@@ -23,19 +22,19 @@ from torch.utils._pytree import tree_leaves
 from gossamer.deployment.graph import quiet_export, trace
 from gossamer.io.container import writable
 
-TOLERANCE = 1e-4  # of the largest output: other engines sum in another order
+TOLERANCE = 1e-4  # relative to the largest output: other engines sum in another order
 
 
 @dataclass(frozen=True)
 class Exported:
-    """What was written, and how it was checked."""
+    """The written file, and how it was checked."""
 
     path: Path
     file_bytes: int
     zeros: int
-    """Zeros among the weights (tensors of two and more dimensions), in the file as in the model."""
+    """Number of zeros among the weights (tensors of two or more dimensions), in the file and in the model."""
     difference: float | None
-    """Largest difference of outputs, over the largest output; None where nothing could run the file."""
+    """Largest difference of the outputs relative to the largest output; None if nothing could run the file."""
     checked: str
 
     def __str__(self) -> str:
@@ -45,10 +44,10 @@ class Exported:
 def to_onnx(
     model: nn.Module, example_input: Tensor | Sequence[Any], path: str | Path, *, batch_axis: int | None = 0
 ) -> Exported:
-    """Writes an ONNX file and runs it with onnxruntime on random inputs, where that is installed.
+    """Write an ONNX file, and run it with onnxruntime on random inputs, if that is installed.
 
-    Any batch size is allowed along ``batch_axis`` of every input, or only the example's for None. The example
-    should have two samples or more: a size of one is easily taken for a constant.
+    Any batch size is allowed along ``batch_axis`` of every input; with None, only that of the example. The example
+    should have at least two samples, because exporters may treat a size of one as a constant.
     """
     require("onnx", "onnxscript")
     inputs, target = _inputs(example_input), writable(path)
@@ -60,8 +59,8 @@ def to_onnx(
     except Exception as error:
         message = " ".join(str(error.__cause__ or error).split())[:200]
         raise ValueError(
-            f"expected a model whose operations ONNX has, but of {type(model).__name__} torch.onnx says: {message}. "
-            "Replace that operation, or export with to_torch"
+            f"expected a model whose operations ONNX supports, but for {type(model).__name__} torch.onnx reports: "
+            f"{message}. Replace that operation, or export with to_torch"
         ) from error
     cast(Any, written).save(str(target))
     zeros = _zeros(_unique(frozen.state_dict()))
@@ -86,7 +85,7 @@ def to_onnx(
 def to_torch(
     model: nn.Module, example_input: Tensor | Sequence[Any], path: str | Path, *, batch_axis: int | None = 0
 ) -> Exported:
-    """Writes a file of ``torch.export`` (usually ``.pt2``), reads it back and runs it on random inputs."""
+    """Write a file of ``torch.export`` (usually ``.pt2``), read it back and run it on random inputs."""
     inputs, target = _inputs(example_input), writable(path)
     frozen = copy.deepcopy(model).eval()
     program = trace(frozen, inputs, dynamic_shapes=_dynamic(inputs, batch_axis)).program
@@ -106,7 +105,7 @@ def to_torch(
 
 
 def to_dense(model: nn.Module | Mapping[str, Tensor], path: str | Path) -> Exported:
-    """Writes plain safetensors with every name of the state dict; weights that are tied are written twice."""
+    """Write plain safetensors with every name of the state dict; tied weights are written twice."""
     state = dict(model.state_dict() if isinstance(model, nn.Module) else model)
     target = writable(path)
     save_file({name: tensor.detach().cpu().contiguous().clone() for name, tensor in state.items()}, target)
@@ -114,11 +113,11 @@ def to_dense(model: nn.Module | Mapping[str, Tensor], path: str | Path) -> Expor
     for name, tensor in state.items():
         if again[name].dtype != tensor.dtype or not torch.equal(_bits(again[name]), _bits(tensor.detach().cpu())):
             raise RuntimeError(f"expected {name} back from {target} as it was written, got something else")
-    return Exported(target, _size(target), _zeros(_unique(state)), 0.0, "read back, every bit the same")
+    return Exported(target, _size(target), _zeros(_unique(state)), 0.0, "read back, bitwise equal")
 
 
 def require(*packages: str) -> None:
-    """Names all that is missing at once."""
+    """Raise an error that names all missing packages."""
     missing = []
     for package in packages:
         try:
@@ -150,7 +149,7 @@ def _batches(inputs: tuple[Any, ...], axis: int | None) -> list[int]:
 
 
 def _drawn(inputs: tuple[Any, ...], axis: int | None, batch: int) -> tuple[Any, ...]:
-    """Random inputs like the example, with another batch size."""
+    """Random inputs like the example, with a given batch size."""
 
     def draw(x: Any) -> Any:
         if not isinstance(x, Tensor):
@@ -179,7 +178,7 @@ def _difference(path: Path, outputs: Sequence[Tensor], expected: Any) -> float:
 
 
 def _unique(state: Mapping[str, Any]) -> list[Tensor]:
-    """Tensors of a state dict, tied ones once."""
+    """The tensors of a state dict, with tied ones once."""
     tensors = [value for value in state.values() if isinstance(value, Tensor)]
     return list({(each.untyped_storage().data_ptr(), each.storage_offset()): each for each in tensors}.values())
 

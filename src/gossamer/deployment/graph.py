@@ -3,7 +3,7 @@
 ``trace`` runs ``torch.export`` once, in evaluation mode. ``Graph.program`` is the result, for exporters.
 ``Graph.module`` is the same network in normal form, as a module of ATen calls: tensors of the model are ``get_attr``
 nodes under the names they have in the model, every call knows the path of the module that made it, nothing is written
-in place, and calls that do nothing in evaluation mode are gone.
+in place, and calls that do nothing in evaluation mode are removed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from gossamer.forward import arguments, undisturbed
 
 aten = torch.ops.aten
 RECURRENT_CALLS = (aten.lstm.input, aten.gru.input, aten.rnn_tanh.input, aten.rnn_relu.input)
-_END = 2**63 - 1  # of a slice that was left open
+_END = 2**63 - 1  # of an open slice
 _TORCH, _HERE = (f"{Path(file).parent}{os.sep}" for file in (torch.__file__, __file__))
 
 
@@ -41,7 +41,7 @@ class UntraceableError(ValueError):
 
 
 class Graph:
-    """What ``torch.export`` found in a model. It shares the tensors of the model."""
+    """The graph of a model from ``torch.export``. It shares the tensors of the model."""
 
     def __init__(self, program: ExportedProgram, name: str) -> None:
         self.program = program
@@ -49,12 +49,12 @@ class Graph:
 
     @cached_property
     def module(self) -> fx.GraphModule:
-        """The normal form. Raises ``UntraceableError`` where the forward pass reads tensors of the model that it
+        """The normal form. Raises ``UntraceableError`` if the forward pass reads tensors of the model that it
         changes."""
         module = _unlifted(self.program)
         _fold(module.graph)
         if not _without_writes(module.graph):
-            _fold(self.program.graph)  # or dropout in evaluation mode would count as a copy
+            _fold(self.program.graph)  # otherwise dropout in evaluation mode would count as a copy
             self.program.graph_module.recompile()
             try:
                 with quiet_export(), _any_length():
@@ -74,7 +74,7 @@ class Graph:
         return module
 
     def _place(self, tensor: str) -> str:
-        """File, line and code of the first call that writes into a tensor of the model, as far as the tracer noted
+        """File, line and code of the first call that writes to a tensor of the model, as far as the tracer recorded
         them."""
         calls = [node for node in _unlifted(self.program).graph.nodes if _writes(node)]
         trace = next((call.stack_trace or "" for call in calls if _root(call).target == tensor), "")
@@ -84,8 +84,8 @@ class Graph:
 
 
 def trace(model: nn.Module, example_input: object, *, dynamic_shapes: Any = None) -> Graph:
-    """The graph of a model, for inputs shaped like the example except where ``dynamic_shapes`` (those of
-    ``torch.export``) says otherwise."""
+    """The graph of a model, for inputs with the shapes of the example except for ``dynamic_shapes`` (as in
+    ``torch.export``)."""
     try:
         return Graph(_export(model, *arguments(example_input), dynamic_shapes), type(model).__name__)
     except Exception as error:
@@ -93,7 +93,7 @@ def trace(model: nn.Module, example_input: object, *, dynamic_shapes: Any = None
 
 
 def trace_any_size(model: nn.Module, example_input: object) -> Graph:
-    """The graph of a model with the batch and, of sequences, all other sizes left open that can be."""
+    """The graph of a model with a dynamic batch and, for sequences, as many other dynamic sizes as possible."""
     failure: Exception | None = None
     for positional, named, dims in _attempts(model, *arguments(example_input)):
         try:
@@ -105,7 +105,7 @@ def trace_any_size(model: nn.Module, example_input: object) -> Graph:
 
 
 def remove_unused(graph: fx.Graph) -> None:
-    """Take out calls whose result nobody reads; attention counts as random, for the sake of its dropout."""
+    """Remove calls with unused results, also attention, which counts as random because of its dropout."""
     graph.eliminate_dead_code(
         lambda node: node.is_impure() and torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ())
     )
@@ -120,8 +120,8 @@ def module_path(node: fx.Node) -> str:
 def _untraceable(name: str, error: Exception) -> UntraceableError:
     message = " ".join((str(error).strip() or repr(error)).split())[:200]
     return UntraceableError(
-        f"expected a model that torch.export can trace, but of {name} it says: {message}. The model is "
-        "left as it is. Usual causes are branches or loops that depend on the values of tensors; take the traceable "
+        f"expected a model that torch.export can trace, but for {name} it reports: {message}. The model is "
+        "not changed. Usual causes are branches or loops that depend on the values of tensors; use the traceable "
         "parts one by one"
     )
 
@@ -136,7 +136,7 @@ def _export(
 def _attempts(
     model: nn.Module, positional: tuple[Any, ...], named: dict[str, Any]
 ) -> Iterator[tuple[tuple[Any, ...], dict[str, Any], Any]]:
-    """Inputs and the sizes to leave open. A batch of one would be taken for a fixed size."""
+    """Inputs and dynamic sizes to try. A batch of one would be treated as a fixed size."""
     twice, twice_named = tree_map(_doubled, (positional, named))
     bound = inspect.signature(model.forward).bind(*positional, **named).arguments
     if all(isinstance(value, Tensor | int | float | bool | None) for value in _leaves(bound.values())):
@@ -147,7 +147,7 @@ def _attempts(
 
 
 def _leaves(values: Iterable[Any]) -> Iterator[Any]:
-    """The values of arguments, one by one where a model takes any number of them (``*inputs``)."""
+    """The values of arguments, one by one if a model takes any number of them (``*inputs``)."""
     for value in values:
         yield from value if isinstance(value, tuple) else (value,)
 
@@ -157,7 +157,7 @@ def _doubled(value: Any) -> Any:
 
 
 def _open(value: Any) -> Any:
-    """All axes; of pictures only the batch, since to reason about their sides takes several times as long."""
+    """All axes; for images only the batch, because symbolic image sizes make tracing several times slower."""
     if isinstance(value, tuple):
         return tuple(map(_open, value))
     if not isinstance(value, Tensor):
@@ -167,7 +167,7 @@ def _open(value: Any) -> Any:
 
 @contextmanager
 def _no_fast_path() -> Iterator[None]:
-    """The fused kernel of attention in evaluation mode looks at the values of its input."""
+    """Disable the fused attention kernel of evaluation mode, which reads the values of its input."""
     before = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
@@ -192,7 +192,7 @@ def quiet_export() -> Iterator[None]:
 
 @contextmanager
 def _any_length() -> Iterator[None]:
-    """Lets recurrent layers leave the number of steps open: torch finds the shape of their result by running all steps,
+    """Allow a dynamic number of steps in recurrent layers: torch infers the shape of their result by running all steps,
     which fixes their number."""
     with ExitStack() as stack:
         stack.enter_context(patch.dict(decomposition_table, dict.fromkeys(RECURRENT_CALLS, _recurrent_shapes)))
@@ -203,7 +203,7 @@ def _any_length() -> Iterator[None]:
 
 
 def _recurrent_shapes(x: Tensor, state: Any, weights: list[Tensor], *options: Any) -> tuple[Tensor, ...]:
-    """Tensors shaped like the result of a recurrent layer."""
+    """Tensors with the shapes of the result of a recurrent layer."""
     states, bidirectional = state if isinstance(state, list | tuple) else [state], options[4]
     width = states[0].shape[-1] * (2 if bidirectional else 1)
     return (x.new_empty(*x.shape[:-1], width), *(torch.empty_like(each) for each in states))
@@ -216,10 +216,11 @@ def _unlifted(program: ExportedProgram) -> fx.GraphModule:
 
 
 def _without_writes(graph: fx.Graph) -> bool:
-    """Make every call in place one that gives a new tensor, which later readers are given; False where a part or a view
-    is written, or a tensor of the model."""
+    """Replace in-place calls by out-of-place ones, and update later readers. Returns False if a part, a view or a
+    tensor
+    of the model is written."""
     order = {node: place for place, node in enumerate(graph.nodes)}
-    owners: dict[fx.Node, fx.Node] = {}  # of the memory that a view lies in
+    owners: dict[fx.Node, fx.Node] = {}  # of the memory of a view
     for node in list(graph.nodes):
         source = node.args[0] if node.args else None
         if not isinstance(source, fx.Node):
@@ -244,7 +245,7 @@ def _writes(node: fx.Node) -> bool:
 
 
 def _is_view(node: fx.Node) -> bool:
-    """Whether the result may lie in the memory of the first argument: views, and dropout in evaluation mode."""
+    """Whether the result may share the memory of the first argument: views, and dropout in evaluation mode."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return False
     schema = node.target._schema
@@ -252,7 +253,7 @@ def _is_view(node: fx.Node) -> bool:
 
 
 def _out_of_place(node: fx.Node) -> Any:
-    """The call that does the same and leaves its input as it is; None where there is none."""
+    """The out-of-place form of a call, or None."""
     assert isinstance(node.target, torch._ops.OpOverload)
     name, overload = node.target._schema.name.partition("::")[2], node.target._overloadname
     plain = getattr(aten, name.removesuffix("_"), None)
@@ -267,8 +268,9 @@ def _root(node: fx.Node) -> fx.Node:
 
 
 def _without_updates(graph: fx.Graph) -> str | None:
-    """Leave out what is written to inputs and to tensors of the model that nothing reads; gives the name of one that is
-    read."""
+    """Remove writes to inputs and to tensors of the model that are not read. Returns the name of a written tensor that
+    is
+    read, if any."""
     updates = [node for node in graph.nodes if node.target is aten.copy_.default]
     written = [node.args[0] for node in updates]
     for node in updates:
@@ -279,7 +281,7 @@ def _without_updates(graph: fx.Graph) -> str | None:
 
 
 def _fold(graph: fx.Graph) -> None:
-    """Leave out calls whose result is their input. The outputs of an exported program have fixed names and stay."""
+    """Remove calls whose result is their input. Outputs of an exported program have fixed names and are kept."""
     for node in list(graph.nodes):
         if _does_nothing(node) and not any(user.op == "output" for user in node.users):
             _replace(graph, node, node.args[0])
@@ -296,8 +298,8 @@ def _does_nothing(node: fx.Node) -> bool:
 
 
 def _restore(graph: fx.Graph) -> None:
-    """Calls that functionalisation renamed or added become what they were; views become reshapes, which differ only
-    where memory is written."""
+    """Undo the renamings and additions of functionalisation. Views become reshapes, which differ only if memory is
+    written."""
     for node in list(graph.nodes):
         if node.target is aten._native_batch_norm_legit_no_training.default:
             _restore_batch_norm(graph, node)
@@ -314,12 +316,12 @@ def _restore(graph: fx.Graph) -> None:
 
 
 def _same_shape(left: Any, right: Any) -> bool:
-    """By name, since comparing the values of symbols would fix them."""
+    """Compare by name, because comparing the values of symbols would specialise them."""
     return [str(size) for size in shape_of(left)] == [str(size) for size in shape_of(right)]
 
 
 def _restore_batch_norm(graph: fx.Graph, node: fx.Node) -> None:
-    """One result instead of three."""
+    """Replace a batch norm with three results by one with a single result."""
     items = list(node.users)
     if any(item.target is not operator.getitem or item.args[1] != 0 for item in items):
         return
@@ -331,7 +333,7 @@ def _restore_batch_norm(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _restore_concatenation(graph: fx.Graph, node: fx.Node) -> None:
-    """A tensor with a new part is what was before it, the new part, and what is behind."""
+    """Replace the insertion of a part by a concatenation of what precedes it, the part, and what follows."""
     given = bound(node)
     x, new, dim, start, end = (given[name] for name in ("self", "src", "dim", "start", "end"))
     size = shape_of(x)[dim]
@@ -360,12 +362,12 @@ def _replace(graph: fx.Graph, node: fx.Node, other: Any) -> None:
 
 
 def shape_of(node: Any) -> tuple[Any, ...]:
-    """The shape of the tensor that a call gave in tracing; sizes left open are symbols."""
+    """The shape of the traced result of a call; dynamic sizes are symbols."""
     return tuple(node.meta["val"].shape)
 
 
 def bound(node: fx.Node) -> dict[str, Any]:
-    """The arguments of a call by name, with the defaults of those that are left out."""
+    """The arguments of a call by name, including defaults."""
     assert isinstance(node.target, torch._ops.OpOverload)
     expected = node.target._schema.arguments
     defaults = {each.name: each.default_value for each in expected if each.has_default_value()}

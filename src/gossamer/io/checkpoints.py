@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint that some other program wrote: safetensors, torch.save, a Hugging Face folder.
+"""The tensors of a checkpoint from another program: safetensors, torch.save, a Hugging Face folder.
 
 Files of torch.save are pickles, which can run code. They are read with ``weights_only=True``, which builds tensors and
 plain containers and refuses everything else.
@@ -18,13 +18,13 @@ from gossamer.io.container import parse_json
 from gossamer.io.reader import default_limit
 from gossamer.io.sparse_file import load
 
-# What the file with the weights is called in a folder, best first; an index lists the files that they are split over.
+# Names of the weight file in a folder, best first; an index lists the files of sharded weights.
 _IN_A_FOLDER = (
     *("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json"),
     *("diffusion_pytorch_model.safetensors", "diffusion_pytorch_model.safetensors.index.json"),
     *("adapter_model.safetensors", "model.sparse.safetensors"),
 )
-# Where trainers put the weights in a larger checkpoint, best first.
+# Keys of the weights in larger checkpoints of trainers, best first.
 _NESTED = ("state_dict", "model_state_dict", "model", "module", "net", "network", "params", "weights")
 _MAGIC = (b"PK\x03\x04", b"\x80")  # of the two formats of torch.save: a zip archive, and a bare pickle
 _WRAPPERS = ("module.", "_orig_mod.")  # DistributedDataParallel, torch.compile
@@ -34,8 +34,8 @@ _INDEX_LIMIT = 64 << 20
 def read_checkpoint(path: Path) -> dict[str, Tensor]:
     """All tensors of a file or folder, by name, on the CPU.
 
-    A weight that torch.nn.utils.prune has split into ``weight_orig`` and ``weight_mask`` comes as their product, and
-    the prefixes of wrappers are taken off.
+    A weight that torch.nn.utils.prune has split into ``weight_orig`` and ``weight_mask`` is returned as their
+    product, and the prefixes of wrappers are removed.
     """
     if not path.exists():
         raise FileNotFoundError(f"expected a checkpoint, got {path}, which does not exist")
@@ -48,14 +48,14 @@ def read_checkpoint(path: Path) -> dict[str, Tensor]:
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether a path looks like one that `read_checkpoint` reads."""
+    """Whether a path looks like a checkpoint for `read_checkpoint`."""
     if path.is_dir():
         return any((path / name).is_file() for name in _IN_A_FOLDER)
     return path.suffix in (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
 
 
 def effective(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The weights that a model computes with: each pair of torch.nn.utils.prune as its product."""
+    """The effective weights of a model: each pair of torch.nn.utils.prune as its product."""
     found = dict(tensors)
     for name in tensors:
         base = name.removesuffix("_orig")
@@ -78,7 +78,7 @@ def _files(path: Path) -> list[Path]:
 
 
 def _listed(index: Path) -> list[Path]:
-    """The files that an index names; they lie beside it."""
+    """The files in an index, which must be in the same folder."""
     if index.stat().st_size > _INDEX_LIMIT:
         raise ValueError(f"expected an index of at most {_INDEX_LIMIT} bytes, got {index}, which is larger")
     values = parse_json(index.read_bytes(), index, "an index of weights")
@@ -88,7 +88,7 @@ def _listed(index: Path) -> list[Path]:
     files = list(dict.fromkeys(names.values()))
     outside = [name for name in files if Path(name).name != name]
     if outside:
-        raise ValueError(f"expected files beside {index} in its weight_map, got {outside[0]!r}")
+        raise ValueError(f"expected files next to {index} in its weight_map, got {outside[0]!r}")
     return [index.with_name(name) for name in files]
 
 
@@ -107,7 +107,7 @@ def _read_file(path: Path) -> dict[str, Tensor]:
         raise
     except Exception as error:  # torch raises all kinds for damaged files
         raise ValueError(
-            f"expected a file of torch.save with tensors alone, got {path}, which holds other objects or is damaged. "
+            f"expected a file of torch.save with only tensors, got {path}, which holds other objects or is damaged. "
             "Such a file could run code, so it is not read: save model.state_dict() instead"
         ) from error
     tensors = dict(_tensors_in(content))
@@ -136,7 +136,7 @@ def _tensors_in(content: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def _unwrapped(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors without a prefix that all of them have from a wrapper."""
+    """The tensors without a common prefix from a wrapper."""
     for prefix in _WRAPPERS:
         if all(name.startswith(prefix) for name in tensors):
             return _unwrapped({name.removeprefix(prefix): value for name, value in tensors.items()})

@@ -1,11 +1,9 @@
-"""The safetensors container, streamed: a header that is checked before anything is believed, and an atomic
-writer.
+"""The safetensors container, streamed: validation of the header before use, and an atomic writer.
 
 A safetensors file is an 8-byte little-endian header length, a JSON header that gives each entry a dtype, a
-shape and a byte range, and the bytes. The usual library wants every tensor in memory at once; here entries
-are written from iterators and read in pieces, so a file of any size takes a few megabytes. The header goes in
-front of data whose length is only known afterwards, so room is reserved for it and filled up with blanks,
-which the format allows.
+shape and a byte range, and the bytes. The usual library needs all tensors in memory at once. Here entries
+are written from iterators and read in pieces, so a file of any size takes a few megabytes. The header precedes data
+whose length is known only afterwards, so space is reserved for it and padded with blanks, which the format allows.
 """
 
 from __future__ import annotations
@@ -35,7 +33,7 @@ WIDTHS: Mapping[str, int] = {
 
 @dataclass(frozen=True)
 class Section:
-    """One entry of a file: what it holds and where it lies."""
+    """One entry of a file: its dtype, shape and byte range."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -49,7 +47,7 @@ class Section:
 
 @dataclass(frozen=True)
 class Entry:
-    """One entry to write; ``shape`` is None where only writing will tell (a compressed entry is U8)."""
+    """One entry to write; ``shape`` is None if it is known only after writing (compressed entries, U8)."""
 
     name: str
     dtype: str
@@ -70,10 +68,10 @@ def is_count(value: object) -> bool:
 
 
 def element_count(shape: Sequence[object]) -> int | None:
-    """The number of elements of a shape that a file states; None where it is no shape.
+    """The number of elements of a shape from a file; None if it is not a valid shape.
 
-    A shape has at most ``DIMENSIONS`` counts whose product, zeros left aside, fits 63 bits. The product stops
-    there: that of 400,000 large numbers would take minutes.
+    A shape has at most ``DIMENSIONS`` counts whose product, without zeros, fits 63 bits. The product stops at that
+    limit, because that of 400,000 large numbers would take minutes.
     """
     if len(shape) > DIMENSIONS:
         return None
@@ -101,16 +99,16 @@ def parse_json(text: bytes, path: Path, what: str) -> object:
 
 
 def shown(value: object) -> str:
-    """A value of a file in a message: its beginning, and of a list also how long it is."""
+    """A value from a file for a message: its beginning, and the length of a list."""
     text = repr(value[:16] if isinstance(value, list | str) else value)[:80]
-    return f"{text} … ({len(value)} in all)" if isinstance(value, list | str) and len(value) > 16 else text
+    return f"{text} … ({len(value)} in total)" if isinstance(value, list | str) and len(value) > 16 else text
 
 
 # ---------------------------------------------------------------------------------------------------- reading
 
 
 def read_header(path: Path, file: BinaryIO) -> tuple[dict[str, Section], dict[str, str]]:
-    """Sections and metadata of an open file; every offset is inside the file and fits its dtype and shape."""
+    """The sections and metadata of an open file. Every offset is inside the file and matches dtype and shape."""
     file_size = os.fstat(file.fileno()).st_size
     if file_size < 8:
         raise bad_file(path, "at least 8 bytes", f"{file_size}")
@@ -140,7 +138,7 @@ def _section(path: Path, name: str, entry: object, room: int, start: int) -> Sec
         raise bad_file(path, f"entry {name!r} with dtype, shape and data_offsets", repr(entry)[:80])
     dtype, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
     if not isinstance(dtype, str) or dtype not in WIDTHS:
-        raise bad_file(path, f"entry {name!r} with a dtype out of {sorted(WIDTHS)}", repr(dtype)[:80])
+        raise bad_file(path, f"entry {name!r} with one of the dtypes {sorted(WIDTHS)}", repr(dtype)[:80])
     if not isinstance(shape, list) or (count := element_count(shape)) is None:
         raise bad_file(path, f"entry {name!r} with {SHAPE}", shown(shape))
     if not isinstance(offsets, list) or len(offsets) != 2 or not all(is_count(n) for n in offsets):
@@ -154,7 +152,7 @@ def _section(path: Path, name: str, entry: object, room: int, start: int) -> Sec
 
 
 def read_section(path: Path, file: BinaryIO, section: Section, checksum: int | None) -> Iterator[bytes]:
-    """The bytes of a section in pieces; a wrong CRC-32 is an error after the last of them."""
+    """The bytes of a section in pieces; a wrong CRC-32 raises an error after the last piece."""
     running = 0
     for begin in range(section.begin, section.end, PIECE):
         file.seek(begin)
@@ -171,30 +169,29 @@ def read_section(path: Path, file: BinaryIO, section: Section, checksum: int | N
 
 
 def writable(path: str | os.PathLike[str]) -> Path:
-    """The path of a file that is to be written, once its folder is seen to be there: work before that is lost."""
+    """The path of a file to write, after a check that its folder exists, so that no work is lost."""
     target = through_links(Path(path))
     if not target.parent.is_dir():
-        raise FileNotFoundError(f"expected a folder to write {target.name} to, got {target.parent}: make it first")
+        raise FileNotFoundError(f"expected a folder to write {target.name} to, got {target.parent}: create it first")
     if target.is_dir():
         raise IsADirectoryError(f"expected a file to write to, got {target}, which is a folder")
     return target
 
 
 def through_links(path: Path) -> Path:
-    """The file that a symbolic link names, to be written in its place: a rename would replace the link itself."""
+    """The target of a symbolic link, to be written instead of the link, which a rename would replace."""
     if not path.is_symlink():
         return path
     try:
         return path.resolve()
     except (OSError, RuntimeError) as error:
-        raise OSError(f"expected a file to write to, got {path}, a link that leads nowhere ({error})") from error
+        raise OSError(f"expected a file to write to, got {path}, a broken link ({error})") from error
 
 
 def write_file(path: Path, entries: Sequence[Entry], describe: Callable[[Mapping[str, int]], dict[str, str]]) -> int:
-    """Writes entries in the given order, atomically; ``describe`` makes the metadata from the entries'
-    CRC-32.
+    """Write entries in the given order, atomically. ``describe`` creates the metadata from the CRC-32 of the entries.
 
-    The file appears under its name only when it is complete and on disk. Returns its size.
+    The file gets its name only when it is complete and on disk. Returns its size.
     """
     bound = 1 << 62  # no offset has more digits
     draft = {entry.name: Section(entry.dtype, entry.shape or (bound,), bound, bound) for entry in entries}
@@ -239,7 +236,7 @@ def _header(sections: Mapping[str, Section], metadata: dict[str, str]) -> bytes:
 
 
 def _sync_directory(directory: Path) -> None:
-    """Makes the new name durable, where the system lets a directory be opened."""
+    """Make the new name durable, if the system can open directories."""
     try:
         descriptor = os.open(directory, os.O_RDONLY)
     except (PermissionError, IsADirectoryError):

@@ -1,4 +1,4 @@
-"""What writer and reader share: dtype names, entry names, the raw bytes of a tensor."""
+"""Common parts of writer and reader: dtype names, entry names, the raw bytes of a tensor."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from gossamer.io.gap_code import Bytes
 
 TABLE, GAPS, VALUES = "gossamer.table", "gossamer.gaps", "gossamer.values."
-CHUNK = 1 << 18  # elements handled at a time
+CHUNK = 1 << 18  # elements per chunk
 
 DTYPES: Mapping[str, torch.dtype] = {
     **{"BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "I32": torch.int32},

@@ -1,18 +1,17 @@
-"""How sparse weights become few bytes: gap coding, byte planes, an entropy coder, each as a small pure piece.
+"""The compression of sparse weights: gap coding, byte planes and an entropy coder, as small pure functions.
 
 *Gaps.* The positions of the kept values, in row-major order, are written as the number of zeros before each
 of them, one byte each: 0 to 254 is "skip that many, then a value"; 255 is "skip 255, no value yet". At 95 %
-sparsity the mean gap is 19, so nearly every connection costs one byte, and the bytes are close to
+sparsity the mean gap is 19, so nearly every nonzero costs one byte, and the bytes are close to
 geometrically distributed.
 
 *Byte planes.* The low mantissa bytes of a weight are noise and its sign-and-exponent byte is not. Blocks of
 values are therefore transposed to planes (all first bytes, all second bytes, ...), and every plane gets its
 own code table.
 
-*Entropy coder.* Neither stream repeats itself, so searching for matches, which is most of what a general
-compressor does, buys nothing and costs accuracy in the code lengths. Plain Huffman coding is enough: zlib
-offers it as a strategy, is part of Python, and comes within about one per cent of the entropy. zstd is there
-for those who want it.
+*Entropy coder.* Neither stream has repetitions, so searching for matches, the main work of a general compressor, gains
+nothing and makes the code lengths less accurate. Plain Huffman coding is enough: zlib offers it as a strategy, is part
+of Python, and comes within about 1 % of the entropy. zstd is optional.
 """
 
 from __future__ import annotations
@@ -31,14 +30,15 @@ Positions = npt.NDArray[np.int64]
 Codec = Literal["none", "zlib", "zstd"]
 
 ESCAPE = 255
-PLANE_BLOCK = 1 << 16  # values a block of byte planes holds: one code table a plane, little memory
+PLANE_BLOCK = 1 << 16  # values per block of byte planes: one code table per plane, little memory
 READ_CHUNK = 1 << 20
-_ZSTD_WINDOW = 1 << 23  # memory that a few bytes can ask a reader for; what is saved here needs half of it
+_ZSTD_WINDOW = (
+    1 << 23
+)  # limit on the memory that a few bytes can request from a reader; files written here need half of it
 
 
 def encode_gaps(positions: Positions, previous: int) -> Bytes:
-    """Gap bytes of ascending ``positions``; ``previous`` is the last position already written, -1 at the
-    start."""
+    """The gap bytes of ascending ``positions``; ``previous`` is the last position already written, -1 at the start."""
     if positions.size == 0:
         return np.empty(0, np.uint8)
     gaps = np.diff(positions, prepend=previous) - 1
@@ -49,7 +49,7 @@ def encode_gaps(positions: Positions, previous: int) -> Bytes:
 
 
 def decode_gaps(stream: Bytes, previous: int) -> tuple[Positions, int]:
-    """Positions coded in a piece of a gap stream, and where the next piece goes on."""
+    """The positions in a piece of a gap stream, and the start of the next piece."""
     escape = stream == ESCAPE
     walk = previous + np.cumsum(stream.astype(np.int64) + ~escape)
     return walk[~escape], int(walk[-1]) if walk.size else previous
@@ -75,7 +75,7 @@ class _Compressor(Protocol):
 
 
 class _Zlib:
-    """One Huffman table a block; with a search for repeats only where there are any, in text."""
+    """One Huffman table per block; searches for repetitions only in text."""
 
     def __init__(self, text: bool) -> None:
         strategy = zlib.Z_DEFAULT_STRATEGY if text else zlib.Z_HUFFMAN_ONLY
@@ -111,13 +111,13 @@ def require_zstandard() -> Any:
     if importlib.util.find_spec("zstandard") is None:
         raise ValueError(
             "expected the package 'zstandard' for zstd compression, but it is not installed; "
-            "do `pip install zstandard`, or save with compress='auto', which needs nothing and is as small"
+            "do `pip install zstandard`, or save with compress='auto', which needs no package and is as small"
         )
     return importlib.import_module("zstandard")
 
 
 def compressed(pieces: Iterable[Bytes], width: int, codec: Codec, *, text: bool = False) -> Iterator[bytes]:
-    """The stored bytes of a stream of values: regrouped to blocks, turned to byte planes, entropy-coded."""
+    """The stored bytes of a stream of values: regrouped into blocks, transposed to byte planes, entropy-coded."""
     if codec == "none":
         yield from (piece.tobytes() for piece in pieces)
         return
@@ -142,7 +142,7 @@ def _blocks(pieces: Iterable[Bytes], size: int) -> Iterator[Bytes]:
 
 
 def decompressed(stored: Iterable[bytes], codec: Codec) -> Iterator[bytes]:
-    """Raw pieces of an entropy-coded stream, none larger than a megabyte whatever the input claims."""
+    """Raw pieces of an entropy-coded stream, none larger than a megabyte, whatever the input claims."""
     if codec == "none":
         yield from stored
     elif codec == "zlib":
@@ -161,7 +161,7 @@ def _inflate(stored: Iterable[bytes]) -> Iterator[bytes]:
             except zlib.error as error:
                 raise ValueError(f"expected a zlib stream, got bytes that do not decode ({error})") from None
             pending = stream.unconsumed_tail
-    # What is left inside the decompressor after its input ended is at most one window.
+    # After the end of its input, the decompressor holds at most one window.
     yield from (rest for rest in (stream.flush(),) if rest)
     if not stream.eof:
         raise ValueError("expected a complete zlib stream, got one that stops early")
@@ -182,7 +182,7 @@ def _unzstd(stored: Iterable[bytes]) -> Iterator[bytes]:
 
 
 class _Source:
-    """A file-like view of an iterator of bytes, which is what the zstd reader asks for."""
+    """A file-like view of an iterator of bytes, for the zstd reader."""
 
     def __init__(self, pieces: Iterable[bytes]) -> None:
         self._pieces = iter(pieces)

@@ -1,5 +1,4 @@
-"""From the streams of a sparse file to dense tensors, a chunk at a time, each claim checked before it is
-used."""
+"""From the streams of a sparse file to dense tensors, chunk by chunk; everything is validated before use."""
 
 from __future__ import annotations
 
@@ -39,7 +38,7 @@ class ByteStream:
         self._pending = np.empty(0, np.uint8)
 
     def read(self, size: int) -> Bytes:
-        """Exactly ``size`` bytes; callers ask for a bounded chunk at a time."""
+        """Exactly ``size`` bytes; callers request bounded chunks."""
         parts, missing = [self._pending], size - self._pending.size
         while missing > 0:
             piece = next(self._pieces, None)
@@ -52,12 +51,12 @@ class ByteStream:
         return joined[:size]
 
     def finish(self) -> None:
-        """Nothing may be left; reading to the end also checks the checksum."""
+        """Check that no data remains; reading to the end also verifies the checksum."""
         if self._pending.size or any(len(piece) for piece in self._pieces):
             raise bad_file(self._path, "no data after the last tensor", "more bytes")
 
     def rest(self, limit: int) -> bytes:
-        """All that is left, which has to be a table of at most ``limit`` bytes."""
+        """The remaining data, which must be a table of at most ``limit`` bytes."""
         parts, total = [self._pending.tobytes()], self._pending.size
         for piece in self._pieces:
             parts.append(piece)
@@ -68,19 +67,21 @@ class ByteStream:
 
 
 def table_limit(section: Section) -> int:
-    """The most bytes that the table in a section may have once it is unpacked. Parsed it takes up to 25 times as much
-    memory, and tables of real networks are packed about tenfold."""
+    """The limit on the unpacked bytes of the table in a section. Parsing takes up to 25 times as much memory, and
+    tables
+    of real networks are compressed about tenfold."""
     return min(HEADER_LIMIT, max(1 << 20, 64 * section.size))
 
 
 def default_limit(file_size: int) -> int:
-    """The most bytes of dense tensors that a file of this size is trusted with: those of a network with 99.9 % zeros
-    are 800 times as large as its file."""
+    """The default limit on the bytes of dense tensors for a file of this size. A network with 99.9 % zeros has 800
+    times
+    the size of its file."""
     return max(64 << 20, 1024 * file_size)
 
 
 class _ValueStream:
-    """Values of one dtype in order, undoing the byte planes of compressed streams."""
+    """The values of one dtype in order, with byte planes of compressed streams undone."""
 
     def __init__(self, stream: ByteStream, pool: str, items: int, codec: Codec) -> None:
         self._stream, self._width, self._left, self._codec = stream, WIDTHS[pool], items, codec
@@ -111,7 +112,7 @@ def check_sizes(
         raise bad_file(path, f"the entries {sorted(expected)}", f"{sorted(sections)} (differing in {unknown})")
     for name, size in expected.items():
         stored = sections[name].size
-        # zlib cannot expand by more than 1032; zstd can, and is held by max_bytes alone.
+        # zlib expands at most by a factor of 1032; zstd is bounded by max_bytes alone.
         if (codec == "none" and size != stored) or (codec == "zlib" and size > 1032 * stored):
             raise bad_file(path, f"entry {name!r} to hold {size} bytes", f"{stored} stored bytes")
     file_size = max(section.end for section in sections.values())
@@ -120,7 +121,7 @@ def check_sizes(
 
 
 def check_total(path: Path, total: int, file_size: int, max_bytes: int | None) -> None:
-    """Refuse more bytes of tensors than are wanted, before any are allocated."""
+    """Refuse more bytes of tensors than allowed, before allocating any."""
     limit = default_limit(file_size) if max_bytes is None else max_bytes
     if total > limit:
         raise ValueError(
@@ -143,7 +144,7 @@ def check_model(path: Path, shapes: Mapping[str, tuple[int, ...]], model: nn.Mod
     if problems:
         raise ValueError(
             f"{path}: expected the tensors of {type(model).__name__}, got:\n  " + "\n  ".join(problems) + "\nbuild "
-            "the model that was saved, or load without model= and pick the tensors yourself"
+            "the model that was saved, or load without model= and select the tensors yourself"
         )
 
 

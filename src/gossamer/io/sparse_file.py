@@ -1,13 +1,12 @@
-"""The small sparse file: ``save`` and ``load``, bit-identical, checked at every step, readable without this
-library.
+"""The sparse file: ``save`` and ``load``, bit-identical, validated, and readable without this library.
 
-The file is a safetensors container with a handful of entries: a table (JSON: name, shape, dtype, count of
-each tensor), one stream of gaps and one stream of values for each stored dtype; tensors lie in them one after
-the other in table order. A tensor that would be larger sparse is stored whole. docs/file-format.md describes
+The file is a safetensors container with a few entries: a table (JSON: name, shape, dtype, count of each tensor), one
+stream of gaps and one stream of values for each stored dtype, with the tensors in table order. A tensor that would be
+larger in sparse form is stored densely. docs/file-format.md describes
 every byte and has a reader that needs only numpy.
 
-Every value comes back as it was, infinities and NaNs with their payloads too, except that −0.0 becomes 0.0 unless
-it is asked to stay. Nothing in a file is believed before it is checked, and checks come before allocations.
+Every value is preserved, including infinities and the payloads of NaNs, except that −0.0 becomes 0.0 by default.
+Reading validates everything in a file before using it, and before allocating memory.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ from gossamer.io.writer import (
 
 @dataclass(frozen=True)
 class Saved:
-    """What ``save`` wrote."""
+    """The result of ``save``."""
 
     path: str
     file_bytes: int
@@ -72,7 +71,7 @@ class Saved:
 
     @property
     def ratio(self) -> float:
-        """How many times smaller than the same tensors stored dense in their own dtype."""
+        """The compression ratio over the same tensors stored densely in their own dtype."""
         return self.dense_bytes / self.file_bytes
 
 
@@ -85,17 +84,17 @@ def save(
     negative_zeros: NegativeZeros = "drop",
     network: str | None = None,
 ) -> Saved:
-    """Writes a model's (or state dict's) tensors to one small file, atomically.
+    """Write the tensors of a model (or state dict) to one small file, atomically.
 
-    ``values="float32"`` keeps every value of every tensor, whatever its dtype. The others store the
-    floating-point tensors of two or more dimensions in fewer bits (``int8`` with one scale a row);
-    one-dimensional tensors (biases, norms) stay exact. ``compress="auto"`` entropy-codes with zlib, which is
+    ``values="float32"`` preserves every value of every tensor, whatever its dtype. The other formats store
+    floating-point tensors of two or more dimensions in fewer bits (``int8`` with one scale per row);
+    one-dimensional tensors (biases, norms) remain exact. ``compress="auto"`` entropy-codes with zlib, which is
     part of Python.
 
-    A weight that was multiplied by its mask is −0.0 where it was negative. It is stored as the zero that it is,
-    and its sign is lost: ``Saved.negative_zeros`` counts these. ``negative_zeros="keep"`` stores each as a
-    value instead, at five bytes before compression, for a file that keeps every bit. ``network`` names the
-    architecture in the file's metadata, for `gossamer speed` and `export`. A symbolic link is written through.
+    A negative weight that was multiplied by its mask is −0.0. It is stored as an ordinary zero, so its sign is lost;
+    ``Saved.negative_zeros`` counts these. ``negative_zeros="keep"`` stores each as a value instead, with five bytes
+    before compression, for a bitwise equal file. ``network`` is the name of the architecture in the metadata of the
+    file, for `gossamer speed` and `export`. For a symbolic link, its target is written.
     """
     arguments: tuple[tuple[str, str, tuple[str, ...]], ...] = (
         ("values", values, get_args(Values)),
@@ -104,7 +103,7 @@ def save(
     )
     for name, value, choices in arguments:
         if value not in choices:
-            raise ValueError(f"expected {name} out of {', '.join(choices)}, got {value!r}; choose one of these")
+            raise ValueError(f"expected {name} to be one of {', '.join(choices)}, got {value!r}")
     if compress == "zstd":
         require_zstandard()
     codec: Codec = "zlib" if compress == "auto" else compress
@@ -129,12 +128,12 @@ def save(
 def load(
     path: str | os.PathLike[str], model: nn.Module | None = None, *, max_bytes: int | None = None
 ) -> dict[str, Tensor]:
-    """Reads a file of ``save`` (or any plain safetensors file) to dense CPU tensors, and fills ``model`` if
+    """Read a file of ``save`` (or any plain safetensors file) into dense CPU tensors, and load them into ``model`` if
     given.
 
-    A model is filled only after the whole file has been read and found right. A sparse file can describe far
-    more zeros than it has bytes: more than ``max_bytes`` of dense tensors (by default 1024 times the file's
-    size, at least 64 MiB) are refused before any is allocated. SECURITY.md lists all limits.
+    A model is changed only after the whole file has been read and validated. A sparse file can describe far more zeros
+    than it has bytes: more than ``max_bytes`` of dense tensors (by default 1024 times the size of the file, at least
+    64 MiB) are refused before any allocation. SECURITY.md lists all limits.
     """
     source = Path(path)
     if source.is_dir():

@@ -1,4 +1,4 @@
-"""The table of a sparse file: one record a tensor, and the checks that make a record safe to act on."""
+"""The table of a sparse file: one record per tensor, and the validation of records."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _FLOATS = ("F16", "BF16", "F32", "F64")
 
 @dataclass(frozen=True)
 class Record:
-    """How one tensor is stored.
+    """The storage of one tensor.
 
     ``gap``: ``count`` values at the positions of ``gap_bytes`` gap bytes; ``dense``: all values; ``same``:
     the tensor named by ``same``, to which this one is tied. ``stored`` is the dtype of the stored values.
@@ -37,7 +37,7 @@ class Record:
 
     @property
     def scales(self) -> int:
-        """Number of float32 row scales in front of int8 values."""
+        """Number of float32 row scales before int8 values."""
         quantised = self.kind != "same" and self.stored == "I8" and self.dtype in _FLOATS
         return self.shape[0] if quantised else 0
 
@@ -47,7 +47,7 @@ class Record:
 
     @cached_property
     def items(self) -> dict[str, int]:
-        """Values this tensor has in each value stream."""
+        """Number of values of this tensor in each value stream."""
         if self.kind == "same":
             return {}
         items = {self.stored: self.count}
@@ -73,7 +73,7 @@ def dump_table(records: list[Record]) -> bytes:
 def parse_description(
     path: Path, metadata: Mapping[str, str], sections: Mapping[str, Section]
 ) -> tuple[Codec, dict[str, int]]:
-    """Codec and checksums from the metadata."""
+    """The codec and the checksums from the metadata."""
     if metadata.get("format") != "gossamer":
         raise bad_file(path, "format 'gossamer' in the metadata", repr(metadata.get("format")))
     if metadata.get("version") != str(VERSION):
@@ -83,7 +83,7 @@ def parse_description(
         )
     codec = metadata.get("codec")
     if codec not in get_args(Codec):
-        raise bad_file(path, f"a codec out of {get_args(Codec)}", repr(codec))
+        raise bad_file(path, f"one of the codecs {get_args(Codec)}", repr(codec))
     checksums = {}
     for name, section in sections.items():
         try:
@@ -120,9 +120,9 @@ def _parse_row(path: Path, row: object) -> Record:
     if not all(isinstance(text, str) for text in (kind, dtype, stored, same)):
         raise bad_file(path, f"{name!r} with kind, dtype, stored and same as strings", repr(row)[:80])
     if kind not in get_args(Kind):
-        raise bad_file(path, f"{name!r} of a kind out of {get_args(Kind)}", repr(kind)[:80])
+        raise bad_file(path, f"{name!r} with one of the kinds {get_args(Kind)}", repr(kind)[:80])
     if dtype not in WIDTHS or stored not in WIDTHS:
-        raise bad_file(path, f"{name!r} with dtypes out of {sorted(WIDTHS)}", f"{dtype!r}, {stored!r}"[:80])
+        raise bad_file(path, f"{name!r} with dtypes from {sorted(WIDTHS)}", f"{dtype!r}, {stored!r}"[:80])
     shape = row.get("shape")
     if not isinstance(shape, list) or (size := element_count(shape)) is None:
         raise bad_file(path, f"{name!r} with {SHAPE}", shown(shape))

@@ -1,4 +1,4 @@
-"""From a state dict to the entries of a sparse file, a chunk at a time."""
+"""From a state dict to the entries of a sparse file, chunk by chunk."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _SIGNED_ZEROS = (
 
 @dataclass(frozen=True)
 class Job:
-    """What is to be written: the tensors and, for each, how."""
+    """The tensors to write, with the storage of each."""
 
     state: Mapping[str, Tensor]
     records: list[Record]
@@ -68,7 +68,7 @@ def check_tensors(state: Mapping[str, Any]) -> None:
             problems.append(f"{name}: {tensor.dim()} dimensions, of which a file takes at most {DIMENSIONS}")
     if problems:
         raise ValueError(
-            "expected a state dict of dense tensors, got:\n  " + "\n  ".join(problems) + "\nleave these out or "
+            "expected a state dict of dense tensors, got:\n  " + "\n  ".join(problems) + "\nomit these or "
             "convert them (`.to_dense()`, `.to(dtype)`) and pass the state dict instead of the model"
         )
 
@@ -80,7 +80,7 @@ def make_job(state: Mapping[str, Tensor], values: Values, negative_zeros: Negati
     records = []
     for name, tensor in state.items():
         shape, dtype = tuple(tensor.shape), NAMES[tensor.dtype]
-        # A conjugate or negative view shares memory, shape and strides with what it is a view of, and differs from it.
+        # A conjugate or negative view shares memory, shape and strides with its base, but has other values.
         view = (tensor.is_conj(), tensor.is_neg())
         key = (tensor.device, tensor.data_ptr(), shape, tensor.stride(), dtype, view)
         if tensor.numel() and (original := first_seen.setdefault(key, name)) != name:
@@ -131,7 +131,7 @@ def _chunks(tensor: Tensor, drop: bool) -> Iterator[tuple[int, Tensor]]:
 
 
 def _kept(tensor: Tensor, drop: bool) -> Iterator[tuple[Tensor, Tensor, Bytes]]:
-    """For each chunk: its kept values, their positions in the tensor, their gap bytes."""
+    """For each chunk: its stored values, their positions in the tensor, and their gap bytes."""
     previous = -1
     for start, chunk in _chunks(tensor, drop):
         bits = _bits(chunk)
@@ -143,7 +143,7 @@ def _kept(tensor: Tensor, drop: bool) -> Iterator[tuple[Tensor, Tensor, Bytes]]:
 
 
 def make_entries(job: Job, codec: Codec) -> list[Entry]:
-    """Widest values first, so that uncompressed streams are aligned."""
+    """The entries, widest values first, so that uncompressed streams are aligned."""
     entries = []
     pools = dict.fromkeys(sorted({r.stored for r in job.records if r.kind != "same"}, key=_pool_order), 0)
     for record in job.records:

@@ -108,7 +108,7 @@ class Checkpoints:
             if _problem(path) is None:
                 try:
                     return _read(path)
-                except Exception:  # as in `load`, which says so
+                except Exception:  # `load` warns about it
                     continue
         return None
 
@@ -153,7 +153,7 @@ def write_atomically(
 
 
 def remove_unfinished(path: Path) -> None:
-    """Remove what kills have left of earlier attempts to write this file, which nobody else writes at the moment."""
+    """Remove unfinished files of earlier attempts to write this one, which no other process writes at the moment."""
     unfinished = re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]{{12}}\.part")
     for each in path.parent.glob(".*.part"):
         if unfinished.fullmatch(each.name):

@@ -1,14 +1,14 @@
-"""JSON files that others may have written: what is not an object is refused by name."""
+"""Reading of JSON files from any source: errors name the file."""
 
 import json
 from pathlib import Path
 from typing import Any
 
-MOST_BYTES = 64 << 20  # of a file; parsed, it may take twenty times as much memory
+MOST_BYTES = 64 << 20  # limit on a file; parsed, it may take twenty times as much memory
 
 
 def read_object(path: Path, expected: str = "a JSON object", remedy: str = "") -> dict[str, Any]:
-    """The object in a file; an error says what was `expected` there, and how it is mended."""
+    """The object in a file. An error says what was `expected`, and the `remedy`."""
     if (size := path.stat().st_size) > MOST_BYTES:
         raise ValueError(f"expected {expected} of at most {MOST_BYTES} bytes in {path}, got {size} bytes{remedy}")
     try:

@@ -1,8 +1,8 @@
-"""A network from a file: the tensors of a safetensors file put into the architecture they belong to.
+"""A network from a file: the tensors of a safetensors file, loaded into their architecture.
 
-A file holds tensors, not code. Which network they belong to is said on the command line, or by the file itself
-(``network`` in its metadata, see ``gossamer.save``), or by the run.json that `gossamer train` leaves beside
-it. Only the command line can name a function to call: a file that could would be a program.
+A file contains tensors, not code. The command line names the network, or the file itself (``network`` in its metadata,
+see ``gossamer.save``), or the run.json that `gossamer train` writes next to it. Only the command line can name a
+function to call, so that opening a file never runs code from it.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ from gossamer.lab import models
 from gossamer.lab.json_files import read_object
 from gossamer.lab.models.digits_cnn import QUICK_START, DigitsNet
 
-# What `gossamer train` leaves in its folder: the network, and what it is.
+# The files of `gossamer train`: the network, and its description.
 MODEL = "model.safetensors"
 RUN = "run.json"
 
-# Modules and parameters that a network may have for each tensor in its file, and besides; it is built twice.
+# Limits on modules and parameters of a network, per tensor in its file, and in addition; it is built twice.
 _A_TENSOR, _SPARE = 16, 1000
 
 
 @dataclass(frozen=True, eq=False)
 class StoredModel:
-    """A network with its weights, and how inputs for it are made."""
+    """A network with its weights, and the shape of its inputs."""
 
     name: str
     model: nn.Module
     path: Path
     input_shape: tuple[int, ...]
     tokens: int
-    """Size of the vocabulary where inputs are words with time first, (steps, batch); else 0."""
+    """Size of the vocabulary if inputs are words with time first, (steps, batch); otherwise 0."""
 
     @property
     def batch_axis(self) -> int:
@@ -65,10 +65,10 @@ def open_network(
 ) -> StoredModel:
     """The network of a file, in evaluation mode.
 
-    ``net`` is a name out of `gossamer list`, or ``module:function`` for a network of your own, whose function is
-    called without arguments; ``shape`` is then the shape of one sample. ``otherwise`` is the name of a network, and its
-    options, for a file that nobody says anything about. ``max_bytes`` bounds the memory of the tensors, as in
-    ``gossamer.load``. Opening a file fetches nothing: one of a run with pretrained weights has all weights in it.
+    ``net`` is a name from `gossamer list`, or ``module:function`` for your own network, whose function is called
+    without arguments; ``shape`` is then the shape of one sample. ``otherwise`` is the name and the options of a network
+    for a file without a name. ``max_bytes`` bounds the memory of the tensors, as in ``gossamer.load``. Opening a file
+    downloads nothing: the file of a run with pretrained weights contains all weights.
     """
     source = Path(path)
     if not source.is_file():
@@ -85,18 +85,18 @@ def open_network(
         _check(model, state, source, name)
     elif ":" in name:
         raise ValueError(
-            f"expected a name out of gossamer list in {source} or the {RUN} beside it, got {name!r}, which asks to run "
+            f"expected a name from gossamer list in {source} or the {RUN} next to it, got {name!r}, which would run "
             f"code: if you trust that, say so by --net {name}"
         )
     else:
         model, known, tokens = _registered(name, options, state, source)
         shape = shape or known
-    model.load_state_dict(state, strict=False)  # strict would miss the second names of tied weights
+    model.load_state_dict(state, strict=False)  # strict=True would report the second names of tied weights as missing
     return StoredModel(name, model.eval(), source, shape, tokens)
 
 
 def knows_its_network(path: Path) -> bool:
-    """Whether a safetensors file, or the run.json beside it, names a network of the list."""
+    """Whether a safetensors file, or the run.json next to it, names a network of the registry."""
     name, _ = _named(path, None, ("", {}))
     return name in models.names()
 
@@ -124,7 +124,7 @@ def _named(
     if otherwise is not None:
         return otherwise
     raise ValueError(
-        f"expected to know which network {path} belongs to, got a file without its name and no {RUN} beside it: "
+        f"expected {path} or a {RUN} next to it to name the network, got neither: "
         "add --net NAME (see gossamer list), or save the file with network=NAME"
     )
 
@@ -132,11 +132,11 @@ def _named(
 def _registered(
     name: str, options: Mapping[str, Any], state: Mapping[str, Tensor], path: Path
 ) -> tuple[nn.Module, tuple[int, ...], int]:
-    """A network of the list with as many classes as the file has."""
+    """A registered network with the number of classes of the file."""
     run = path.with_name(RUN)
-    options = {key: value for key, value in options.items() if key != "pretrained"}  # which would fetch weights
+    options = {key: value for key, value in options.items() if key != "pretrained"}  # which would download weights
     try:
-        # Sizes out of a file are held against its tensors before memory is asked for.
+        # Sizes from a file are checked against its tensors before memory is allocated.
         with torch.device("meta"), models.at_most(_SPARE + _A_TENSOR * len(state), options, str(run)):
             build, shape, tokens = _builder(name, options, state)
             _check(build(), state, path, name)
@@ -150,7 +150,7 @@ def _registered(
 def _builder(
     name: str, options: Mapping[str, Any], state: Mapping[str, Tensor]
 ) -> tuple[Callable[[], nn.Module], tuple[int, ...], int]:
-    """How to make the network, the shape of one sample, and the size of its vocabulary."""
+    """A builder of the network, the shape of one sample, and the size of its vocabulary."""
     entry = models.entry(name)
     if name == QUICK_START:
         first, last = (state.get(f"{layer}.weight") for layer in ("features.0", "classifier"))
@@ -175,7 +175,7 @@ def _own(name: str) -> nn.Module:
     module, _, function = name.partition(":")
     here = os.getcwd()
     if here not in sys.path:
-        sys.path.insert(0, here)  # a module in the folder one works in; the installed command does not look there
+        sys.path.insert(0, here)  # a module in the current folder, which the installed command does not search
     try:
         made = getattr(importlib.import_module(module), function)()
     except (ImportError, AttributeError) as error:
@@ -186,7 +186,7 @@ def _own(name: str) -> nn.Module:
 
 
 def _check(model: nn.Module, state: Mapping[str, Tensor], path: Path, name: str) -> None:
-    """The file has the tensors of the model; one that it has under its other name (tied) is not missing."""
+    """Check that the file has the tensors of the model; a tied tensor may be stored under its other name."""
     wanted = model.state_dict(keep_vars=True)
     stored = {id(tensor) for key, tensor in wanted.items() if key in state}
     missing = [key for key, tensor in wanted.items() if key not in state and id(tensor) not in stored]

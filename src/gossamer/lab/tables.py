@@ -1,6 +1,6 @@
 """Tables for the terminal: of results, and of everything that can be trained.
 
-What files and users call something is shown as it is: brackets in it are no markup.
+Names from files and users are shown literally: brackets in them are not markup.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,11 +14,11 @@ from gossamer.lab import data, models
 from gossamer.lab.recipes import RECIPES, Published, Recipe
 from gossamer.methods import METHODS
 
-_NUMBERS = 70  # characters for the numbers of a row, on a terminal of 80
+_NUMBERS = 70  # characters for the numbers of a row, on a terminal with 80 columns
 
 
 def of_results(results: Sequence[tuple[str, Mapping[str, Any]]]) -> Table:
-    """One row per result. A batched run that has diverged has numbers without meaning."""
+    """One row per result. The numbers of a diverged run in a batch are meaningless and not shown."""
     table = _table("", "test", "validation", "sparsity", "nonzeros", "FLOPs", "time", left=1)
     for name, result in results:
         metric = "perplexity" if "perplexity" in result else "accuracy"
@@ -38,7 +38,7 @@ def of_results(results: Sequence[tuple[str, Mapping[str, Any]]]) -> Table:
 
 
 def of_map_fitting(rows: Sequence[Sequence[str]]) -> Table:
-    """Two rows an estimator, raw and normalised: error and share of masks recovered."""
+    """Two rows per estimator, raw and normalised: error and fraction of recovered masks."""
     table = _table("estimator", "mask gradient", "rate 0.1", "best constant", "best cosine", left=2)
     for estimator, *cells in rows:
         table.add_row(estimator, "raw", *cells[:3])
@@ -47,7 +47,7 @@ def of_map_fitting(rows: Sequence[Sequence[str]]) -> Table:
 
 
 def of_rows(head: Sequence[str], rows: Sequence[Sequence[str]], title: str | None = None) -> Table:
-    """A table that is ready made, such as those in the docs."""
+    """A table from given cells, such as those in the docs."""
     table = _table(*head, left=1, title=title)
     for row in rows:
         table.add_row(*map(Text, row))
@@ -55,12 +55,12 @@ def of_rows(head: Sequence[str], rows: Sequence[Sequence[str]], title: str | Non
 
 
 def against_paper(recipe: Recipe, result: Mapping[str, Any]) -> str:
-    """What the paper has for this run, in one line."""
+    """The comparison with the paper for this run, in one line."""
     metric = "perplexity" if "perplexity" in result else "accuracy"
     expected = recipe.expected()
     if expected is None:
         return "The paper has no number for this run."
-    if result["run_id"] != recipe.run.run_id:  # the same on another device, or with another log, is the same run
+    if result["run_id"] != recipe.run.run_id:  # on another device or with another log, it is the same run
         return f"The paper's number for the recipe as it stands is {_metric(metric, expected.value)}."
     verdict = "reached" if recipe.agrees(metric, result[metric]) else "not reached"
     tolerance = f"{recipe.tolerance:.2f}" if metric == "perplexity" else f"{100 * recipe.tolerance:.1f} points"
@@ -68,7 +68,7 @@ def against_paper(recipe: Recipe, result: Mapping[str, Any]) -> str:
 
 
 def of_everything() -> tuple[Table, ...]:
-    """The models, data sets, methods and recipes, each with their number."""
+    """Tables of the models, data sets, methods and recipes, each with a count."""
     zoo = _table("model", "data", "weights", "", left=2, title=f"{len(models.names())} models")
     for entry in models.MODELS:
         zoo.add_row(entry.name, entry.data, f"{entry.weights:,}", entry.description)
@@ -100,7 +100,7 @@ def _table(*titles: str, left: int, title: str | None = None) -> Table:
 
 
 def _with_whole_numbers(table: Table) -> Table:
-    """Where room is scarce a long name takes two lines, rather than a number; with very many numbers nothing helps."""
+    """If space is short, break long names instead of numbers; this cannot help with very many numbers."""
     first, *others = table.columns
     words = [[*str(column.header).split(), *map(str, column.cells)] for column in others]
     widths = [max(map(len, each), default=0) for each in words]

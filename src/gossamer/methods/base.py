@@ -33,6 +33,8 @@ from torch import Tensor
 from gossamer.schedule import Phase, Plan, cosine, cubic_budget
 from gossamer.target import Target, make_target
 
+_LARGE = 1 << 24  # weights whose squares have room beside them
+
 
 @dataclass(frozen=True)
 class Options:
@@ -104,8 +106,9 @@ class Layout:
 
     def tensor_of_each(self, device: torch.device) -> Tensor:
         """The index of the tensor of each weight."""
-        numbers = torch.arange(len(self.sizes))
-        return torch.repeat_interleave(numbers, torch.tensor(self.sizes), output_size=self.count).to(device)
+        numbers = torch.arange(len(self.sizes), device=device)
+        sizes = torch.tensor(self.sizes, device=device)
+        return torch.repeat_interleave(numbers, sizes, output_size=self.count)
 
     def by_tensor(self, values: Tensor) -> Tensor:
         """One number per tensor, (runs, tensors), expanded to the weights. Not for a captured step."""
@@ -319,9 +322,10 @@ class Context(Generic[S]):
 
     def mean_squares(self, matrix: Tensor) -> Tensor:
         """The mean square of each row over the whole network, as a column."""
-        if self.group is None:
+        if self.group is None and matrix.shape[1] <= _LARGE:
             return matrix.square().mean(1, keepdim=True)
-        return self.total(matrix.square().sum(1, keepdim=True)) / self.size
+        parts = [part.square().sum(1, keepdim=True) for part in torch.split(matrix, _LARGE, dim=1)]
+        return self.total(torch.stack(parts).sum(0)) / self.size
 
 
 def column(values: Sequence[float], like: Tensor) -> Tensor:
@@ -440,6 +444,7 @@ class Method(ABC, Generic[S]):
     options: ClassVar[type[Options]] = Options
     from_start: ClassVar[bool] = False  # sparse from the first step on, without a dense warm-up
     structured: ClassVar[bool] = False  # prunes whole filters
+    exact: ClassVar[bool] = True  # the final masks meet the budget exactly; otherwise nobody checks them
     masked_forward: ClassVar[bool] = True  # the forward pass uses w̃ ⊙ m; otherwise what apply_masks writes
     penalizes: ClassVar[bool] = False  # changes the gradient of parameters that are not prunable
     usual_phases: ClassVar[Mapping[str, str]] = MappingProxyType({})  # durations that suit it better than the default

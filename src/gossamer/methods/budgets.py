@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
 
-from gossamer.budget import Costs, Met, meet_budgets_, on_cpu
+from gossamer.budget import Costs, Met, meet_budgets_, on_cpu, strongest
 from gossamer.methods.base import Context, Layout, Method, S, min_nonzeros
 from gossamer.sharding import of_all_processes
 from gossamer.target import Target
@@ -112,7 +112,7 @@ class GlobalBudget:
             return self._strongest_of_all(self._group)
         found, offset = [], 0
         for part, counts in zip(self._layout.split(self.score), zip(*self._least, strict=True), strict=True):
-            best = part.topk(max(counts), dim=1).indices + offset
+            best = strongest(part, max(counts)) + offset
             if len(set(counts)) > 1:
                 own = torch.arange(max(counts), device=best.device) < torch.tensor(counts, device=best.device)[:, None]
                 best = torch.where(own, best, best[:, :1])

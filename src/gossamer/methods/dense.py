@@ -8,6 +8,7 @@ from gossamer.methods.base import Context, Method, Options, Step
 
 class Dense(Method[Options]):
     name, title = "dense", "dense"
+    exact = False
 
     def __init__(self, context: Context[Options]) -> None:
         self.mask = torch.ones_like(context.weights, dtype=torch.bool)

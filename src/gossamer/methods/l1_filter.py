@@ -15,6 +15,7 @@ class L1Filter(PrunedAtZero[Options]):
     name, title = "l1_filter", "filters by L1 norm, at once (Li)"
     reference = "Li et al. 2017, Pruning Filters for Efficient ConvNets"
     structured = True
+    exact = False
 
     def __init__(self, context: Context[Options]) -> None:
         self.mask = by_norm(context.layout, context.requests, context.weights, order=1)

@@ -69,6 +69,7 @@ class Slimming(PrunedOnce[SlimmingOptions]):
     name, title, options = "slimming", "channels by batch-norm gain (network slimming)", SlimmingOptions
     reference = "Liu et al. 2017, Learning Efficient Convolutional Networks through Network Slimming"
     structured = penalizes = True
+    exact = False
 
     def __init__(self, context: Context[SlimmingOptions]) -> None:
         self._layout, self._requests, self._timeline = context.layout, context.requests, context.timeline

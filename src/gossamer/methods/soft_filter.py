@@ -21,6 +21,7 @@ class SoftFilter(Method[Options]):
     name, title = "soft_filter", "soft filter pruning (He)"
     reference = "He et al. 2018, Soft Filter Pruning for Accelerating Deep Convolutional Neural Networks"
     structured = True
+    exact = False
     masked_forward = False
 
     def __init__(self, context: Context[Options]) -> None:

@@ -26,7 +26,7 @@ from gossamer.report.terminal import as_text, table_of
 from gossamer.selectors import Selectors, as_tuple
 from gossamer.sharding import is_sharded, whole
 
-# Names of tensors with two or more dimensions that are no weights: attention masks of GPT-2 are called bias.
+# Names of tensors with two or more dimensions that are not weights: attention masks of GPT-2 are called bias.
 _NOT_WEIGHTS = ("bias", "masked_bias", "running_mean", "running_var", "inv_freq")
 
 
@@ -110,9 +110,9 @@ class Report:
         return as_text(self.rows)
 
     def save_html(self, path: str | os.PathLike[str], *, title: str = "Sparsity report") -> Path:
-        """Write a page to look at: one file that needs no network. Needs plotly (`pip install 'gossamer[report]'`).
+        """Write an HTML page: one file that needs no network. Needs plotly (`pip install 'gossamer[report]'`).
 
-        Its pictures show the weights as they are at this moment.
+        Its pictures show the current weights.
         """
         return write_page(page_of(self.rows, self.tensors, title=title), Path(path))
 
@@ -193,7 +193,7 @@ def _entries_of_model(model: nn.Module, include: Selectors, exclude: Selectors) 
         if name.endswith("_mask")
     }
     pruned = [name for name, _ in model.named_parameters() if name in masks]
-    if pruned:  # by torch.nn.utils.prune, which hides the parameters behind what is computed from them
+    if pruned:  # by torch.nn.utils.prune, which replaces the parameters by computed tensors
         include = (*(as_tuple(include, "include") or ("*",)), *pruned)
         exclude = (*as_tuple(exclude, "exclude"), *(name.removesuffix("_orig") for name in pruned))
     weights = select(model, include=include, exclude=exclude, for_training=False)

@@ -1,6 +1,6 @@
-"""A report as a page to look at: one HTML file that needs no network, for light and dark screens of any width.
+"""A report as an HTML page: one file that needs no network, for light and dark screens of any width.
 
-Plotly draws the charts; its code is embedded, which makes up nearly all of the file. It is imported only when a page is
+Plotly draws the charts; its embedded code is nearly all of the file. It is imported only when a page is
 written. The number of pictures and the points of a chart are bounded, so that the page of a network with thousands of
 layers stays small.
 """
@@ -55,7 +55,7 @@ class Chart:
 
 @dataclass
 class Page:
-    """Collects the parts of a page in their order."""
+    """Collects the parts of a page in order."""
 
     title: str
     subtitle: str = ""
@@ -63,7 +63,7 @@ class Page:
     charts: list[Chart] = field(default_factory=list)
     layers: dict[str, list[Any]] = field(default_factory=dict)
     plain: str = ""
-    """What a browser without JavaScript shows."""
+    """The content for a browser without JavaScript."""
 
     def add_facts(self, facts: Sequence[tuple[str, str, str]]) -> None:
         """Headline numbers: label, value, remark."""
@@ -94,7 +94,7 @@ class Page:
         self.parts.append(f'<div class="tools keys" role="group" aria-label="Shown lines">{buttons}</div>')
 
     def add_legend(self, entries: Sequence[tuple[str, str]]) -> None:
-        """Colors and what they mean."""
+        """The meaning of colors."""
         items = "".join(f"<span>{_chip(color)}{_escaped(label)}</span>" for label, color in entries)
         self.parts.append(f'<div class="legend">{items}</div>')
 
@@ -199,7 +199,7 @@ def page_of(rows: Sequence[Row], tensors: Mapping[str, Tensor], *, title: str) -
 
 
 def write_page(page: Page, path: Path) -> Path:
-    """Write the page; the name of the file is the user's."""
+    """Write the page to a path given by the user."""
     if importlib.util.find_spec("plotly") is None:
         raise ImportError("an HTML report needs plotly, which is not installed: pip install 'gossamer[report]'")
     target = writable(path)
@@ -278,7 +278,7 @@ def _in_words(rows: Sequence[Row]) -> str:
 
 
 def _columns(rows: Sequence[Row], sizes: Mapping[str, tuple[int, int]]) -> dict[str, list[Any]]:
-    """The table of layers by column; those that are unknown are left out."""
+    """The table of layers by column, without unknown columns."""
     columns: dict[str, list[Any]] = {
         "name": [row.name for row in rows],
         "type": [row.type for row in rows],
@@ -322,7 +322,7 @@ def _layer_table(columns: Mapping[str, Any]) -> str:
 def _layer_views(
     rows: Sequence[Row], sizes: Mapping[str, tuple[int, int]], gradients: Mapping[str, float]
 ) -> list[View]:
-    """What the chart of the layers can show."""
+    """The views of the chart of layers."""
     overall = 100 * total_of(rows).density
     density = [100 * row.density for row in rows]
     line = {"color": "var(--warm)", "width": 1.5, "dash": "dot"}
@@ -393,7 +393,7 @@ def _bars(values: Sequence[float], color: str, shown: str) -> dict[str, Any]:
 
 
 def _percent_axis(values: Sequence[float]) -> dict[str, Any]:
-    """Up to 100 %, or for small shares as far as they go."""
+    """An axis up to 100 %, or up to the largest value if all are small."""
     return {"range": [0, 100]} if max(values, default=100) > 40 else {"rangemode": "tozero"}
 
 

@@ -1,7 +1,7 @@
-"""Small pictures of connectivity: where the nonzeros of a tensor are, as PNG files in a few hundred bytes.
+"""Small pictures of the nonzeros of a tensor, as PNG files of a few hundred bytes.
 
 A pixel is a weight, or a block of weights in tensors with more than 96 rows or columns. Its opacity, in 16 steps, is
-the root of the share of nonzeros in the block relative to that of the densest block: the root shows sparse blocks. The
+the square root of the density of the block relative to the densest block; the root makes sparse blocks visible. The
 background is transparent, so that a picture fits light and dark pages.
 """
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-SIDE = 96  # the most pixels on each side
+SIDE = 96  # maximum number of pixels per side
 _COLOR = (18, 148, 134)  # seen on white and on black
 _LEVELS = 15
 
@@ -25,7 +25,7 @@ class Picture:
     width: int
     height: int
     densest: float
-    """The share of nonzeros in the strongest pixel."""
+    """The density of the densest pixel."""
 
 
 def picture_of(tensor: Tensor, side: int = SIDE) -> Picture:
@@ -38,12 +38,12 @@ def picture_of(tensor: Tensor, side: int = SIDE) -> Picture:
 
 
 def block_density(matrix: Tensor, side: int) -> Tensor:
-    """The share of nonzeros in each block of a matrix that is cut into at most `side` × `side` blocks."""
+    """The density of each block of a matrix divided into at most `side` × `side` blocks."""
     rows, columns = matrix.shape
     height, width = min(rows, side), min(columns, side)
     column_edges, row_edges = _edges(columns, width), _edges(rows, height)
     found = torch.empty(height, width, dtype=torch.float64)
-    for row in range(height):  # a slice at a time: a mask of the whole would take much memory
+    for row in range(height):  # a slice at a time: a mask of the whole matrix would take much memory
         block = matrix[row_edges[row] : row_edges[row + 1]]
         counts = (block != 0).sum(dim=0).to("cpu", torch.float64)
         sums = torch.cat([counts.new_zeros(1), counts.cumsum(0)])

@@ -15,8 +15,8 @@ from gossamer.report.rows import Row, short, total_of
 WIDTH = 80
 _BAR = 6  # characters of a full bar
 _EIGHTHS = " ▏▎▍▌▋▊▉"
-_Named = tuple[tuple[str, ...], tuple[Row, ...]]  # the parts of a name, and the rows under it
-_FEWEST = 3  # rows that are worth folding
+_Named = tuple[tuple[str, ...], tuple[Row, ...]]  # the parts of a name, and its rows
+_FEWEST = 3  # minimum number of rows to fold
 _EXACT = 1_000_000  # larger numbers are rounded to three digits
 
 
@@ -29,12 +29,12 @@ class Folded:
 
     @property
     def total(self) -> Row:
-        """The sums of the rows; of a single row the row itself."""
+        """The sums of the rows; for a single row, the row itself."""
         return replace(self.rows[0], name=self.name) if len(self.rows) == 1 else total_of(self.rows, self.name)
 
 
 def fold(rows: Sequence[Row]) -> list[Folded]:
-    """Join rows whose names differ in a number alone, where type and shape agree, in the order of their first."""
+    """Join rows of the same type and shape whose names differ only in a number, in the order of their first rows."""
     found: list[_Named] = [(tuple(row.name.split(".")), (row,)) for row in rows]
     for place in range(max((len(parts) for parts, _ in found), default=0) - 1, -1, -1):
         found = _folded_at(place, found)
@@ -42,7 +42,7 @@ def fold(rows: Sequence[Row]) -> list[Folded]:
 
 
 def _folded_at(place: int, named: Sequence[_Named]) -> list[_Named]:
-    """Fold the number at one place of the names."""
+    """Fold the number at one position of the names."""
     groups: dict[tuple[object, ...], list[_Named]] = {}
     for number, (parts, rows) in enumerate(named):
         if place < len(parts) and parts[place].isdecimal():
@@ -63,7 +63,7 @@ def _folded_at(place: int, named: Sequence[_Named]) -> list[_Named]:
 
 
 def _numbers(given: Sequence[int]) -> str:
-    """`{0..11}` for consecutive numbers, `{0,3,6}` for others, the middle left out where they are many."""
+    """`{0..11}` for consecutive numbers, `{0,3,6}` for others, without the middle if there are many."""
     ordered = sorted(given)
     if ordered == list(range(ordered[0], ordered[-1] + 1)):
         return f"{{{ordered[0]}..{ordered[-1]}}}"
@@ -72,7 +72,7 @@ def _numbers(given: Sequence[int]) -> str:
 
 
 def bar(density: float, width: int = _BAR) -> str:
-    """A bar whose full `width` is 100 %; anything above zero shows."""
+    """A bar whose full `width` is 100 %; any density above zero is visible."""
     eighths = round(density * width * 8)
     full, rest = divmod(max(eighths, 1 if density > 0 else 0), 8)
     return ("█" * full + (_EIGHTHS[rest] if rest else "")).ljust(width)
@@ -91,7 +91,7 @@ def table_of(rows: Sequence[Row], title: str | None = None) -> Table:
     table.caption, table.caption_justify = Text(_summary(total_of(rows))), "left"
     for index, (name, foot) in enumerate(zip(head, body[-1], strict=True)):
         words = name in ("layer", "density")
-        # no markup: names of modules may have brackets
+        # no markup: names of modules may contain brackets
         table.add_column(
             Text(name), footer=Text(foot), justify="left" if words else "right", no_wrap=index > 0, overflow="fold"
         )
@@ -101,7 +101,7 @@ def table_of(rows: Sequence[Row], title: str | None = None) -> Table:
 
 
 def _cells(row: Row, with_flops: bool) -> list[str]:
-    """The name is that of the layer; of a tensor that is not called `weight`, its own."""
+    """The cells of a row. The name is that of the layer, or of the tensor if it is not called `weight`."""
     density = f"{bar(row.density)} {row.density:>5.1%}"
     dead = short(row.dead_features).replace(" ", "") if row.dead_features else "–"
     cells = [row.name.removesuffix(".weight"), _count(row.weights), _count(row.nonzeros), density, dead]
@@ -109,7 +109,7 @@ def _cells(row: Row, with_flops: bool) -> list[str]:
 
 
 def _summary(total: Row) -> str:
-    """What the table adds up to."""
+    """The totals of the table in a line."""
     said = [f"{1 - total.density:.2%} sparse"]
     if total.flops_dense and total.flops_sparse is not None:
         said.append(f"{short(total.flops_sparse)} of {short(total.flops_dense)} FLOPs per sample")
@@ -117,7 +117,7 @@ def _summary(total: Row) -> str:
 
 
 def _wrapped(name: str, width: int) -> str:
-    """Break a long name behind its dots, and parts that are still too long behind underscores."""
+    """Break a long name after its dots, and parts that are still too long after underscores."""
     parts = [
         piece
         for part in re.split(r"(?<=[^.]\.)(?!\.)", name)

@@ -367,7 +367,7 @@ def test_keep_zeros_lets_go() -> None:
     kept.remove()
     before = zeros(run.model)
     run.loss(0).backward()
-    with pytest.warns(UserWarning, match="training goes on after finish"):
+    with pytest.warns(UserWarning, match="training continues after finish"):
         optimizer.step()
     assert differences(zeros(run.model), before)
 

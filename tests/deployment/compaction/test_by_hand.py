@@ -98,7 +98,7 @@ def test_one_constant_stays_for_all_beside_zero_padding() -> None:
     assert found.model.get_submodule("2").weight.shape == (3, 4, 3, 3), "two constants become one, the negative goes"
     assert_same(found.model, model, whole(9, 2, 6, 6), 1e-14)
     assert [(each.layer, each.count) for each in found.report.stayed] == [("0", 1)]
-    assert "0: 1 dead feature stayed: it stands for the constants that meet the zero padding of 2" in str(found)
+    assert "0: 1 dead feature kept: it represents the constants at the zero padding of 2" in str(found)
 
 
 @pytest.mark.parametrize("module", [nn.AvgPool2d(2, padding=1), nn.ZeroPad2d(1)])
@@ -196,7 +196,7 @@ def test_resnet20_channels_of_a_whole_stage() -> None:
         stayed = {each.layer: str(each) for each in found.report.stayed}
         assert (left == 64) == ("stage3.0.conv2" in stayed)
         if left == 64:
-            assert "4 dead features stayed: tied to a live feature that" in stayed["stage3.0.conv2"]
+            assert "4 dead features kept: tied to a live feature that" in stayed["stage3.0.conv2"]
 
 
 @pytest.mark.parametrize("constant", [False, True])
@@ -208,8 +208,8 @@ def test_a_constant_branch_goes(constant: bool) -> None:
     found = compact(net, torch.randn(1, 3, 32, 32))
     assert not any(name.startswith("stage1.1.") for name in found.model.state_dict())
     assert len(found.report.branches) == 1
-    assert "that branch is gone" in str(found)
-    assert "gone" in next(line for line in str(found).splitlines() if "stage1.1.conv1" in line)
+    assert "its branch was removed" in str(found)
+    assert "removed" in next(line for line in str(found).splitlines() if "stage1.1.conv1" in line)
     assert_same(found.model, net, torch.randn(4, 3, 32, 32), 1e-6)
 
 
@@ -415,7 +415,7 @@ def test_rows_of_zeros_of_an_embedding_become_one(padding: int | None) -> None:
     assert embedding.num_embeddings == 11
     assert embedding.padding_idx == {None: None, 0: 0, 4: 4}[padding]
     assert found.report.rows == len(dead) - 1
-    assert "19 rows of zeros of embeddings are one with another" in str(found)
+    assert "19 zero rows of embeddings were merged" in str(found)
     assert_same(found.model, model, torch.arange(30).view(5, 6))
     again = compact(found.model, torch.tensor([[1, 2]]))
     assert again.report.rows == 0
@@ -454,8 +454,8 @@ def test_a_layer_that_is_used_twice_stays() -> None:
     zero_(model.last.weight, slice(None), 1)
     found = compact(model, torch.randn(2, 4))
     assert shapes(found.model) == shapes(model)
-    assert "nothing could be taken out" in str(found)
-    assert "again: 2 dead features stayed: it is called more than once" in str(found)
+    assert "nothing could be removed" in str(found)
+    assert "again: 2 dead features kept: it is called more than once" in str(found)
 
 
 def test_tied_weights_stay() -> None:
@@ -465,7 +465,7 @@ def test_tied_weights_stay() -> None:
     zero_(model[0].weight, 4)
     found = compact(model, torch.tensor([[1, 2]]))
     assert found.model.get_submodule("0").weight.shape == (9, 5)
-    assert [str(each) for each in found.report.stayed] == ["1: 1 dead feature stayed: it shares a tensor with another"]
+    assert [str(each) for each in found.report.stayed] == ["1: 1 dead feature kept: it shares a tensor with another"]
 
 
 def test_an_activation_in_place_that_others_see() -> None:
@@ -582,7 +582,7 @@ def test_what_cannot_be_traced_is_named_in_one_sentence(capfd: pytest.CaptureFix
         def forward(self, x: Tensor) -> Tensor:
             return x if x.sum() > 0 else -x
 
-    with pytest.raises(UntraceableError, match=r"Branches.*left as it is"):
+    with pytest.raises(UntraceableError, match=r"Branches.*not changed"):
         compact(Branches(), torch.randn(2, 4))
     assert capfd.readouterr().err == ""  # nor does the exporter log a page for each of its attempts
 

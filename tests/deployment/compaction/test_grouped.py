@@ -53,7 +53,7 @@ def test_inputs_go_where_every_group_loses_as_many(transposed: bool) -> None:
     assert sizes(found.model) == (4, 8, 8, 8, 8)
     told = [each for each in found.report.stayed if each.layer == "0"]
     assert [(each.count, each.why) for each in told] == [
-        (1, "all groups of 2 have one size, and another needs as many")
+        (1, "all groups of 2 have the same size, and another one needs it")
     ]
     assert_same(found.model, model, whole(4, 2, 5, 5))
 
@@ -83,7 +83,7 @@ def test_uneven_groups_stay_and_it_is_told_why() -> None:
     found = compact(model, whole(1, 2, 5, 5))
     assert sizes(found.model) == (4, 12, 8, 12, 8)
     assert {(each.layer, each.count) for each in found.report.stayed} == {("0", 2), ("2", 2)}
-    assert all("all groups of 2 have one size" in each.why for each in found.report.stayed)
+    assert all("all groups of 2 have the same size" in each.why for each in found.report.stayed)
 
 
 def test_one_group_that_stays_is_an_ordinary_convolution() -> None:
@@ -135,7 +135,7 @@ def test_inputs_that_another_layer_reads_hold_their_group() -> None:
     grouped = found.model.get_submodule("grouped")
     assert (grouped.groups, grouped.in_channels, grouped.out_channels) == (2, 4, 4)
     why = {each.layer: each.why for each in found.report.stayed}
-    assert why["grouped"] == "all groups of grouped have one size, and another needs as many"
+    assert why["grouped"] == "all groups of grouped have the same size, and another one needs it"
     assert_same(found.model, model, whole(4, 2, 5, 5))
 
 

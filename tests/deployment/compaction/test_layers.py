@@ -167,7 +167,7 @@ def test_tied_and_unnamed_tensors_stay() -> None:
     zero_(model.matrix, slice(None), 2)
     found = compact(model, torch.randint(0, 9, (2, 3)))
     assert shapes(found.model)["embedding.weight"] == (9, 5)
-    assert "gone" not in str(found)
+    assert "→ removed" not in str(found)
     assert shapes(found.model)["matrix"] == (5, 5)
     assert_same(found.model, model, torch.randint(0, 9, (4, 6)), 1e-6)
 

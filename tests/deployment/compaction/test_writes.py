@@ -209,5 +209,5 @@ def another_shape(m: Writes, x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("between", [through_data, another_shape])
 def test_a_write_that_the_exporter_does_not_follow_is_refused(between: Callable[[Any, Tensor], Tensor]) -> None:
-    with pytest.raises(UntraceableError, match=r"but of Writes it says: .*left as it is"):
+    with pytest.raises(UntraceableError, match=r"but for Writes it reports: .*not changed"):
         compact(Writes(between).eval(), torch.randn(2, 3, 6, 6))

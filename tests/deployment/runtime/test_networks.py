@@ -557,7 +557,7 @@ def test_inputs_that_do_not_fit_are_refused() -> None:
         native(torch.zeros(12, 2, dtype=torch.long))
     with pytest.raises(ValueError, match=r"expected torch.int64 on the CPU, got torch.int32"):
         native(torch.zeros(11, 2, dtype=torch.int32))
-    with pytest.raises(IndexError, match="expected tokens inside the table"):
+    with pytest.raises(IndexError, match="expected tokens within the embedding table"):
         native(torch.full((11, 2), 50))
     with pytest.raises(ValueError, match="expected 1 inputs, got 2"):
         native(torch.zeros(11, 2, dtype=torch.long), torch.zeros(1))

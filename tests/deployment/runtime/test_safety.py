@@ -266,7 +266,7 @@ def test_what_cannot_be_read_is_refused_with_a_reason(fast: Deployed, kind: str)
 
 def test_the_number_of_inputs_is_checked(fast: Deployed) -> None:
     x = torch.randn(4, FEATURES)
-    with pytest.raises(ValueError, match="expected 1 inputs, got 2; pass what the example had"):
+    with pytest.raises(ValueError, match="expected 1 inputs, got 2; pass the same number as in the example"):
         fast(x, x)
     with pytest.raises(ValueError, match="expected 1 inputs, got 0"):
         fast()
@@ -383,7 +383,7 @@ def test_several_inputs_and_outputs_are_compiled_and_checked() -> None:
         torch.testing.assert_close(run(*inputs), want, rtol=1e-4, atol=1e-5)
     with pytest.raises(ValueError, match="expected a storage of at least"):
         native(inputs[0], (freed((1, 3, 6), 0), inputs[1][1]))
-    with pytest.raises(ValueError, match=r"expected inputs of one batch size, got \[2, 3\]"):
+    with pytest.raises(ValueError, match=r"expected inputs of the same batch size, got \[2, 3\]"):
         native(inputs[0][:2], inputs[1])
 
 
@@ -412,7 +412,7 @@ def test_a_model_that_is_gone_is_named() -> None:
     assert torch.ops.gossamer.run([x], name)[0].shape == (2, 10)
     del native
     gc.collect()
-    with pytest.raises(RuntimeError, match=rf"expected '{name}' of this process, got none of that name"):
+    with pytest.raises(RuntimeError, match=rf"expected '{name}' in this process, got no such model"):
         torch_op.find(name)
 
 

@@ -157,7 +157,7 @@ def test_an_engine_that_is_missing_or_fails_says_so_in_its_row(monkeypatch: pyte
 
 
 def test_wrong_arguments_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"expected engines out of torch, .*, got warp"):
+    with pytest.raises(ValueError, match=r"expected engines from torch, .*, got warp"):
         measure(sparse_mlp(), example, name="mlp", engines=("warp",))
     with pytest.raises(ValueError, match="at least 1"):
         measure(sparse_mlp(), example, name="mlp", batches=(0,))

@@ -90,7 +90,7 @@ def test_variants_of_a_method_are_compared(tmp_path: Path) -> None:
     assert [record["method"] for record in records] == ["dense", "autoprune", "autoprune", "lottery", "scl"]
     assert [records[number]["options"]["two_pass"] for number in (1, 2)] == [False, True]
     assert records[3]["options"]["rewind"] == "weights"
-    assert records[4]["teacher"] == {"from": "trunk", "network": "lenet300"}
+    assert records[4]["teacher"] == {"from": "trunk", "network": "lenet300", "steps": 3}
     page = (tmp_path / "screening.md").read_text()
     title = METHODS["autoprune"].title
     assert f"| {title} |" in page

@@ -250,7 +250,7 @@ def test_a_run_that_diverges_leaves_the_others_alone(tmp_path: Path) -> None:
     good, bad = sweep(runs, tmp_path, progress=told.append)
     assert (good["diverged"], bad["diverged"], bad["train_loss"]) == (False, True, None)
     assert [line for line in told if "no longer finite" in line] == [
-        f"the loss of run {runs[1].run_id} is no longer finite: lower its learning rate"
+        f"the loss of run {runs[1].run_id} (scl, seed 0) is no longer finite: lower its learning rate"
     ]
     (expected,) = sweep(runs[:1], tmp_path / "alone")
     assert good["accuracy"] == expected["accuracy"]

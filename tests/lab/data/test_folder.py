@@ -217,7 +217,7 @@ def test_an_image_that_is_gone_is_named(tmp_path: Path, kind: str, workers: int)
         dataset = load_folder(write_archive(tmp_path / "images.tar", files()))
         (tmp_path / "images.tar").unlink()
         named = r"images\.tar:\w+/\d\.png"
-    with pytest.raises(OSError, match=rf"^\S+{named} was there .* cannot be read now \(No such file.*; put it back"):
+    with pytest.raises(OSError, match=rf"^\S+{named} was there .* cannot be read now \(No such file.*; restore it"):
         list(FolderBatches(dataset, dataset.train, 10, training=True, size=8, resize=8, workers=workers))
 
 
@@ -363,7 +363,7 @@ def test_equal_names_in_two_folders_of_an_archive_are_refused(tmp_path: Path) ->
     with tarfile.open(tmp_path / "x.tar", "w") as tar:
         for name in ("one/train/a/1.png", "two/train/a/1.png", "one/val/a/1.png"):
             tar.addfile(tarfile.TarInfo(name))
-    twice = r"train/a/1\.png twice \(one/train/a/1\.png and two/train/a/1\.png\); make the archive anew"
+    twice = r"train/a/1\.png twice \(one/train/a/1\.png and two/train/a/1\.png\); create the archive again"
     with pytest.raises(CorruptData, match=twice):
         load_folder(tmp_path / "x.tar")
 

@@ -11,8 +11,9 @@ import pytest
 from observers import Acts
 
 from gossamer import cli
+from gossamer.lab import checkpoint
 from gossamer.lab.data import ImageSet
-from gossamer.lab.training import Interrupted, Run, checkpoint, result, step, train
+from gossamer.lab.training import Interrupted, Run, result, step, train
 
 RUN = Run(
     model="digits_cnn", model_options={"width": 4}, data="digits", epochs=4, batch_size=8, log_steps=3, device="cpu"

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from gossamer.lab.training.checkpoint import Checkpoints
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional
@@ -184,6 +185,25 @@ def test_a_run_that_died_goes_on_to_the_same_bits(images: ImageSet, tmp_path: Pa
     assert follower.seen[0].step > step - 3  # it went on and did not begin again
     assert_same(weights(tmp_path / "whole"), weights(tmp_path / "torn"))
     assert (torn["accuracy"], torn["nonzeros"]) == (whole["accuracy"], whole["nonzeros"])
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [("threads", 3, "threads 1 instead of 3"), ("processor", "Z80", "processor .* instead of Z80")],
+)
+def test_a_run_that_resumes_on_another_machine_says_so(
+    images: ImageSet, tmp_path: Path, name: str, value: object, words: str
+) -> None:
+    run = SPARSE.with_settings(["checkpoint_steps=2"])
+    with pytest.raises(MemoryError):
+        train(run, tmp_path / "run", observers=[At(9, die)])
+    checkpoints = Checkpoints(tmp_path / "run")
+    state = checkpoints.load()
+    assert state is not None
+    state["machine"][name] = value
+    assert checkpoints.save(state, state["step"])
+    with pytest.warns(UserWarning, match=f"resumes with {words}: .* last bits"):
+        train(run, tmp_path / "run")
 
 
 def test_a_language_model_that_died_goes_on_to_the_same_bits(text: TextSet, tmp_path: Path) -> None:

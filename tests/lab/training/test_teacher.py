@@ -280,7 +280,7 @@ def test_what_cannot_be_learned_from_is_refused_at_once(changes: list[str], mess
 
 
 def test_a_trunk_of_no_steps_is_refused(images: ImageSet, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"expected a warm-up in which the trunk learns, .* raise settings\.warmup"):
+    with pytest.raises(ValueError, match=r"expected a warm-up in which the teacher learns, .* raise settings\.warmup"):
         train(IMAGES.with_settings(["settings.warmup=0it"]), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 

@@ -1,4 +1,4 @@
-"""A sparse model made smaller: whatever the zeros have cut off is taken out of the tensors."""
+"""Compaction: removing features that zero weights have disconnected, which makes a sparse model smaller."""
 
 from gossamer.deployment.compaction.compact import CompactionError, compact
 from gossamer.deployment.compaction.summary import Compaction, CompactionReport, Layer, Stayed

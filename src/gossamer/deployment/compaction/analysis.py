@@ -1,9 +1,9 @@
-"""Two passes over the graph: forward finds constants, backward finds what nobody reads.
+"""Two passes over the graph: the forward pass finds constant features, the backward pass finds unused ones.
 
-Forward, every operation says which of its output features are the same number for every input, and which
-features its output has in common with its inputs. Backward, it says which of its input features can matter to
-an output that matters. A feature stays if something that reads it can neither do without it nor take its
-constant into a bias.
+In the forward pass, every operation determines which of its output features are constant (the same number for every
+input), and which features its output shares with its inputs. In the backward pass, it determines which of its input
+features affect a needed output. A feature is kept if an operation that reads it needs it and cannot absorb its constant
+into a bias.
 """
 
 from __future__ import annotations
@@ -21,30 +21,30 @@ from gossamer.deployment.graph import aten
 
 
 class Rule(Protocol):
-    """What is known of one kind of operation. A rule that does not apply to a call gives None in forward, and
-    the call counts as unknown."""
+    """The analysis of one kind of operation. If a rule does not apply to a call, `forward` returns None, and the call
+    is treated as unknown."""
 
     def forward(self, analysis: Analysis, node: fx.Node) -> Features | None:
         """The features of the result."""
 
     def backward(self, analysis: Analysis, node: fx.Node, needed: Tensor) -> None:
-        """Say what is read of the inputs, given what is needed of the result."""
+        """Mark the input features that are read, given the needed features of the result."""
 
     def rewrite(self, analysis: Analysis, node: fx.Node) -> None:
-        """Take the features that go out of the operation's tensors and arguments."""
+        """Remove features from the tensors and arguments of the operation."""
 
 
 @dataclass(frozen=True, eq=False)
 class EqualGroups:
-    """The features of each group of a layer, as (groups, features of one). Groups that stay have as many inputs, and as
-    many outputs, as the others. Inputs of None all stay."""
+    """The features of each group of a layer, as (groups, features per group). All kept groups must have the same number
+    of inputs, and of outputs. If inputs is None, all inputs are kept."""
 
     inputs: Tensor | None
     outputs: Tensor
 
 
 class Analysis:
-    """What is known of every tensor of a graph. ``rules`` are those of its nodes."""
+    """The result of the analysis for every tensor of a graph. ``rules`` has the rule of each node."""
 
     def __init__(self, graph_module: fx.GraphModule, rules: Mapping[fx.Node, Rule]) -> None:
         self.graph_module = graph_module
@@ -52,12 +52,12 @@ class Analysis:
         self.features: dict[fx.Node, Features] = {}
         self.needed: dict[fx.Node, Tensor] = {}
         self.equal_numbers: list[list[Tensor]] = []
-        """Sets of features of which the same number has to stay, as in the layers of one LSTM."""
+        """Sets of features that must keep the same number, as in the layers of one LSTM."""
         self.equal_groups: dict[fx.Node, EqualGroups] = {}
         self.representatives: dict[fx.Node, list[int]] = {}
-        """The input features of a padded layer that stand for all its constants, one for each group (-1: none)."""
+        """The input features of a padded layer that represent all its constants, one per group (-1: none)."""
         self.folded: dict[str, int] = {}
-        """How many constants a layer took into its bias, or into the weights of its representative."""
+        """The number of constants that a layer folded into its bias, or into the weights of its representative."""
         self._rules: dict[fx.Node, Rule] = {}
         nodes = list(graph_module.graph.nodes)
         for node in nodes:
@@ -75,7 +75,7 @@ class Analysis:
         self._leave_nothing_empty()
 
     def of(self, argument: object) -> Features | None:
-        """The features of an argument of a call, where they are known."""
+        """The features of an argument of a call, if they are known."""
         return self.features.get(argument) if isinstance(argument, fx.Node) else None
 
     def module(self, node: fx.Node) -> nn.Module:
@@ -85,24 +85,24 @@ class Analysis:
         return str(node.target) if node.op in ("call_module", "get_attr") else node.name
 
     def kept(self, argument: object) -> Tensor | None:
-        """Which features of a tensor stay; None where its features are not known, so that all do."""
+        """The features of a tensor to keep; None if its features are unknown, so that all are kept."""
         features = self.of(argument)
         return None if features is None else self.groups.kept(features.ids)
 
     def read(self, argument: object, reads: Tensor) -> None:
-        """Features that matter for something that matters."""
+        """Mark features that affect a needed output."""
         if isinstance(argument, fx.Node) and argument in self.features:
             self.needed[argument] |= reads
 
     def hold_all(self, argument: object, reason: Reason) -> None:
-        """Everything of this tensor matters and stays."""
+        """Keep all features of this tensor."""
         features = self.of(argument)
         if features is not None:
             self.read(argument, torch.ones(features.count, dtype=torch.bool))
             self.groups.hold(features.ids, reason)
 
     def pass_on(self, node: fx.Node, needed: Tensor) -> None:
-        """For operations that copy or change single features: what is needed of the result is of the inputs."""
+        """For feature-wise operations: the needed features of the inputs are those of the result."""
         wanted = self.features[node].ids[needed]
         for each in node.all_input_nodes:
             features = self.of(each)
@@ -134,7 +134,7 @@ class Analysis:
             changed = self._held() != before
 
     def _even_out_groups(self, groups: EqualGroups, reason: Reason) -> None:
-        """Groups of which nothing is held go as a whole."""
+        """Equalize the groups of a layer; groups without a held feature are removed."""
         sides = [groups.outputs] if groups.inputs is None else [groups.inputs, groups.outputs]
         kept = [self.groups.kept(ids.flatten()).reshape(ids.shape) for ids in sides]
         stay = torch.stack([each.any(1) for each in kept]).any(0) | (groups.inputs is None)
@@ -156,7 +156,7 @@ class Analysis:
 
 
 def _asks_for_another_size(node: fx.Node, source: fx.Node, dim: int) -> bool:
-    """Whether a call asks for the size of a tensor, and not for its number of features."""
+    """Whether a call reads a size of a tensor other than its number of features."""
     size = shape(source)
     if size is None or node.target is not aten.sym_size.int:
         return False

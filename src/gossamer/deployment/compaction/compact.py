@@ -1,9 +1,9 @@
-"""``compact``: a copy of a sparse model without the features that its zeros have cut off.
+"""``compact``: a copy of a sparse model without the features that zero weights have disconnected.
 
-Two kinds of features can go: those that nobody reads, since all their outgoing weights are zero, and those
-that are a constant, since nothing comes in: what is left of a constant is folded into the biases that it
-reaches. The graph of the model is looked at as a whole, so that additions, concatenations and depth-wise
-convolutions stay consistent, and again after every change, until nothing changes.
+Two kinds of features can be removed: unused ones, whose outgoing weights are all zero, and constant ones, whose
+incoming weights are all zero. A constant is folded into the biases that it reaches. The graph of the model is analysed
+as a whole, so that additions, concatenations and depth-wise convolutions remain consistent. The analysis is repeated
+until nothing changes.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from gossamer.deployment.compaction.summary import (
     Compaction,
     CompactionReport,
     compare,
+    kept_features,
     sizes,
     tied_layers,
-    what_stayed,
 )
 from gossamer.deployment.graph import aten, remove_unused, trace_any_size
 from gossamer.forward import check_example
@@ -35,17 +35,16 @@ from gossamer.verify import verify
 
 
 class CompactionError(RuntimeError):
-    """The smaller model does not compute what the model computes."""
+    """The smaller model does not compute the same outputs as the model."""
 
 
 def compact(model: nn.Module, example_input: object, *, tolerance: float | None = None) -> Compaction:
-    """A smaller model with the same outputs, in evaluation mode, and a report of what went.
+    """A smaller model with the same outputs, in evaluation mode, and a report of the removed features.
 
-    ``example_input`` is a tensor, a tuple of inputs or a mapping of keyword inputs; the smaller model takes
-    other batch sizes too. The model is left as it is. Raises ``UntraceableError`` where ``torch.export`` cannot trace
-    it, and ``CompactionError`` if the outputs for the example differ by more than
-    ``tolerance`` times the largest output, as they do for a model that gives something else at every call. None means
-    1e-4, and more for half precision.
+    ``example_input`` is a tensor, a tuple of inputs or a mapping of keyword inputs; the smaller model also
+    accepts other batch sizes. The model is not changed. Raises ``UntraceableError`` if ``torch.export`` cannot trace
+    it, and ``CompactionError`` if the outputs for the example differ by more than ``tolerance`` times the largest
+    output, as they do for a nondeterministic model. None means 1e-4, or more for half precision.
     """
     check_example(model, copied(example_input))
     before, parameters_before = sizes(model), _parameters(model)
@@ -63,11 +62,11 @@ def compact(model: nn.Module, example_input: object, *, tolerance: float | None 
     if not verification:
         raise CompactionError(
             f"expected the smaller model of {type(model).__name__} to have the same outputs, got {verification}. "
-            "The model is left as it is; does its forward pass give something else at every call?"
+            "The model is not changed; is its forward pass deterministic?"
         )
     report = CompactionReport(
         layers=compare(before, smaller, tied_layers(model)),
-        stayed=what_stayed(analysis, obstacles_of(smaller)),
+        stayed=kept_features(analysis, obstacles_of(smaller)),
         folded=folded + written_out,
         branches=tuple(branches),
         rows=rows,
@@ -79,8 +78,8 @@ def compact(model: nn.Module, example_input: object, *, tolerance: float | None 
 
 
 def shrink(graph_module: fx.GraphModule, example_input: object) -> tuple[Analysis, int, list[str]]:
-    """Take dead features out of a module of layers, in place; gives what is known of the features that stay, the number
-    of constants that moved into biases, and the additions of which one side was a constant."""
+    """Remove dead features from a module of layers, in place. Returns the analysis of the kept features, the number of
+    constants folded into biases, and the additions with a constant side."""
     folded, branches = 0, list[str]()
     while True:
         _tidy(graph_module)
@@ -97,7 +96,7 @@ def shrink(graph_module: fx.GraphModule, example_input: object) -> tuple[Analysi
 
 
 def _cut_constant_branches(graph_module: fx.GraphModule, analysis: Analysis) -> list[str]:
-    """Replace the sides of additions that are constants as a whole; gives the names of those additions."""
+    """Replace sides of additions that are entirely constant. Returns the names of these additions."""
     found = []
     for node in list(graph_module.graph.nodes):
         if node.target is not aten.add.Tensor or node.kwargs:
@@ -140,7 +139,7 @@ def _tidy(graph_module: fx.GraphModule) -> None:
 
 
 def _rounding(model: nn.Module) -> float:
-    """What sums in another order may change, generously."""
+    """A generous bound on the effect of summing in another order."""
     floats = [each.dtype for each in model.parameters() if each.is_floating_point()]
     return max([1e-4, *(16 * torch.finfo(dtype).eps for dtype in floats)])
 

@@ -1,8 +1,8 @@
-"""``nn.MultiheadAttention`` written out: layers and calls whose single heads can be taken out.
+"""``nn.MultiheadAttention`` expanded into layers and calls from which single heads can be removed.
 
-The module of torch has as many features inside as outside, so one with fewer heads cannot be one of its kind. Where a
-head is dead, it becomes three linear layers for queries, keys and values (``q_proj``, ``k_proj``, ``v_proj``),
-``scaled_dot_product_attention`` and the ``out_proj`` that it had. One without dead heads keeps its tensors.
+The module of torch has the same number of features inside as outside, so it cannot represent fewer heads. If a head is
+dead, the module becomes three linear layers for queries, keys and values (``q_proj``, ``k_proj``, ``v_proj``),
+``scaled_dot_product_attention`` and its ``out_proj``. A module without dead heads keeps its tensors.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from torch.nn import functional
 from gossamer.deployment.compaction.layers import parameter_like
 
 
-class WrittenOut(nn.Module):
-    """An attention of plain layers and calls."""
+class ExpandedAttention(nn.Module):
+    """Attention as plain layers and calls."""
 
     def __init__(self, module: nn.MultiheadAttention) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class WrittenOut(nn.Module):
             bias = padding if bias is None else bias + padding
         outputs = functional.scaled_dot_product_attention(q, k, v, bias).permute(back).flatten(-2)
         weights = None
-        if need_weights:  # where nobody uses them, the tracer leaves them out
+        if need_weights:  # unused ones are omitted by the tracer
             scores = q @ k.transpose(-2, -1) * self.heads[1] ** -0.5
             weights = torch.softmax(scores if bias is None else scores + bias, -1)
             weights = weights.mean(1) if average_attn_weights else weights
@@ -54,12 +54,12 @@ class WrittenOut(nn.Module):
 
 
 def write_out(model: nn.Module) -> int:
-    """Replace, in place, every attention with a dead head; gives the number of constants that moved into biases."""
-    written: dict[nn.Module, WrittenOut] = {}
+    """Replace every attention with a dead head, in place. Returns the number of constants folded into biases."""
+    written: dict[nn.Module, ExpandedAttention] = {}
     for path, module in list(model.named_modules(remove_duplicate=False)):
         if path and type(module) is nn.MultiheadAttention and _is_plain(module) and _dead_heads(module).any():
             if module not in written:
-                written[module] = WrittenOut(module)
+                written[module] = ExpandedAttention(module)
             model.set_submodule(path, written[module])
     return sum(each.folded for each in written.values())
 
@@ -71,7 +71,7 @@ def _additive(mask: Tensor, like: Tensor) -> Tensor:
 
 
 def _orders(batch_first: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The order of axes that puts heads behind the batch, and the one that puts them back."""
+    """The axis orders that move heads behind the batch, and back."""
     return ((0, 2, 1, 3), (0, 2, 1, 3)) if batch_first else ((1, 2, 0, 3), (2, 0, 1, 3))
 
 
@@ -88,14 +88,14 @@ def _projections(module: nn.MultiheadAttention) -> list[Tensor]:
 
 
 def _dead_heads(module: nn.MultiheadAttention) -> Tensor:
-    """Heads that nobody reads, or whose values do not depend on the input."""
+    """Heads that are unused, or whose values do not depend on the input."""
     heads = module.num_heads
     unread = (module.out_proj.weight.detach().view(-1, heads, module.head_dim) == 0).all(2).all(0)
     return unread | (_projections(module)[2].view(heads, -1) == 0).all(1)
 
 
 def _layers(module: nn.MultiheadAttention) -> tuple[nn.Module, int]:
-    """The linear layers of an attention. Heads whose values are one constant give it away to the last bias."""
+    """The linear layers of an attention. Constant values of heads are folded into the last bias."""
     layers, out = nn.Module(), module.out_proj
     bias = module.in_proj_bias
     biases = [None] * 3 if bias is None else list(bias.detach().chunk(3))
@@ -117,7 +117,7 @@ def _layers(module: nn.MultiheadAttention) -> tuple[nn.Module, int]:
         if shift_ is not None:
             layer.bias = parameter_like(cast(Tensor, bias), shift_.clone())
         layers.add_module(name, layer)
-    # A plain linear layer: the class that the module uses only differs in how it is quantised.
+    # A plain linear layer: the class in the module differs only in quantisation.
     plain = nn.Linear(out.in_features, out.out_features, bias=out.bias is not None, device="meta")
     plain.weight = out.weight
     if out.bias is not None:

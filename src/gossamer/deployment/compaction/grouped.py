@@ -1,8 +1,8 @@
-"""Grouped and depth-wise convolutions, transposed ones too: every group has as many inputs, and as many outputs.
+"""Grouped and depth-wise convolutions, also transposed: all groups have the same number of inputs, and of outputs.
 
-A group goes as a whole where neither its outputs nor its inputs are needed. Of the groups that stay, each can lose
-inputs if every other loses as many, and outputs likewise; the group that needs the most decides, and the dead
-features that stay for its sake are reported.
+A group is removed as a whole if neither its outputs nor its inputs are needed. The remaining groups can lose inputs
+only if all lose the same number, and likewise outputs. The group that needs the most decides, and the dead features
+that are kept for it are reported.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from gossamer.deployment.compaction.layers import feature_axis, keeps_constants,
 
 
 def _by_group(module: _ConvNd) -> Tensor:
-    """The weights as (groups, outputs of one, inputs of one, places in the window)."""
+    """The weights as (groups, outputs per group, inputs per group, window positions)."""
     weight = module.weight.detach().double().cpu()
     first = weight.reshape(module.groups, -1, weight.shape[1], weight[0, 0].numel())
     return first.transpose(1, 2) if isinstance(module, _ConvTransposeNd) else first
@@ -86,12 +86,12 @@ class Grouped:
 
 
 def _reads(weight: Tensor, needed: Tensor) -> Tensor:
-    """Which inputs of each group matter for outputs that matter."""
+    """The inputs of each group that affect needed outputs."""
     return ((weight != 0).any(3) & needed.reshape(*weight.shape[:2], 1)).any(1)
 
 
 def _fold(module: _ConvNd, weight: Tensor, constant: Tensor, removed: Tensor, representatives: list[int]) -> Tensor:
-    """Take constants into the bias, or into the weights of the one constant of their group that stays."""
+    """Fold constants into the bias, or into the weights of the representative constant of their group."""
     values = constant.where(removed, 0)
     if keeps_constants(module):
         shift = torch.einsum("goit,gi->go", weight, values).flatten()

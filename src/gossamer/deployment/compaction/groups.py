@@ -1,8 +1,8 @@
-"""Features that can only go together, and what holds them back.
+"""Groups of features that can only be removed together, and the reasons to keep them.
 
-A place in a tensor along its axis of features is a feature. The output of a layer, its normalisation and its
-activation have the same features; an addition ties the features of its two sides to each other. Such a group
-is taken out of all its tensors or of none. A group that anything holds back stays.
+A feature is an index along the feature axis of a tensor. The output of a layer, its normalisation and its activation
+have the same features; an addition ties the features of its two sides. Such a group is removed from all its tensors or
+from none. A group with any reason to be kept is kept.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 class Hold(IntEnum):
-    """Why a feature stays, the most telling reason last."""
+    """Why a feature is kept, in increasing order of relevance."""
 
     LIVE = 0
     LAST = 1
@@ -28,7 +28,7 @@ class Hold(IntEnum):
 
 @dataclass(frozen=True, order=True)
 class Reason:
-    """What holds a feature back, and the operation that does."""
+    """The reason to keep a feature, and the operation that needs it."""
 
     hold: Hold
     where: str
@@ -37,19 +37,19 @@ class Reason:
         return {
             Hold.LIVE: f"tied to a live feature that {self.where} reads",
             Hold.LAST: f"the last one of {self.where}, which cannot be empty",
-            Hold.LAYERS: "another layer of the same recurrent module needs as many",
-            Hold.GROUPS: f"all groups of {self.where} have one size, and another needs as many",
-            Hold.PADDING: f"it stands for the constants that meet the zero padding of {self.where}",
-            Hold.UNKNOWN: f"read by {self.where}, which cannot do without it",
+            Hold.LAYERS: "another layer of the same recurrent module needs this many",
+            Hold.GROUPS: f"all groups of {self.where} have the same size, and another one needs it",
+            Hold.PADDING: f"it represents the constants at the zero padding of {self.where}",
+            Hold.UNKNOWN: f"read by {self.where}, which needs it",
             Hold.OUTPUT: "part of the model's output",
         }[self.hold]
 
 
 @dataclass(frozen=True, eq=False)
 class Features:
-    """The features of one tensor: ``ids`` name them, ``constant`` has the value of those that are the same
-    number at every position for every input, and NaN for the others. ``dim`` is their axis, counted from the
-    end."""
+    """The features of one tensor. ``ids`` identify them. ``constant`` is the value of features that have the same
+    number
+    at every position for every input, and NaN for others. ``dim`` is their axis, counted from the end."""
 
     dim: int
     ids: Tensor
@@ -65,7 +65,7 @@ class Features:
 
 
 class Groups:
-    """Which features go together, and which groups are held back."""
+    """The groups of features, and the reasons to keep them."""
 
     def __init__(self) -> None:
         self._parent: list[int] = []
@@ -93,7 +93,7 @@ class Groups:
         return self._reasons.get(self._root(feature))
 
     def kept(self, ids: Tensor) -> Tensor:
-        """Which of the features stay."""
+        """The features to keep."""
         return torch.tensor([self._root(each) in self._reasons for each in ids.tolist()], dtype=torch.bool)
 
     def _hold(self, root: int, reason: Reason) -> None:

@@ -1,7 +1,7 @@
-"""What attention does with its heads: products, softmax and the fused operation treat every head alone.
+"""Attention heads: products, softmax and the fused operation act on every head independently.
 
-Queries, keys, values and results of one head go together. A head whose values are zero gives zero; one of which nobody
-reads the result goes whatever it is. Parts of a tensor that is split along its features keep those of their own.
+Queries, keys, values and results of a head are removed together. A head whose values are zero is zero, and a head whose
+result is unused is removed in any case. If a tensor is split along its features, each part keeps its own.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _HEADS = -3  # the axis of heads in (batch, heads, positions, features)
 
 
 class Attended:
-    """``scaled_dot_product_attention``. Its weights sum to one, so a head of one constant value gives that value."""
+    """``scaled_dot_product_attention``. Its weights sum to one, so a head with a constant value returns that value."""
 
     def forward(self, analysis: Analysis, node: fx.Node) -> Features | None:
         given = bound(node)
@@ -42,11 +42,11 @@ class Attended:
             analysis.read(each, needed)
 
     def rewrite(self, analysis: Analysis, node: fx.Node) -> None:
-        """Its three inputs have become smaller in the same way."""
+        """Nothing: its three inputs are already smaller."""
 
 
 class MatrixProduct:
-    """A product of the matrices of each head."""
+    """A matrix product per head."""
 
     def forward(self, analysis: Analysis, node: fx.Node) -> Features | None:
         sides = [analysis.of(each) for each in node.args]
@@ -62,11 +62,11 @@ class MatrixProduct:
             analysis.read(each, needed)
 
     def rewrite(self, analysis: Analysis, node: fx.Node) -> None:
-        """Its two sides have become smaller in the same way."""
+        """Nothing: its two inputs are already smaller."""
 
 
 class Softmax:
-    """Along another axis: features stay, what is constant in them does not."""
+    """Softmax along another axis: features are preserved, constants are not."""
 
     def forward(self, analysis: Analysis, node: fx.Node) -> Features | None:
         source, size = analysis.of(node.args[0]), shape(node)
@@ -78,11 +78,11 @@ class Softmax:
         analysis.pass_on(node, needed)
 
     def rewrite(self, analysis: Analysis, node: fx.Node) -> None:
-        """It has nothing for single features."""
+        """Nothing: it has no parameters per feature."""
 
 
 class Parts:
-    """A tensor in parts: along another axis all have its features, along that of the features each has its own."""
+    """A split tensor: along another axis all parts have its features; along the feature axis each has its own."""
 
     def forward(self, analysis: Analysis, node: fx.Node) -> Features | None:
         source, before = analysis.of(node.args[0]), shape(cast(fx.Node, node.args[0]))
@@ -108,7 +108,7 @@ class Parts:
 
 
 def places_of_parts(analysis: Analysis, node: fx.Node) -> list[slice] | None:
-    """Which features each part has, where a tensor is split along them."""
+    """The features of each part of a tensor that is split along its features."""
     before, source, dim = shape(cast(fx.Node, node.args[0])), analysis.of(node.args[0]), bound(node)["dim"]
     if node.target is aten.unbind.int or before is None or source is None:
         return None
@@ -122,7 +122,7 @@ def places_of_parts(analysis: Analysis, node: fx.Node) -> list[slice] | None:
 
 
 def _alike(arguments: Sequence[object], sides: Sequence[Features | None]) -> bool:
-    """Whether all are matrices of the same heads."""
+    """Whether all are matrices with the same heads."""
     for argument, side in zip(arguments, sides, strict=True):
         size = shape(argument) if isinstance(argument, fx.Node) else None
         if side is None or side.dim != _HEADS or size is None or len(size) != 4:

@@ -1,9 +1,9 @@
-"""Layers with weights: where features begin and end.
+"""Layers with weights, which create and consume features.
 
-An output feature whose incoming weights are zero, or meet only constants, is a constant. An input feature is
-not read where its outgoing weights are zero. A constant that is read moves into the bias, and that is exact
-only without zero padding: at the border a padded convolution sees zeros instead of the constant. There one
-constant has to stay, and its weights can stand for those of all others: it too is missing at the border.
+An output feature is constant if its incoming weights are zero or read only constants. An input feature is unused if its
+outgoing weights are zero. A constant input is folded into the bias. This is exact only without zero padding: at the
+border a padded convolution reads zeros instead of the constant. With padding, one constant is kept, and its weights
+represent those of all others, because it is missing at the border, too.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ def parameter_like(old: Tensor, values: Tensor) -> nn.Parameter:
 
 
 def by_output(module: nn.Linear | _ConvNd) -> Tensor:
-    """The weights as (outputs, inputs of one group, places in the window)."""
+    """The weights as (outputs, inputs per group, window positions)."""
     weight = module.weight.detach().flatten(2) if module.weight.ndim > 2 else module.weight.detach().unsqueeze(2)
     return weight.transpose(0, 1) if isinstance(module, _ConvTransposeNd) else weight
 
 
 def keeps_constants(module: nn.Linear | _ConvNd) -> bool:
-    """Whether a constant input gives the same at every position: no zeros beyond the border."""
+    """Whether a constant input has the same effect at every position: no zero padding."""
     if isinstance(module, nn.Linear):
         return True
     if isinstance(module, _ConvTransposeNd):
@@ -97,7 +97,7 @@ class Weighted:
 
 
 def _fold(module: nn.Linear | _ConvNd, constant: Tensor, removed: Tensor, representative: int | None = None) -> None:
-    """Take constants into the bias, or into the weights of another constant that stays."""
+    """Fold constants into the bias, or into the weights of a constant that is kept."""
     weight = by_output(module).double().cpu()
     if keeps_constants(module):
         shift = weight.sum(2)[:, removed] @ constant[removed]
@@ -111,7 +111,7 @@ def _fold(module: nn.Linear | _ConvNd, constant: Tensor, removed: Tensor, repres
 
 
 def usable(source: Features, module: nn.Linear | _ConvNd) -> Tensor:
-    """Which input features are constants that can move into the bias."""
+    """The constant input features that can be folded into the bias."""
     return source.is_constant if keeps_constants(module) else source.constant == 0
 
 
@@ -138,7 +138,7 @@ def _take_outputs(module: nn.Linear | _ConvNd, rows: Tensor) -> None:
 
 
 class Normalised:
-    """Batch normalisation with running statistics: a scale and a shift for each feature."""
+    """Batch normalisation with running statistics: a scale and a shift per feature."""
 
     def forward(self, analysis: Analysis, node: fx.Node) -> Features | None:
         module = cast(Norm, analysis.module(node))
@@ -173,7 +173,7 @@ class Normalised:
 
 
 class Embedded:
-    """Embeddings: columns of the table are features. Rows stay, for any token may come."""
+    """Embeddings: the columns of the table are features. Rows are kept, as any token may occur."""
 
     def forward(self, analysis: Analysis, node: fx.Node) -> Features | None:
         module = cast(nn.Embedding, analysis.module(node))
@@ -184,7 +184,7 @@ class Embedded:
         return Features(-1, analysis.groups.fresh(table.shape[1]), constant)
 
     def backward(self, analysis: Analysis, node: fx.Node, needed: Tensor) -> None:
-        """Tokens have no features."""
+        """Nothing: tokens have no features."""
 
     def rewrite(self, analysis: Analysis, node: fx.Node) -> None:
         module = cast(nn.Embedding, analysis.module(node))
@@ -196,7 +196,7 @@ class Embedded:
 
 
 class Attribute:
-    """A tensor of the model itself that has one value for each feature, such as a scale of a layer."""
+    """A tensor of the model with one value per feature, such as the scale of a layer."""
 
     def forward(self, analysis: Analysis, node: fx.Node) -> Features | None:
         values = _attribute(analysis.graph_module, str(node.target))
@@ -207,7 +207,7 @@ class Attribute:
         return Features(wide[0] - values.ndim, ids, values.detach().double().cpu().flatten())
 
     def backward(self, analysis: Analysis, node: fx.Node, needed: Tensor) -> None:
-        """Nothing comes before."""
+        """Nothing: it has no inputs."""
 
     def rewrite(self, analysis: Analysis, node: fx.Node) -> None:
         kept, features = analysis.kept(node), analysis.features[node]

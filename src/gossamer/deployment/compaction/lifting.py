@@ -1,8 +1,8 @@
 """The shared graph as a module of layers: calls with the tensors of a layer become calls of that layer again.
 
-Layers keep their names and tensors, so that the result is an ordinary module whose layers can be made smaller. A layer
-of a class derived from one of torch's becomes one of torch's, since the graph shows what it computes; so does one with
-hooks, whose own computation is part of the graph. Other calls stay as they are.
+Layers keep their names and tensors, so the result is an ordinary module whose layers can be made smaller. A layer of a
+class derived from a torch layer becomes the torch layer, because the graph has its computation. The same holds for
+layers with hooks, whose computation is part of the graph. Other calls do not change.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from gossamer.forward import arguments, undisturbed
 
 @dataclass(frozen=True)
 class _Kind:
-    """A layer behind a call: the place of its input among the arguments, and those of its tensors."""
+    """The layer of a call: the positions of its input and of its tensors among the arguments."""
 
     layer: Any
     source: int
@@ -62,8 +62,8 @@ _TRANSPOSED = ("stride", "padding", "output_padding", "groups", "dilation")
 def to_layers(graph: Graph, model: nn.Module, example_input: object) -> fx.GraphModule:
     """The graph of a model as a module of layers, which shares the model's tensors; ``graph.module`` is used up.
 
-    Inputs of other sizes than those that were traced are refused, except for pictures where larger ones give what the
-    model gives.
+    Inputs of other sizes than traced are refused, except for larger images for which the outputs equal those of the
+    model.
     """
     module, layers = graph.module, dict(model.named_modules(remove_duplicate=False))
     calls: dict[str, list[Any]] = {}
@@ -76,15 +76,15 @@ def to_layers(graph: Graph, model: nn.Module, example_input: object) -> fx.Graph
             _to_parts(module.graph, node)
     _write_plainly(module.graph, graph.program)
     remove_unused(module.graph)
-    module.graph._tracer_cls = None  # the exporter's own, which cannot be loaded again
-    # A new one: the exporter's own has no modes (train, eval).
+    module.graph._tracer_cls = None  # created by the exporter, and cannot be loaded
+    # A new module: that of the exporter has no modes (train, eval).
     found = fx.GraphModule(module, module.graph, type(model).__name__)
-    _insist_on_fixed_inputs(found.graph, any_sides=_takes_larger_pictures(found, model, example_input))
+    _insist_on_fixed_inputs(found.graph, any_sides=_takes_larger_images(found, model, example_input))
     found.recompile()
     return found.eval()
 
 
-def _takes_larger_pictures(module: fx.GraphModule, model: nn.Module, example_input: object) -> bool:
+def _takes_larger_images(module: fx.GraphModule, model: nn.Module, example_input: object) -> bool:
     def larger(value: Any) -> Any:
         is_picture = isinstance(value, Tensor) and value.ndim > 3
         return value.repeat(1, 1, *[2] * (value.ndim - 2)) if is_picture else value
@@ -96,7 +96,7 @@ def _takes_larger_pictures(module: fx.GraphModule, model: nn.Module, example_inp
         with undisturbed(model):
             expected, got = (each(*copied(positional), **copied(named)) for each in (model, module))
         torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-3, equal_nan=True)
-    except Exception:  # whatever a model says of an input that it does not take
+    except Exception:  # any error of a model for an invalid input
         return False
     return True
 
@@ -108,7 +108,7 @@ def _lift(module: fx.GraphModule, layers: dict[str, nn.Module], node: fx.Node, c
             if not isinstance(layer, kind.layer) or not _has_these_tensors(module, layer, node, kind):
                 continue
             source, rest = node.args[kind.source], [each for each in node.args if not isinstance(each, fx.Node)]
-            if calls.setdefault(path, rest) == rest:  # a layer may be called twice, but not in two ways
+            if calls.setdefault(path, rest) == rest:  # a layer may be called twice, but only in the same way
                 module.add_submodule(path, _plain(kind.layer, layer, node))
                 node.op, node.target, node.args, node.kwargs = "call_module", path, (source,), {}
             return
@@ -128,13 +128,13 @@ def _has_these_tensors(module: fx.GraphModule, layer: nn.Module, node: fx.Node, 
 
 
 def _value(module: fx.GraphModule, node: Any) -> Tensor | None:
-    """The tensor of the model that a node is; None where it is none."""
+    """The tensor of the model behind a node, or None."""
     found = attrgetter(str(node.target))(module) if isinstance(node, fx.Node) and node.op == "get_attr" else None
     return found if isinstance(found, Tensor) else None
 
 
 def _plain(kind: Any, layer: nn.Module, node: fx.Node) -> nn.Module:
-    """A layer of torch's own class that computes what the call computes."""
+    """A layer of the torch class that is equivalent to the call."""
     found: nn.Module = copy.copy(layer)
     found.__class__ = kind
     found.__dict__.pop("forward", None)
@@ -147,12 +147,12 @@ def _plain(kind: Any, layer: nn.Module, node: fx.Node) -> nn.Module:
         for name, value in {**plain, **dict(zip(names, node.args[3:], strict=False))}.items():
             spread = (value,) * rank if isinstance(value, int) and name != "groups" else value
             setattr(found, name, tuple(spread) if isinstance(spread, list) else spread)
-        found.padding_mode = "zeros"  # any other is a call of its own
+        found.padding_mode = "zeros"  # any other remains a call
     return found
 
 
 def _lift_recurrent(module: fx.GraphModule, layers: dict[str, nn.Module], node: fx.Node) -> None:
-    """Layers that start from zeros; their last states are nested in another way than those of the call."""
+    """Recurrent layers with zero initial states; their last states are nested differently from those of the call."""
     args: Any = node.args
     path, (x, state, weights, *_) = module_path(node), args
     layer = layers.get(path) if path else None
@@ -176,7 +176,7 @@ def _lift_recurrent(module: fx.GraphModule, layers: dict[str, nn.Module], node: 
 
 
 def _to_parts(graph: fx.Graph, node: fx.Node) -> None:
-    """A slice along an axis of fixed size is one of the parts of a split, each of which has features of its own."""
+    """Replace a slice along an axis of fixed size by a part of a split, in which each part has its own features."""
     given = bound(node)
     x, dim, start, end = (given[name] for name in ("self", "dim", "start", "end"))
     size = shape_of(x)[dim]
@@ -199,8 +199,8 @@ def _to_parts(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _insist_on_fixed_inputs(graph: fx.Graph, *, any_sides: bool) -> None:
-    """Where a size could not be left open, another one is refused, and so is another number or flag than the
-    example's: outputs would be wrong, or memory torn."""
+    """Refuse other values than those of the example for sizes that are not dynamic, and for numbers and flags: outputs
+    would be wrong, or memory corrupted."""
     inputs = [node for node in graph.nodes if node.op == "placeholder"]
     with graph.inserting_before(next(node for node in graph.nodes if node.op.startswith(("call", "output")))):
         for node in inputs:
@@ -209,7 +209,7 @@ def _insist_on_fixed_inputs(graph: fx.Graph, *, any_sides: bool) -> None:
                 _insist(graph, node, value, f"{value!r} for {node.name}, the only value")
             elif isinstance(value, Tensor):
                 sizes = value.shape[:2] if any_sides and value.ndim > 3 else value.shape
-                # Fixed is what is a number, or a symbol that turned out to be one.
+                # A size is fixed if it is a number, or a symbol that was specialised to one.
                 for axis, size in [each for each in enumerate(sizes) if is_concrete_int(each[1])]:
                     found = graph.call_method("size", (node, axis))
                     _insist(graph, found, int(size), f"{size} at dimension {axis} of {node.name}, the only size")
@@ -222,7 +222,7 @@ def _insist(graph: fx.Graph, found: fx.Node, wanted: Any, expected: str) -> None
 
 
 def _write_plainly(graph: fx.Graph, program: ExportedProgram) -> None:
-    """A signature of plain arguments and a plain result, where the model has these."""
+    """Give the graph a signature with plain arguments and a plain result, if the model has one."""
     outputs = program.call_spec.out_spec
     inputs = program.call_spec.in_spec
     if inputs is None or outputs is None:

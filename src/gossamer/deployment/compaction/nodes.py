@@ -13,12 +13,12 @@ from gossamer.forward import arguments
 
 
 def copied(values: Any) -> Any:
-    """Values, however nested, with copies of the tensors."""
+    """Nested values with copies of their tensors."""
     return tree_map(lambda value: value.clone() if isinstance(value, Tensor) else value, values)
 
 
 def measure(graph_module: fx.GraphModule, example_input: object) -> None:
-    """Note the shape of every tensor in the graph, by one run on copies, since a model may change what it is given."""
+    """Record the shape of every tensor in the graph, by one run on copies, as a model may change its inputs."""
     positional, named = copied(arguments(example_input))
     names = [node.target for node in graph_module.graph.nodes if node.op == "placeholder"][len(positional) :]
     plain = len(names) == len(named) and all(name in named for name in names)
@@ -28,13 +28,13 @@ def measure(graph_module: fx.GraphModule, example_input: object) -> None:
 
 
 def shape(node: fx.Node) -> tuple[int, ...] | None:
-    """The shape of the tensor that a node gives; None for anything else than one tensor."""
+    """The shape of the result of a node; None if it is not a single tensor."""
     meta = node.meta.get("tensor_meta")
     found = getattr(meta, "shape", None)
     return None if found is None else tuple(found)
 
 
 def constants_like(node: fx.Node, rank: int, dim: int, constant: Tensor) -> Tensor:
-    """A tensor of one position, of the type of the node's, that has the constants along its axis of features."""
+    """A tensor with one position and the dtype of the node, with the constants along its feature axis."""
     dtype = node.meta["tensor_meta"].dtype
     return constant.to(dtype).reshape([-1 if axis == rank + dim else 1 for axis in range(rank)])

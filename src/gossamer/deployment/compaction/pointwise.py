@@ -1,6 +1,6 @@
-"""Operations that treat every feature alone: activations, sums, products, conditions.
+"""Operations on every feature independently: activations, sums, products, conditions.
 
-What such an operation makes of constants is found by running it on the constants.
+The result of such an operation on constants is computed by running it on the constants.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ _UNTAGGED = (
 
 
 def is_pointwise(target: object) -> bool:
-    """Whether torch says so of a call; random ones are none."""
+    """Whether torch marks a call as pointwise; random calls do not count."""
     tags = getattr(target, "tags", ())
     tagged = torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags
     return tagged or target in _UNTAGGED
 
 
 class Pointwise:
-    """A call on tensors with the same features, on numbers, and on tensors with one value for all features."""
+    """A call on tensors with the same features, numbers, and tensors with one value for all features."""
 
     def forward(self, analysis: Analysis, node: fx.Node) -> Features | None:
         size, inputs = shape(node), node.all_input_nodes
@@ -69,11 +69,11 @@ class Pointwise:
             analysis.read(each, read)
 
     def rewrite(self, analysis: Analysis, node: fx.Node) -> None:
-        """Its inputs have become smaller in the same way."""
+        """Nothing: its inputs are already smaller."""
 
 
 def _fits(analysis: Analysis, node: fx.Node, dim: int, count: int) -> bool:
-    """Whether a tensor has the features, or the same value for all of them."""
+    """Whether a tensor has the features, or one value for all of them."""
     features, size = analysis.of(node), shape(node)
     if features is not None and features.count == count:
         return True

@@ -1,10 +1,10 @@
-"""LSTM, GRU and plain recurrent layers that start from zeros.
+"""LSTM, GRU and plain recurrent layers with zero initial states.
 
-A hidden unit can go if no unit that matters reads it, be it in its own layer, in the next one or behind the
-module; that it reads itself does not count. It can also go if it is zero at all times: its candidate gate gets
-nothing and its state starts at zero. All layers and directions of one module have the same number of units, so
-the one with the most that matter decides. The last state of a module with one layer and one direction has the
-units of its outputs; where that of another is used, all units stay.
+A hidden unit can be removed if no needed unit reads it, in its own layer, in the next one or after the module; reading
+itself does not count. It can also be removed if it is always zero: its candidate gate has no inputs, and its state
+starts at zero. All layers and directions of a module have the same number of units, so the one with the most needed
+units decides. The last state of a module with one layer and one direction has the units of its outputs. If the last
+state of another module is used, all units are kept.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from gossamer.deployment.compaction.layers import parameter_like
 from gossamer.deployment.compaction.shapes import WITH_PLACES
 
 _CANDIDATE = {"LSTM": 2, "GRU": 2, "RNN_TANH": 0, "RNN_RELU": 0}
-"""Which block of rows of the weights makes the value that a unit takes in."""
+"""The block of rows of the weights that computes the candidate value of a unit."""
 
 
 @dataclass(frozen=True)
 class _Direction:
-    """The names of the tensors of one direction of one layer."""
+    """The tensor names of one direction of one layer."""
 
     module: nn.RNNBase
     suffix: str
@@ -41,7 +41,7 @@ class _Direction:
         return values.reshape(-1, self.module.hidden_size, *values.shape[1:])
 
     def zero_units(self, zero_inputs: Tensor) -> Tensor:
-        """Units that are zero at all times."""
+        """Units that are always zero."""
         gate = _CANDIDATE[self.module.mode]
         still = ~(self.by_unit("weight_ih")[gate][:, ~zero_inputs] != 0).any(1)
         if self.module.bias:
@@ -52,7 +52,7 @@ class _Direction:
             still = fewer
         return still
 
-    def units_that_matter(self, needed: Tensor, zero: Tensor) -> Tensor:
+    def needed_units(self, needed: Tensor, zero: Tensor) -> Tensor:
         matter = needed & ~zero
         links = (self.by_unit("weight_hh") != 0).any(0)
         while (more := matter | (links[matter].any(0) & ~zero)).sum() > matter.sum():
@@ -88,7 +88,7 @@ class Recurrent:
         for directions, units, zeros in reversed(list(zip(_layers(module), self._units, self._zero, strict=True))):
             parts, reads = needed.chunk(len(directions)), torch.zeros(0, dtype=torch.bool)
             for direction, ids, zero, part in zip(directions, units, zeros, parts, strict=True):
-                matter = direction.units_that_matter(part, zero)
+                matter = direction.needed_units(part, zero)
                 analysis.groups.hold(ids[matter], live)
                 read = direction.inputs_read(matter)
                 reads = reads | read if reads.numel() else read
@@ -120,7 +120,7 @@ class Recurrent:
 
 
 class Item:
-    """The outputs or the last state of a recurrent layer, a part of a split, or the first of two results."""
+    """The outputs or last state of a recurrent layer, a part of a split, or the first of two results."""
 
     def forward(self, analysis: Analysis, node: fx.Node) -> Features | None:
         first, index = node.args
@@ -136,14 +136,14 @@ class Item:
         analysis.pass_on(node, needed)
 
     def rewrite(self, analysis: Analysis, node: fx.Node) -> None:
-        """It has nothing for single features."""
+        """Nothing: it has no parameters per feature."""
 
 
 def _has_the_same_features(analysis: Analysis, node: fx.Node, index: object) -> bool:
-    """Whether this part of what a call gives has the features that are known of it; of a recurrent layer, the units of
-    its outputs in their order."""
+    """Whether this part of a result has the features of the call; for a recurrent layer, the units of its outputs, in
+    their order."""
     if node.op != "call_module":
-        return index == 0 or node.target not in WITH_PLACES  # else the two states of a layer of an LSTM, or a part
+        return index == 0 or node.target not in WITH_PLACES  # otherwise the two states of an LSTM layer, or a part
     module = cast(nn.RNNBase, analysis.module(node))
     return index == 0 or (index == 1 and module.num_layers == 1 and not module.bidirectional)
 

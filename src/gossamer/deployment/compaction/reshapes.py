@@ -1,7 +1,7 @@
-"""Other shapes for the same numbers: flattening, views, and features that are dealt out to attention heads.
+"""Reshapes: flattening, views, and splitting features into attention heads.
 
-Flattened, one feature of a picture becomes as many as it has pixels; they go together. Split into heads, the features
-of one head become one; they go together too, and come apart again where heads are laid side by side.
+Flattening turns a feature of an image into one feature per pixel, which are removed together. Splitting into heads
+joins the features of a head, which are also removed together; merging the heads separates them again.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Reshape:
     def backward(self, analysis: Analysis, node: fx.Node, needed: Tensor) -> None:
         source = analysis.of(node.args[0])
         assert source is not None
-        if source.count > needed.numel():  # into heads: all the features of a head that is needed
+        if source.count > needed.numel():  # into heads: all features of a needed head
             heads = needed.numel()
             size = cast(tuple[int, ...], shape(node))[-1]
             analysis.read(node.args[0], needed.repeat_interleave(size).repeat(source.count // (heads * size)))
@@ -62,7 +62,7 @@ class Reshape:
 
 
 def _form(axis: int, before: tuple[int, ...], after: tuple[int, ...]) -> str | None:
-    """What a reshape does with the axis of features; None where it does not leave features whole."""
+    """The effect of a reshape on the feature axis; None if it does not preserve features."""
     if axis == 1 and len(after) == 2 and after[0] == before[0]:
         return "flat"
     if axis == 1 and len(after) > 2 and after[:2] == before[:2]:
@@ -80,7 +80,7 @@ def _form(axis: int, before: tuple[int, ...], after: tuple[int, ...]) -> str | N
 
 
 def _into_heads(analysis: Analysis, source: Features, heads: int, parts: int) -> Features:
-    """Join what belongs to one head; a head is constant where all its features are the same constant.
+    """Join the features of each head; a head is constant if all its features are the same constant.
 
     Queries, keys and values may be stacked in front of the axis of heads: these three ``parts`` of a head are joined.
     """
@@ -93,7 +93,7 @@ def _into_heads(analysis: Analysis, source: Features, heads: int, parts: int) ->
 
 
 def _can_change(node: fx.Node, sizes: list[Any], place: int, dims: int) -> bool:
-    """Whether the call can ask for fewer features: by a number, or by -1 where nothing else is left open."""
+    """Whether the call can be given fewer features: by a number, or by -1 if no other size is -1."""
     if node.target is aten.unflatten.int:
         place += len(sizes) - dims
     elif len(sizes) != dims:
@@ -106,5 +106,5 @@ def _new_size(size: Any, count: int) -> int:
 
 
 def _sizes(node: fx.Node) -> list[Any]:
-    """The sizes that a call asks for; none where it flattens."""
+    """The sizes of a reshape call; none for flattening."""
     return [] if node.target is aten.flatten.using_ints else list(cast(list[Any], node.args[-1]))

@@ -1,7 +1,7 @@
-"""Rows of an embedding that are needed only once: those that are zero as a whole.
+"""Merging of the zero rows of an embedding.
 
-Any token may come, so no row can simply go. But all rows of zeros are one and the same: they become one row, and a
-short table of whole numbers says which row a token has. That is done where it saves memory.
+Any token may occur, so no row can simply be removed. But all rows of zeros can share one row, and an integer table maps
+tokens to rows. This is done if it saves memory.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from gossamer.deployment.compaction.layers import Embedded, parameter_like
 
 
 def merge_zero_rows(graph_module: fx.GraphModule, rules: Mapping[fx.Node, object]) -> int:
-    """Merge the rows of zeros of every embedding that ``rules`` understand; gives how many rows went."""
+    """Merge the zero rows of every embedding covered by ``rules``. Returns the number of removed rows."""
     removed = 0
     for node in list(graph_module.graph.nodes):
         if isinstance(rules.get(node), Embedded):
@@ -45,7 +45,7 @@ def _merge(graph_module: fx.GraphModule, node: fx.Node) -> int:
         module.padding_idx = int(table[module.padding_idx])
     module.weight = parameter_like(module.weight, weight[kept])
     module.num_embeddings = int(kept.sum())
-    # Not in the embedding itself, which then is an ordinary one, to be compacted again, say.
+    # Outside the embedding, which so remains an ordinary one that can be compacted again, for example.
     name = f"row_of_token_{re.sub(r'[^0-9a-zA-Z]', '_', str(node.target))}"
     graph_module.register_buffer(name, table)
     with graph_module.graph.inserting_before(node):

@@ -1,4 +1,4 @@
-"""Which rule holds for which call of a graph."""
+"""The rules for the calls of a graph."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _POINTWISE = Pointwise()
 
 
 def rules_of(graph_module: fx.GraphModule) -> dict[fx.Node, Rule]:
-    """The rule of every call that is understood."""
+    """The rule of every supported call."""
     obstacles = obstacles_of(graph_module)
     uses = _uses(graph_module)
     found: dict[fx.Node, Rule] = {}
@@ -60,9 +60,9 @@ def rules_of(graph_module: fx.GraphModule) -> dict[fx.Node, Rule]:
 
 
 def obstacles_of(graph_module: fx.GraphModule) -> dict[str, str]:
-    """Layers that cannot be changed because of how they are used, by name, and why.
+    """Layers that cannot be changed because of their uses, with reasons, by name.
 
-    What one use of a layer or tensor can do without, the other may need.
+    A feature that one use of a layer or tensor does not need, another may need.
     """
     called = _called(graph_module)
     calls, uses = Counter(id(module) for _, module in called), _uses(graph_module)
@@ -77,13 +77,13 @@ def obstacles_of(graph_module: fx.GraphModule) -> dict[str, str]:
 
 
 def _called(graph_module: fx.GraphModule) -> list[tuple[str, nn.Module]]:
-    """The module of every call of one, with its name."""
+    """The called module of every module call, with its name."""
     names = [str(node.target) for node in graph_module.graph.nodes if node.op == "call_module"]
     return [(name, graph_module.get_submodule(name)) for name in names]
 
 
 def _uses(graph_module: fx.GraphModule) -> Counter[int]:
-    """How many layers and calls read a tensor."""
+    """The number of layers and calls that read a tensor."""
     modules = {id(module): module for _, module in _called(graph_module)}
     uses = Counter(id(tensor) for module in modules.values() for tensor in _tensors(module))
     values = (_tensor_of(graph_module, node) for node in graph_module.graph.nodes)

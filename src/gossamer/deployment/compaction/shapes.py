@@ -1,4 +1,4 @@
-"""Operations that move, join, pick or summarise positions: pooling, concatenation, padding, other orders of axes."""
+"""Operations on positions: pooling, concatenation, padding, selection and permutation of axes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WITH_PLACES = (
     *(aten.adaptive_max_pool1d.default, aten.adaptive_max_pool2d.default, aten.adaptive_max_pool3d.default),
     aten.max_pool2d_with_indices.default,
 )
-"""Calls that give the largest values, and where they were."""
+"""Calls that return maxima and their positions."""
 POOLS = (
     *(*_AVERAGES, *_RESIZES, *WITH_PLACES, aten.max_pool1d.default, aten.max_pool2d.default, aten.max_pool3d.default),
     *(aten.adaptive_avg_pool1d.default, aten.adaptive_avg_pool2d.default, aten.adaptive_avg_pool3d.default),
@@ -37,7 +37,7 @@ PADS = (aten.pad.default, aten.constant_pad_nd.default)
 
 
 class Pool:
-    """Pooling, resizing and spatial padding: positions change, features stay."""
+    """Pooling, resizing and spatial padding: positions change, features do not."""
 
     def forward(self, analysis: Analysis, node: fx.Node) -> Features | None:
         source, before = analysis.of(node.args[0]), shape(cast(fx.Node, node.args[0]))
@@ -50,11 +50,11 @@ class Pool:
         analysis.pass_on(node, needed)
 
     def rewrite(self, analysis: Analysis, node: fx.Node) -> None:
-        """It has nothing for single features."""
+        """Nothing: it has no parameters per feature."""
 
     @staticmethod
     def _keeps_constants(node: fx.Node) -> bool:
-        """Whether the average, the largest or the resized of equal values is that value, also at the border."""
+        """Whether the operation preserves a constant, also at the border."""
         if node.target in _AVERAGES:
             given = bound(node)
             return not any(given["padding"]) and given.get("divisor_override") is None
@@ -79,11 +79,11 @@ class Reduction:
         analysis.pass_on(node, needed)
 
     def rewrite(self, analysis: Analysis, node: fx.Node) -> None:
-        """It has nothing for single features."""
+        """Nothing: it has no parameters per feature."""
 
 
 class Move:
-    """Axes in another order."""
+    """A permutation of axes."""
 
     def forward(self, analysis: Analysis, node: fx.Node) -> Features | None:
         source, size = analysis.of(node.args[0]), shape(node)
@@ -101,11 +101,11 @@ class Move:
         analysis.pass_on(node, needed)
 
     def rewrite(self, analysis: Analysis, node: fx.Node) -> None:
-        """It has nothing for single features."""
+        """Nothing: it has no parameters per feature."""
 
 
 class NewAxis:
-    """An axis of size one that comes or goes."""
+    """Adding or removing an axis of size one."""
 
     def forward(self, analysis: Analysis, node: fx.Node) -> Features | None:
         dim = bound(node)["dim"]
@@ -123,11 +123,11 @@ class NewAxis:
         analysis.pass_on(node, needed)
 
     def rewrite(self, analysis: Analysis, node: fx.Node) -> None:
-        """It has nothing for single features."""
+        """Nothing: it has no parameters per feature."""
 
 
 class Pick:
-    """Some of the positions."""
+    """A selection of positions."""
 
     def forward(self, analysis: Analysis, node: fx.Node) -> Features | None:
         source, before = analysis.of(node.args[0]), shape(cast(fx.Node, node.args[0]))
@@ -143,12 +143,12 @@ class Pick:
         analysis.pass_on(node, needed)
 
     def rewrite(self, analysis: Analysis, node: fx.Node) -> None:
-        """It has nothing for single features."""
+        """Nothing: it has no parameters per feature."""
 
 
 class Concatenation:
-    """Features of several tensors one after the other, where those that come from elsewhere stay; or positions of
-    tensors with the same features, which then go together."""
+    """Concatenation along features, where features of unknown tensors are kept; or along positions of tensors with the
+    same features, which are then tied."""
 
     def forward(self, analysis: Analysis, node: fx.Node) -> Features | None:
         given, size = bound(node), shape(node)
@@ -175,7 +175,7 @@ class Concatenation:
             analysis.pass_on(node, needed)
 
     def rewrite(self, analysis: Analysis, node: fx.Node) -> None:
-        """Its parts have become smaller."""
+        """Nothing: its parts are already smaller."""
 
     @staticmethod
     def _along_positions(analysis: Analysis, parts: list[Features]) -> Features | None:
@@ -200,7 +200,7 @@ class Concatenation:
 
 
 class Padding:
-    """New features that are a constant, as in the shortcuts of ResNets, or new positions."""
+    """Padding with new constant features, as in the shortcuts of ResNets, or with new positions."""
 
     def forward(self, analysis: Analysis, node: fx.Node) -> Features | None:
         given = bound(node)
@@ -208,7 +208,7 @@ class Padding:
         if source is None or not all(isinstance(pad, int) and pad >= 0 for pad in pads):
             return None
         first, last = _new_features(pads, source.dim)
-        if given.get("mode", "constant") != "constant":  # new positions are copies of others
+        if given.get("mode", "constant") != "constant":  # new positions are copies of existing ones
             return None if first + last else source
         value = float(given["value"] or 0)
         constant = source.constant
@@ -235,6 +235,6 @@ class Padding:
 
 
 def _new_features(pads: Any, dim: int) -> tuple[int, int]:
-    """How many features are put in front and behind."""
+    """The number of features added in front and behind."""
     place = 2 * (-dim - 1)
     return (pads[place], pads[place + 1]) if place + 1 < len(pads) else (0, 0)

@@ -1,4 +1,4 @@
-"""What compaction took out, and why the rest of the dead features stayed."""
+"""The report of compaction: what was removed, and why other dead features were kept."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from gossamer.deployment.compaction.layers import by_output
 
 @dataclass(frozen=True)
 class Layer:
-    """One layer before and after: the shape of its weight and its number of parameters. A shape of None says
-    that the layer is gone."""
+    """One layer before and after: the shape of its weight and its number of parameters. A shape of None means
+    that the layer was removed."""
 
     name: str
     type: str
@@ -28,29 +28,29 @@ class Layer:
 
 @dataclass(frozen=True)
 class Stayed:
-    """``count`` features of a layer that carry nothing, or that nobody reads, and that had to stay."""
+    """``count`` dead features (constant or unused) of a layer that had to be kept."""
 
     layer: str
     count: int
     why: str
 
     def __str__(self) -> str:
-        return f"{self.layer}: {self.count} dead feature{'s' if self.count > 1 else ''} stayed: {self.why}"
+        return f"{self.layer}: {self.count} dead feature{'s' if self.count > 1 else ''} kept: {self.why}"
 
 
 @dataclass(frozen=True)
 class CompactionReport:
-    """What ``gossamer.compact`` did; ``str`` is a table and a list of reasons."""
+    """The report of ``gossamer.compact``; ``str`` is a table and a list of reasons."""
 
     layers: tuple[Layer, ...]
     """All layers with a weight, in order."""
     stayed: tuple[Stayed, ...]
     folded: int
-    """Constants that moved into a bias."""
+    """Number of constants folded into a bias."""
     branches: tuple[str, ...]
-    """Additions of which one side was a constant."""
+    """Names of additions with a constant side."""
     rows: int
-    """Rows of zeros of embeddings that became one with another."""
+    """Number of merged zero rows of embeddings."""
     parameters_before: int
     parameters_after: int
     difference: float
@@ -65,22 +65,22 @@ class CompactionReport:
         changed = [layer for layer in self.layers if layer.after != layer.before]
         width = max((len(layer.name) for layer in changed), default=0)
         for layer in changed:
-            after = "gone" if layer.after is None else _shape(layer.after)
+            after = "removed" if layer.after is None else _shape(layer.after)
             lines.append(f"  {layer.name:<{width}}  {layer.type:<12}  {_shape(layer.before):>16} → {after}")
         if not changed:
-            lines.append("  nothing could be taken out")
+            lines.append("  nothing could be removed")
         if self.folded:
             lines.append(f"  {self.folded} constant{'s' if self.folded > 1 else ''} folded into biases and weights")
         if self.rows:
-            lines.append(f"  {self.rows} rows of zeros of embeddings are one with another")
-        lines += [f"  {name}: one side was a constant; that branch is gone" for name in self.branches]
+            lines.append(f"  {self.rows} zero rows of embeddings were merged")
+        lines += [f"  {name}: one side was constant; its branch was removed" for name in self.branches]
         lines += [f"  {each}" for each in self.stayed]
         return "\n".join(lines)
 
 
 @dataclass(frozen=True, eq=False)
 class Compaction:
-    """The smaller model, in evaluation mode, and what was done to it; ``str`` is the report."""
+    """The smaller model, in evaluation mode, and the report of its changes; ``str`` is the report."""
 
     model: nn.Module
     report: CompactionReport
@@ -93,7 +93,7 @@ Sizes = dict[str, tuple[str, tuple[int, ...], int]]
 
 
 def sizes(model: nn.Module) -> Sizes:
-    """Type, shape of the weight and number of parameters of all layers that have parameters of their own."""
+    """Type, weight shape and number of parameters of all layers with direct parameters."""
     found = {}
     for name, module in model.named_modules():
         own = list(module.parameters(recurse=False))
@@ -105,7 +105,7 @@ def sizes(model: nn.Module) -> Sizes:
 
 
 def tied_layers(model: nn.Module) -> dict[str, list[str]]:
-    """For every layer those that share a tensor with it."""
+    """For every layer, the layers that share a tensor with it."""
     owners: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         owners.setdefault(id(parameter), []).append(name.rpartition(".")[0])
@@ -115,23 +115,23 @@ def tied_layers(model: nn.Module) -> dict[str, list[str]]:
 def compare(before: Sizes, after: nn.Module, tied: dict[str, list[str]]) -> tuple[Layer, ...]:
     now = sizes(after)
     for name in before.keys() - now.keys():
-        # An attention that was written out: as if its three projections were still one tensor.
+        # An expanded attention counts as if its three projections were still one tensor.
         parts = [now[f"{name}.{part}"] for part in ("q_proj", "k_proj", "v_proj") if f"{name}.{part}" in now]
         twins = [now[twin] for twin in tied.get(name, ()) if twin in now]
         if len(parts) == 3:
             shape = (sum(part[1][0] for part in parts), *parts[0][1][1:])
             now[name] = "", shape, sum(part[2] for part in parts)
         elif twins:
-            now[name] = twins[0]  # a tensor of two layers may be left in one of them only
+            now[name] = twins[0]  # a tensor of two layers may remain in only one of them
     return tuple(
         Layer(name, kind, shape, now[name][1] if name in now else None, count, now[name][2] if name in now else 0)
         for name, (kind, shape, count) in before.items()
     )
 
 
-def what_stayed(analysis: Analysis, obstacles: Mapping[str, str]) -> tuple[Stayed, ...]:
-    """The dead features of the layers that begin them, by reason; ``obstacles`` are layers that could not be looked at,
-    whose filters without a weight are counted."""
+def kept_features(analysis: Analysis, obstacles: Mapping[str, str]) -> tuple[Stayed, ...]:
+    """The kept dead features by layer and reason. ``obstacles`` are layers that could not be analysed; their filters
+    without nonzeros are counted."""
     counts: Counter[tuple[str, str]] = Counter()
     seen: set[int] = set()
     for node, features in analysis.features.items():

@@ -1,7 +1,7 @@
-"""Sparse networks made fast on a CPU.
+"""A fast CPU runtime for sparse networks.
 
-``deploy(model, example_input)`` returns a callable that runs the whole network in one native call where that
-is faster, and the model as it is where it is not; ``.explain()`` says which and why, layer by layer.
+``deploy(model, example_input)`` returns a callable that runs the whole network in one native call if that is faster,
+and otherwise the model itself; ``.explain()`` shows which and why, layer by layer.
 """
 
 from gossamer.deployment.runtime.compiling import NoCompilerError

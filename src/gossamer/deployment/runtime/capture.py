@@ -1,8 +1,7 @@
 """From a module to the network of the runtime: the shared graph is traced, and each of its ATen calls is translated.
 
-A call that has no translation is no failure of the program: it raises ``UnsupportedError`` with the name of
-the call, and the caller keeps the model as it is. Everything is for inference: dropout is left out,
-normalisation uses its running statistics.
+A call without a translation raises ``UnsupportedError`` with the name of the call, and the caller falls back to the
+model. Everything is for inference: dropout is removed, and normalisation uses its running statistics.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from gossamer.deployment.runtime.translator import Translator
 
 
 def capture(model: nn.Module, example_inputs: Sequence[Any]) -> Network:
-    """The fused network of a model in evaluation mode, for inputs shaped like the examples except for their
+    """The fused network of a model in evaluation mode, for inputs with the shapes of the examples except for the
     batch."""
     try:
         traced = graph.trace(model, tuple(example_inputs))

@@ -1,8 +1,8 @@
-"""Which tensors native code may read, and when.
+"""Checks of tensors before native code reads them.
 
-Native code sees an address and nothing else, so the memory behind it is checked first: a float32 tensor on the CPU
-whose storage holds every element where the strides say. Tensors of other kinds (negated views, wrappers of a
-transform, freed storages) are either copied into such a tensor or refused.
+Native code gets only an address, so the memory behind it is checked first: it must be a float32 tensor on the CPU whose
+storage contains every element at its strides. Other tensors (negated views, wrappers of a transform, freed storages)
+are either copied into such a tensor or refused.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-#: Dispatch keys of a tensor that holds its values as they are; gradients and autocast do not change them.
+#: Dispatch keys of a tensor that stores its values directly; gradients and autocast do not change them.
 _PLAIN_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 for _key in ("ADInplaceOrView", "AutogradCPU", "AutocastCPU"):
     _PLAIN_KEYS = _PLAIN_KEYS.add(getattr(torch._C.DispatchKey, _key))
@@ -37,7 +37,7 @@ def intercepted() -> bool:
 
 
 def is_plain(x: Tensor) -> bool:
-    """Whether a tensor is a strided one on the CPU that no subclass, transform or lazy negation stands before."""
+    """Whether a tensor is a strided CPU tensor without a subclass, transform or lazy negation."""
     if type(x) not in (Tensor, torch.nn.Parameter):
         return False
     keys = torch._C._dispatch_keys(x)
@@ -45,7 +45,7 @@ def is_plain(x: Tensor) -> bool:
 
 
 def check_tensors(inputs: Sequence[Any]) -> None:
-    """Raises where something is no tensor, or keeps its values in a way that has no strides."""
+    """Raise for values that are not tensors, and for tensors without strides."""
     for x in inputs:
         if not isinstance(x, Tensor):
             raise TypeError(f"expected tensors, got a {type(x).__name__}; convert it first")
@@ -60,7 +60,7 @@ def check_kind(x: Tensor, dtype: torch.dtype, *, devices: tuple[str, ...] = ("cp
 
 
 def readable(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """The tensor itself, or a copy: contiguous, with nothing left to resolve, every element inside its storage."""
+    """The tensor itself, or a copy: contiguous, without lazy operations, and with every element inside its storage."""
     check_kind(x, dtype)
     _check_storage(x)
     if x.is_neg() or x._is_zerotensor() or not x.is_contiguous():
@@ -68,7 +68,7 @@ def readable(x: Tensor, dtype: torch.dtype) -> Tensor:
     keys = torch._C._dispatch_keys(x)
     if keys.raw_repr() & ~_PLAIN_KEYS.raw_repr():
         raise ValueError(
-            f"expected a tensor with memory of its own, got one that torch handles by {keys}; "
+            f"expected a tensor with its own memory, got one that torch handles by {keys}; "
             "pass a plain tensor (a copy made with .clone() outside of the transform)"
         )
     _check_storage(x)
@@ -90,5 +90,5 @@ def _check_storage(x: Tensor) -> None:
 
 
 def empty(shape: tuple[int, ...], device: str | torch.device = "cpu") -> Tensor:
-    """Memory for outputs; default dtype and default device have no say."""
+    """Memory for outputs, independent of default dtype and default device."""
     return torch.empty(shape, dtype=torch.float32, device=device, requires_grad=False)

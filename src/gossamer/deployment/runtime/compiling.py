@@ -1,8 +1,8 @@
-"""Compiling the native kernels with whatever compiler there is: when the package is installed, or on first use.
+"""Compilation of the native kernels with any available compiler: during installation, or on first use.
 
-The C file is compiled three times, for AVX-512, for AVX2 and for any processor, and linked to one library. A
-machine without a compiler can have one from pip (``pip install ziglang``). Nothing is downloaded here, and
-nothing but the standard library is imported: the build of the package runs this file where there is no torch.
+The C file is compiled three times, for AVX-512, for AVX2 and for any processor, and linked into one library. pip has a
+compiler for machines without one (``pip install ziglang``). This file downloads nothing and imports only the standard
+library, because the build of the package runs it without torch.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ FLAGS: tuple[str, ...] = (
     "-Wno-psabi",
     "-Wno-unknown-pragmas",
 )
-#: Results may be rounded differently than written (fused multiply-add); NaN and infinity keep their meaning.
+#: Rounding may differ from the source (fused multiply-add); NaN and infinity behave as usual.
 FLAGS += ("-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast")
 VARIANTS: dict[str, tuple[str, ...]] = {
     "avx512": ("-mavx512f", "-mavx512vl", "-mfma"),
@@ -41,7 +41,7 @@ _X86 = ("x86_64", "amd64")
 
 
 class NoCompilerError(RuntimeError):
-    """No native kernels here; the message says why and what to do."""
+    """The native kernels are not available; the message says why and what to do."""
 
 
 def chosen_compiler() -> list[tuple[str, ...]]:
@@ -55,7 +55,7 @@ def system_compilers() -> list[tuple[str, ...]]:
 
 
 def find_compilers() -> list[tuple[str, ...]]:
-    """Commands that may compile C here, best first; ``GOSSAMER_CC`` goes before all."""
+    """Commands that may compile C, best first; ``GOSSAMER_CC`` takes precedence."""
     found = chosen_compiler() + system_compilers()
     if importlib.util.find_spec("ziglang") is not None:
         found.append((sys.executable, "-m", "ziglang", "cc"))
@@ -63,25 +63,24 @@ def find_compilers() -> list[tuple[str, ...]]:
 
 
 def recipe_digest(*more: str) -> str:
-    """Hash of everything that decides what is compiled: sources, flags, kind of processor, and ``more``."""
+    """Hash of everything that determines the library: sources, flags, kind of processor, and ``more``."""
     sources = [path.read_text() for path in (SOURCE, *HEADERS)]
     recipe = [*sources, repr(FLAGS), repr(VARIANTS), sys.platform, platform.machine(), *more]
     return hashlib.sha256("\0".join(recipe).encode()).hexdigest()[:16]
 
 
 def installed_name() -> str:
-    """What the library is called that an installation of these very sources puts beside them.
+    """The name of the library that an installation builds next to these sources.
 
-    The name changes with the sources: a library made of others is not found.
+    It contains a hash of the sources, so a library of other sources is not found.
     """
     return f"kernels-{recipe_digest()}.so"
 
 
 def build(compiler: Sequence[str], directory: Path, *, extra: Sequence[str] = ()) -> Path:
-    """The library made by one compiler, from the directory where it is there already.
+    """The library built by a compiler, or an existing one from the directory.
 
-    Its name ends with the hash of its content: a file that was cut short or changed no longer matches, and is
-    compiled again.
+    Its name ends with a hash of its content: a truncated or changed file does not match and is compiled again.
     """
     recipe = f"kernels-{recipe_digest(_run([*compiler, '--version']), repr(tuple(extra)))}"
     for found in sorted(directory.glob(f"{recipe}-*.so")):
@@ -103,9 +102,9 @@ def content_digest(path: Path) -> str:
 
 
 def is_whole(path: Path) -> bool:
-    """Whether a library ends where its header says: loading one that was cut short kills the process.
+    """Whether a library has the length given in its header: loading a truncated one crashes the process.
 
-    An ELF file ends with its table of sections. Files of other kinds are taken as they are.
+    An ELF file ends with its section table. Other files are not checked.
     """
     content = path.read_bytes()
     if content[:4] != b"\x7fELF":
@@ -120,8 +119,8 @@ def is_whole(path: Path) -> bool:
 
 
 def compile_library(compiler: Sequence[str], target: Path, *, extra: Sequence[str] = ()) -> None:
-    """Compiles every variant this kind of processor can have and links them to ``target``, which is on disk before it
-    has its name: neither another process nor a crash leaves half of it."""
+    """Compile every variant for this kind of processor and link them to ``target``. The file is on disk before it is
+    renamed, so that neither another process nor a crash leaves a partial one."""
     variants = list(VARIANTS) if platform.machine().lower() in _X86 else ["portable"]
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
@@ -137,20 +136,20 @@ def compile_library(compiler: Sequence[str], target: Path, *, extra: Sequence[st
 
 
 def _sync_directory(directory: Path) -> None:
-    """Puts new names on disk, where the system has a way to."""
+    """Synchronize new file names to disk, if the system supports it."""
     if os.name != "posix":
         return
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     except OSError:
-        pass  # some file systems cannot; the name of the file still tells whether it is whole
+        pass  # not supported by some file systems; the hash in the name still shows whether the file is complete
     finally:
         os.close(descriptor)
 
 
 def compile_with_any(target: Path) -> None:
-    """Compiles ``target`` with the first compiler that can; raises ``NoCompilerError`` where none does."""
+    """Compile ``target`` with the first compiler that works; raise ``NoCompilerError`` if none does."""
     problems = []
     for compiler in find_compilers():
         try:

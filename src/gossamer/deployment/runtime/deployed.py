@@ -1,4 +1,4 @@
-"""``deploy``: measure what is there, take the fastest, and say so."""
+"""``deploy``: time the available implementations on this machine and use the fastest."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from gossamer.deployment.runtime.records import Line
 from gossamer.deployment.runtime.tuning import Run, Tuned, race, tune
 from gossamer.forward import batch_size_of, check_example
 
-#: How much faster something has to be before it is called faster.
+#: The minimum speed-up that counts as faster.
 WORTH_IT = 1.03
-#: Far above rounding, which stays below 1e-5: a difference that means another function.
+#: Well above rounding errors, which are below 1e-5: larger differences mean that the outputs are wrong.
 AGREES = 1e-3
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """What runs a deployed model, why, and what it took on this machine at the example's batch size."""
+    """The engine of a deployed model, the reason, and times on this machine at the example's batch size."""
 
     engine: str
     reason: str
@@ -58,7 +58,7 @@ class Explanation:
 
 
 class Deployed:
-    """A network ready to run: call it like the model."""
+    """A deployed network: call it like the model."""
 
     def __init__(self, run: Run, explanation: Explanation, native: NativeModel | None) -> None:
         self._run = run
@@ -82,8 +82,8 @@ def compile_plan(
 ) -> NativeModel:
     """The native form of a model, whether or not it is faster.
 
-    Raises ``UnsupportedError`` for a network the kernels cannot express and ``NoCompilerError`` where they
-    cannot be built. ``lanes`` fixes how many samples travel together; ``variant`` the instruction set.
+    Raises ``UnsupportedError`` for a network that the kernels do not support, and ``NoCompilerError`` if they cannot be
+    built. ``lanes`` is the number of samples per group; ``variant`` is the instruction set.
     """
     graph = capture(model, _inputs(example_input))
     return NativeModel(graph, load_native(variant), None if lanes is None else Setting(lanes))
@@ -97,13 +97,13 @@ def deploy(
     seconds: float = 1.0,
     remember: bool = True,
 ) -> Deployed:
-    """The fastest way found on this machine to run a model on inputs like the example.
+    """The fastest implementation of a model on this machine, for inputs like the example.
 
-    About ``seconds`` are spent on timing: kernels layer by layer, then whole networks against torch, taking
-    turns, at the example's batch size and with at most ``threads`` threads. Other batch sizes work too, at
-    settings that were not timed. What was found is remembered in the user's cache, so the next ``deploy`` of a
-    network with the same shapes and densities takes no time; ``remember=False`` neither reads nor writes it.
-    The weights are taken as they are now; training the model further does not change what was deployed.
+    Timing takes about ``seconds``: first kernels layer by layer, then whole networks interleaved with torch, at the
+    example's batch size and with at most ``threads`` threads. Other batch sizes work, too, with settings that were not
+    timed. The choice is stored in the user's cache, so the next ``deploy`` of a network with the same shapes and
+    densities takes no time; ``remember=False`` neither reads nor writes the cache. The weights are copied, so further
+    training of the model does not change the deployed one.
     """
     if threads < 1 or seconds < 0:
         raise ValueError(f"expected at least one thread and no negative time, got {threads} threads, {seconds} s")
@@ -139,11 +139,11 @@ def deploy(
 
 
 def _decide(native: NativeModel, inputs: tuple[Any, ...], dense: Run, threads: int, seconds: float) -> memory.Decision:
-    """Kernels by layer for each way to cut the batch, then these ways, with one thread and more, against torch."""
+    """Choose kernels per layer for each number of lanes, then lanes and threads, compared with torch."""
     batch = native.example_batch
     ways = possible_lanes(native.graph, batch)
     tuned: dict[int, Tuned] = {}
-    give_up = time.perf_counter() + 3 * seconds + 1  # large networks take long; the best guess came first
+    give_up = time.perf_counter() + 3 * seconds + 1  # large networks take long; the best guess comes first
     for lanes in ways:
         if not tuned or time.perf_counter() < give_up:
             tuned[lanes] = tune(native, inputs, lanes, 0.5 * seconds / len(ways))
@@ -154,10 +154,10 @@ def _decide(native: NativeModel, inputs: tuple[Any, ...], dense: Run, threads: i
     candidates: dict[str, Run] = {
         name: NativeModel(native.graph, native.native, setting) for name, setting in settings.items()
     }
-    # Ways to cut a batch are often a tenth apart, torch several times: so they race by themselves, for more rounds.
+    # Numbers of lanes often differ by a tenth, torch by a factor: so they are compared separately, in more rounds.
     samples = race(candidates, inputs, 0.3 * seconds, wanted=7) if len(candidates) > 1 else {}
     times = {name: median(values) for name, values in samples.items()}
-    # A second thread has to earn its place: a machine that is busier tomorrow makes two slower than one.
+    # A second thread must gain enough: on a busy machine, two threads can be slower than one.
     best = min(settings, key=lambda name: times.get(name, 0.0) * (1 if settings[name].threads == 1 else WORTH_IT))
     with torch_threads(threads):
         against = race({"torch": dense, best: candidates[best]}, inputs, 0.2 * seconds)
@@ -167,9 +167,9 @@ def _decide(native: NativeModel, inputs: tuple[Any, ...], dense: Run, threads: i
 
 
 def _disagreement(native: Run, dense: Run, inputs: tuple[Any, ...]) -> str | None:
-    """What is wrong with the native outputs for the example, if anything: better slow than wrong.
+    """The problem with the native outputs for the example, or None.
 
-    Where torch's are not finite nothing is compared, since kernels that skip zeros may be so in fewer places.
+    Non-finite outputs of torch are not compared, because kernels that skip zeros may give finite ones there.
     """
     expected, structure = tree_flatten(dense(*tree_map(torch.clone, inputs)))
     got, found = tree_flatten(native(*inputs))
@@ -202,7 +202,7 @@ def _counted(count: int, what: str) -> str:
 
 @contextmanager
 def torch_threads(count: int) -> Iterator[None]:
-    """Lets torch use this many threads, for a fair race."""
+    """Make torch use this many threads, for a fair comparison."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:
@@ -212,7 +212,7 @@ def torch_threads(count: int) -> Iterator[None]:
 
 
 class _Eager:
-    """The model as it was, for inference: a copy, so that the user's own may go on training."""
+    """A copy of the model for inference, so that the original can be trained further."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = copy.deepcopy(model).eval()
@@ -225,7 +225,7 @@ class _Eager:
 def _by_layers(
     model: nn.Module, inputs: tuple[Any, ...], dense: Run, problem: str, threads: int, seconds: float
 ) -> Deployed:
-    """torch runs the network; its sparse linear layers are replaced where that is faster."""
+    """Run the network in torch, with its sparse linear layers replaced if that is faster."""
     native = _native_or_none()
     name = "torch CSR" if native is None else "torch, sparse linear layers native"
     sparse = SparseLinears(model, by_csr if native is None else by_native(native))
@@ -240,7 +240,7 @@ def _by_layers(
     shown = {each: spent * 1e3 for each, spent in times.items()}
     gain = times["torch"] / times[name]
     if gain < WORTH_IT:
-        reason = f"sparse linear layers by themselves are no faster here, and {problem}"
+        reason = f"sparse linear layers alone are not faster here, and {problem}"
         return Deployed(dense, Explanation("torch", reason, batch, shown, ()), None)
     layers = "1 layer" if len(sparse.sparse) == 1 else f"{len(sparse.sparse)} layers"
     reason = f"{gain:.2f} times as fast as torch by {layers} ({', '.join(sparse.sparse[:4])}{_more(sparse.sparse)})"

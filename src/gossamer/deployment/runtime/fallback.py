@@ -1,8 +1,8 @@
-"""Where the network as a whole has no native form: torch runs it, and only its sparse linear layers are replaced.
+"""The fallback for networks without a native form: torch runs them, and only sparse linear layers are replaced.
 
-With a compiler they run through the native kernels, one call a layer. Without one they are torch's CSR products,
-which are fast only one way round: 32-bit indices, the weight on the left, the batch as columns in panels of 64.
-Everything else (convolutions, recurrent layers, attention) stays as it is.
+With a compiler, these layers run through the native kernels, one call per layer. Without one they use the CSR products
+of torch, which are fast only in one form: 32-bit indices, the weight on the left, the batch as columns in panels of 64.
+Everything else (convolutions, recurrent layers, attention) does not change.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from gossamer.deployment.runtime.native import Native
 from gossamer.deployment.runtime.native_model import NativeModel
 
 PANEL = 64
-SPARSE_BELOW = 0.25  # density above which a sparse product has no chance against a dense layer
+SPARSE_BELOW = 0.25  # above this density, a sparse product is always slower than a dense layer
 Multiply = Callable[[Tensor], Tensor]
 
 
@@ -70,7 +70,7 @@ def by_native(native: Native) -> Callable[[nn.Linear], Multiply]:
 
 
 class _SparseLinear(nn.Module):
-    """Stands where a linear layer was, with its parameters, in case somebody reads them."""
+    """Replaces a linear layer and keeps its parameters, in case other code reads them."""
 
     def __init__(self, layer: nn.Linear, multiply: Multiply) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ class _SparseLinear(nn.Module):
 
 
 class SparseLinears:
-    """A copy of a model in which sparse linear layers are multiplied in another way; ``sparse`` has their names."""
+    """A copy of a model with other products for its sparse linear layers; ``sparse`` has their names."""
 
     def __init__(self, model: nn.Module, make: Callable[[nn.Linear], Multiply]) -> None:
         self._model = copy.deepcopy(model).eval()
@@ -104,7 +104,7 @@ class SparseLinears:
 
 
 def _can_be_replaced(layer: nn.Module) -> bool:
-    """Sparse, and a plain layer: a class derived from it, or hooks, may mean something else."""
+    """Whether a layer is sparse and plain: derived classes and hooks may compute something else."""
     if type(layer) is not nn.Linear or layer._forward_hooks or layer._forward_pre_hooks:
         return False
     weight = layer.weight

@@ -1,8 +1,8 @@
-"""Fewer operations that do the same: what can be folded into the product before it, or after it, is.
+"""Fusion: operations are folded into the product before or after them.
 
-Normalisation, scales, additions and ReLU become part of the product (or element-wise operation) that made their
-input. A scale before a product becomes part of its weights; a shift does not, since a padded window sees zeros where
-there is no shift. Copies of copies become one. Where a pixel is spread out, element-wise operations are done before.
+Normalisation, scales, additions and ReLU become part of the product (or element-wise operation) that computes their
+input. A scale before a product becomes part of its weights; a shift does not, because a padded window reads zeros
+without the shift. Copies of copies become one. Element-wise operations are moved before an upsampling.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from gossamer.deployment.runtime.network import (
 
 
 def fuse(graph: Network) -> Network:
-    """The graph with everything folded that can be."""
+    """The graph after all possible fusions."""
     operations, values = list(graph.operations), list(graph.values)
     changed = True
     while changed:
@@ -38,7 +38,7 @@ def fuse(graph: Network) -> Network:
 
 
 def _fold_once(operations: list[Operation], values: list[Value], outputs: tuple[int, ...]) -> bool:
-    """Fold the first operation that can be; whether there was one."""
+    """Fold the first possible operation. Returns whether there was one."""
     uses = np.zeros(len(values), np.int64)
     for operation in operations:
         for x in reads(operation):
@@ -61,7 +61,7 @@ def _fold_once(operations: list[Operation], values: list[Value], outputs: tuple[
                 continue
             merged = _merge(first, candidate, values)
             if merged is not None:
-                # At the later place: whatever it adds has been computed there.
+                # At the later position, where its addend has been computed.
                 operations[place] = merged
                 del operations[before]
                 return True
@@ -69,7 +69,7 @@ def _fold_once(operations: list[Operation], values: list[Value], outputs: tuple[
 
 
 def _orders(operation: Operation) -> list[Affine | Product]:
-    """The ways to look at an operation as something done to one value that came before."""
+    """The ways to treat an operation as a function of one earlier value."""
     if isinstance(operation, Product):
         return [operation]
     if not isinstance(operation, Affine):
@@ -99,13 +99,13 @@ def _merge(first: Operation, second: Affine | Product, values: list[Value]) -> P
 
 
 def _after(shift: Floats, second: Affine) -> Floats:
-    """What becomes of a shift when another scale and shift follow."""
+    """The combined shift of an operation and a following scale and shift."""
     scaled = shift * (1 if second.scale is None else second.scale)
     return (scaled + (0 if second.shift is None else second.shift)).astype(np.float32)
 
 
 def _into_inputs(first: Operation, second: Product, values: list[Value]) -> Product | None:
-    """A product of what a copy or a scale has made, as a product of what that was made of."""
+    """A product of the result of a copy or scale, as a product of the input of that copy or scale."""
     if isinstance(first, Product) and first.copies and second.copies and _inside(second, values):
         return _compose(first, second)
     if not isinstance(first, Affine) or first.scale is None or first.shift is not None:
@@ -117,14 +117,13 @@ def _into_inputs(first: Operation, second: Product, values: list[Value]) -> Prod
 
 
 def _inside(copy: Product, values: list[Value]) -> bool:
-    """Whether a copy reads pixels only, and no zeros beyond them."""
+    """Whether a copy reads only pixels, and no padding."""
     x, y = values[copy.x], values[copy.y]
     return (y.height - 1) * copy.stride[0] < x.height and (y.width - 1) * copy.stride[1] < x.width
 
 
 def _compose(first: Product, second: Product) -> Product:
-    """Two copies of channels or pixels, one after the other, as one: a shortcut that subsamples, then
-    pads."""
+    """Two successive copies of channels or pixels as one: for example a shortcut that subsamples, then pads."""
     source = np.full(first.taps.rows, -1)
     source[first.taps.row] = first.taps.channel
     channel = source[second.taps.channel]
@@ -134,7 +133,7 @@ def _compose(first: Product, second: Product) -> Product:
 
 
 def _before(spread: Spread, affine: Affine) -> Affine:
-    """An element-wise operation for the channels that are spread out, in place of one after."""
+    """An element-wise operation before an upsampling instead of after it."""
     repeats = 1 if spread.copies else spread.factor[0] * spread.factor[1]
     scale = None if affine.scale is None else affine.scale.repeat(repeats)
     shift = None if affine.shift is None else affine.shift.repeat(repeats)

@@ -1,9 +1,9 @@
-"""Where each value of a group lies: planes with zero borders, and one arena in which values take turns.
+"""The memory layout of the values of a group: planes with zero borders, in one arena that values share over time.
 
-Borders are as wide as the widest window that reads them. Rows of a plane share them: the right border of one
-row is the left border of the next, so a plane of width 32 with a border of 1 has rows 33 pixels apart. Values
-that are added, joined or normalised into each other share one layout (a *class*). A slot of the arena passes
-from one value to another only where both have their zeros in the same places, so these are never disturbed.
+Borders are as wide as the widest window that reads them. Rows of a plane share borders: the right border of a row is
+the left border of the next, so a plane of width 32 with a border of 1 has rows 33 pixels apart. Values that are added,
+concatenated or normalised into each other share one layout (a *class*). A slot of the arena is reused only by values
+whose zeros are at the same positions, so borders are never overwritten.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from gossamer.deployment.runtime.network import (
 CHUNK = 16
 ARENA_HEAD = 64  # floats at the start of the arena that are always zero
 ARENA_TAIL = 256  # floats a last chunk may read past the end of a value
-WORTH_COPYING = 24  # weights that read a plane, at least, where copies of it could save them time
+WORTH_COPYING = 24  # minimum number of weights per plane for which copies of it can save time
 Places = npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Floats, not pixels, except for ``pitch``; ``base`` is the first pixel of a plane."""
+    """Sizes in floats, except for ``pitch`` in pixels; ``base`` is the first pixel of a plane."""
 
     top: int
     left: int
@@ -52,7 +52,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Phases:
-    """The planes of x split by the phase of a stride; made where one sample meets a strided convolution."""
+    """The planes of x split by the phase of a stride, for strided convolutions of one sample."""
 
     x: int
     y: int
@@ -65,14 +65,14 @@ Step = Operation | Phases
 
 @dataclass(frozen=True, eq=False)
 class Placed:
-    """A graph whose values have a layout and a place in the arena."""
+    """A graph with a layout and an arena offset for every value."""
 
     graph: Network
     steps: list[Step]
     values: list[Value]
     layouts: list[Layout]
     offsets: list[int]
-    spare: list[int]  # from a value, the way to floats behind it that stay zero
+    spare: list[int]  # the offset from a value to floats after it that stay zero
     copies: dict[int, list[tuple[int, int]]]
     arena: int
     lanes: int
@@ -97,12 +97,12 @@ class _Classes:
 
 
 def is_single(product: Product, values: list[Value], lanes: int) -> bool:
-    """One sample, one output pixel: a matrix times a vector."""
+    """Whether the product has one sample and one output pixel: a matrix times a vector."""
     return lanes == 1 and values[product.y].pixels == 1
 
 
 def borders(product: Product, x: Value, y: Value) -> tuple[int, int, int, int]:
-    """Border of x that the product reads: top, left, bottom, right."""
+    """The border of x that the product reads: top, left, bottom, right."""
     if product.taps.count == 0:
         return 0, 0, 0, 0
     (sy, sx), (py, px) = product.stride, product.padding
@@ -113,8 +113,8 @@ def borders(product: Product, x: Value, y: Value) -> tuple[int, int, int, int]:
 
 
 def shifts(product: Product, values: list[Value], lanes: int) -> bool:
-    """Whether a product could gain by reading copies of x: one sample, a window of several places, chunks of whole
-    rows, and enough weights for the copies to pay."""
+    """Whether a product may be faster with shifted copies of x: one sample, a window of several positions, chunks of
+    whole rows, and enough weights to pay for the copies."""
     x, y, taps = values[product.x], values[product.y], product.taps
     if lanes > 1 or y.pixels == 1 or product.stride != (1, 1) or taps.count == 0:
         return False
@@ -124,8 +124,8 @@ def shifts(product: Product, values: list[Value], lanes: int) -> bool:
 
 
 def place(graph: Network, lanes: int, shifted: frozenset[Product] = frozenset()) -> Placed:
-    """A layout and a place for every value; ``shifted`` says which products are to read copies of x. Those whose
-    chunks would meet the borders that another product needs do not."""
+    """Assign a layout and an offset to every value. The products in ``shifted`` read copies of x, except for those
+    whose chunks would overlap borders that another product needs."""
     values, classes = list(graph.values), _Classes(len(graph.values))
     narrow = lanes < CHUNK
     steps = _insert_phases(graph, values, classes, lanes) if narrow else list[Step](graph.operations)
@@ -154,7 +154,7 @@ def place(graph: Network, lanes: int, shifted: frozenset[Product] = frozenset())
 
 
 def _unbroken(product: Product, values: list[Value], layouts: list[Layout]) -> bool:
-    """Whether chunks of x and y lie inside of rows, or rows without a border between them."""
+    """Whether chunks of x and y lie within rows, or in rows without a border between them."""
     compact = all(layouts[item].pitch == values[item].width for item in (product.x, product.y))
     return compact or values[product.y].width % CHUNK == 0
 
@@ -184,7 +184,7 @@ def _layouts(
     for product in windows:
         root = classes.find(product.x)
         border[root] = np.maximum(border[root], borders(product, values[product.x], values[product.y]))
-    # A chunk of several pixels may run over the end of a row: both sides of a window then need rows of one
+    # A chunk of several pixels may cross the end of a row: input and output of a window then need rows of the same
     # pitch, and strided windows read phases instead.
     pitches = _Classes(count)
     least = np.ones(count, np.int64)
@@ -231,8 +231,8 @@ def _round(size: int) -> int:
 def _allocate(
     graph: Network, steps: list[Step], values: list[Value], layouts: list[Layout]
 ) -> tuple[list[int], list[int], dict[int, list[tuple[int, int]]], int]:
-    """Offsets of values in the arena. Parts of a concatenation are made in place, or copied where that is
-    taken."""
+    """The offsets of values in the arena. Parts of a concatenation are computed in place, or copied if the place is
+    occupied."""
     count = len(values)
     first, last = [len(steps)] * count, [-1] * count
     for time, step in enumerate(steps):
@@ -282,7 +282,7 @@ def _pack(
 ) -> tuple[list[int], list[int], dict[int, list[tuple[int, int]]], int]:
     made = {root for root, _ in places if begin[root] <= end[root]}
     roots = sorted(made, key=lambda item: begin[item])
-    # (slot, busy until), by where the zeros of a plane are: values that have them in the same places take turns
+    # (slot, busy until), by the zero positions of a plane: values with the same zero positions share slots
     slots: dict[tuple[Layout, int, int], list[tuple[int, int]]] = {}
     sizes: list[int] = []
     slot_of: dict[int, int] = {}
@@ -313,8 +313,7 @@ def _pack(
 
 
 def chunk_places(value: Value, layout: Layout, lanes: int) -> tuple[npt.NDArray[np.int64], Places | None]:
-    """First (row, column, lane) of each output chunk, neighbours together; and a mask where chunks cross
-    borders."""
+    """The first (row, column, lane) of each output chunk, neighbours together, and a mask if chunks cross borders."""
     if lanes >= CHUNK:
         tall = 2 if lanes == CHUNK and value.height % 2 == 0 and value.width % 4 == 0 else 1
         wide = 4 if tall == 2 else value.width

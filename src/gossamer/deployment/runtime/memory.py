@@ -1,8 +1,8 @@
-"""Remembers what timing has decided, in one small JSON file in the user's cache.
+"""A cache of timing decisions, in one small JSON file in the user's cache.
 
-A decision is kept under a hash of everything it depends on: processor, kernels, shapes and densities of the
-layers, batch size, threads. The file is only a convenience: where it cannot be written nothing is
-remembered, where it cannot be read or says something impossible it is ignored with a warning.
+The key of a decision is a hash of everything it depends on: processor, kernels, shapes and densities of the layers,
+batch size, threads. The file is optional: if it cannot be written, nothing is stored; if it is unreadable or invalid,
+it is ignored with a warning.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from gossamer.deployment.runtime.plan import choices
 from gossamer.deployment.runtime.weights import Kernel
 
 FILE = "timings.json"
-LIMIT = 500  # decisions; the oldest go first
+LIMIT = 500  # maximum number of decisions; the oldest are dropped first
 
 
 @dataclass(frozen=True)
 class Decision:
-    """How to run a network, and the seconds on which that rests."""
+    """How to run a network, and the measured seconds behind it."""
 
     setting: Setting
     seconds: dict[str, float]
@@ -42,7 +42,7 @@ class Decision:
 
 @cache
 def processor() -> str:
-    """The processor's name, as far as the system tells."""
+    """The name of the processor, as far as the system reports it."""
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
@@ -53,7 +53,7 @@ def processor() -> str:
 
 
 def key_of(graph: Network, native: Native, batch: int, threads: int) -> str:
-    """Hash of what a decision depends on; densities count in whole percents, and by the kernels they allow."""
+    """Hash of what a decision depends on. Densities are rounded to percents, and the possible kernels are included."""
     layers = []
     kernels = [list(choices(graph, lanes).items()) for lanes in possible_lanes(graph, batch)]
     for operation in graph.operations:
@@ -74,7 +74,7 @@ def key_of(graph: Network, native: Native, batch: int, threads: int) -> str:
 
 
 def recall(key: str, graph: Network, batch: int, threads_allowed: int) -> Decision | None:
-    """What was decided before, if that still fits the network."""
+    """A stored decision, if it still fits the network."""
     entry = _read().get(key)
     if entry is None:
         return None
@@ -92,12 +92,12 @@ def recall(key: str, graph: Network, batch: int, threads_allowed: int) -> Decisi
         timed = {int(n): {k: float(v) for k, v in each.items()} for n, each in entry["kernels"].items()}
         return Decision(Setting(lanes, threads, tuple(kernels.items())), seconds, timed)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        _complain(f"an entry that makes no sense ({error})")
+        _complain(f"an invalid entry ({error})")
         return None
 
 
 def remember(key: str, decision: Decision) -> None:
-    """Adds a decision to the file; other processes see the old file or the new one."""
+    """Add a decision to the file atomically."""
     setting = decision.setting
     entries = _read()
     entries.pop(key, None)
@@ -116,7 +116,7 @@ def remember(key: str, decision: Decision) -> None:
             json.dump(kept, file)
         os.replace(file.name, directory / FILE)
     except OSError:
-        pass  # a read-only home is no reason to fail; the next process times again
+        pass  # a read-only home is no error; the next process times again
 
 
 def _read() -> dict[str, Any]:
@@ -136,4 +136,6 @@ def _read() -> dict[str, Any]:
 
 def _complain(got: str) -> None:
     path = cache_directory() / FILE
-    warnings.warn(f"expected remembered timings in {path}, got {got}; they are ignored and made anew", stacklevel=3)
+    warnings.warn(
+        f"expected remembered timings in {path}, got {got}; they are ignored and measured again", stacklevel=3
+    )

@@ -1,9 +1,8 @@
-"""Loading the native kernels: the library that came with the package, or one compiled now.
+"""Loading of the native kernels: the installed library, or one compiled on first use.
 
-Installing the package compiles the kernels and puts the library beside their source (``compiling``). Where that
-was not possible, or the source has changed since, they are compiled on first use and kept in the user's cache
-under the hashes of source, flags and compiler, and of their content. Which of the variants in the library runs
-is decided by asking the processor.
+Installing the package compiles the kernels and puts the library next to their source (``compiling``). If that was not
+possible, or the source has changed since, they are compiled on first use and stored in the user's cache under the
+hashes of source, flags and compiler, and of their content. The processor determines which variant of the library runs.
 """
 
 from __future__ import annotations
@@ -44,12 +43,12 @@ class Native:
     run: Any
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A copy is this machine's library: the variant that it had, or the best there is."""
+        """Copies load the library of this machine, with the same variant or the best available one."""
         return _load_variant, (self.variant,)
 
     @functools.cached_property
     def digest(self) -> str:
-        """Hash of the library: timings of one compiler's kernels say nothing about another's."""
+        """Hash of the library, as timings of one compiler's kernels do not apply to another's."""
         return hashlib.sha256(self.library.read_bytes()).hexdigest()[:16]
 
 
@@ -65,21 +64,21 @@ def cache_directory() -> Path:
 
 @functools.cache
 def _private_directory() -> Path:
-    """For this process alone: code is not loaded from a place that others could have written to."""
+    """A directory for this process alone: code is never loaded from a place that others can write to."""
     directory = tempfile.mkdtemp(prefix="gossamer-")
     atexit.register(shutil.rmtree, directory, ignore_errors=True)
     return Path(directory)
 
 
 def open_library(path: Path, variant: str | None = None) -> Native:
-    """Loads a library and picks the best variant this processor can run, or the one asked for."""
+    """Load a library and select a variant: the requested one, or the best for this processor."""
     library = ctypes.CDLL(str(path))
     library.gossamer_features.restype = ctypes.c_int64
     features = int(library.gossamer_features())
     runnable = [name for name, bit in _FEATURE_BITS.items() if bit == 0 or features & bit]
     chosen = variant or os.environ.get("GOSSAMER_VARIANT") or runnable[0]
     if chosen not in runnable:
-        raise ValueError(f"expected a kernel variant out of {', '.join(runnable)} on this processor, got {chosen!r}")
+        raise ValueError(f"expected one of the kernel variants {', '.join(runnable)} on this processor, got {chosen!r}")
     run = getattr(library, f"gossamer_run_{chosen}")
     run.argtypes = [ctypes.c_void_p]
     run.restype = ctypes.c_int64
@@ -87,13 +86,13 @@ def open_library(path: Path, variant: str | None = None) -> Native:
 
 
 def installed_library() -> Path | None:
-    """The library that was made of the present sources when the package was installed, if there is one."""
+    """The library that was built from the current sources during installation, if there is one."""
     path = SOURCE.with_name(installed_name())
     return path if path.exists() and is_whole(path) else None
 
 
 def _libraries() -> Iterator[Callable[[], Path]]:
-    """Ways to come by a library, best first: a compiler that the user names, the installation, any compiler."""
+    """Sources of a library, best first: a compiler named by the user, the installation, any compiler."""
     chosen, installed = chosen_compiler(), installed_library()
     yield from _built_by(chosen)
     if installed is not None:
@@ -123,7 +122,7 @@ def _load_cached(variant: str | None) -> Native:
 
 
 def load_native(variant: str | None = None) -> Native:
-    """The kernels, compiled if there are none yet; raises ``NoCompilerError`` with advice."""
+    """The kernels, compiled if necessary; raises ``NoCompilerError`` with advice."""
     return _load_cached(variant)
 
 

@@ -1,8 +1,8 @@
 """A sparse network that runs in one native call.
 
-Small networks take microseconds, so a call does as little in Python as it can: what depends only on the shape
-of the input is prepared once for each batch size, and a workspace (arena and argument block) is taken from a
-pool, which is also what makes calls from several threads safe.
+Small networks take microseconds, so a call does as little as possible in Python. Everything that depends only on the
+shape of the input is prepared once per batch size, and a workspace (arena and argument block) comes from a pool, which
+also makes calls from several threads safe.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ from gossamer.deployment.runtime.records import Plan
 from gossamer.deployment.runtime.weights import Kernel, aligned_zeros
 
 MAX_LANES = 64
-KEPT = 32  # batch sizes that are kept ready, each with its memory; the oldest go first
-_OUTSIDE = "expected tokens inside the table of the embedding, got one outside"
+KEPT = 32  # maximum number of prepared batch sizes, each with its memory; the oldest are dropped first
+_OUTSIDE = "expected tokens within the embedding table, got one outside"
 empty_like = torch.empty_like
 # Fields of the argument block, in the order of `struct request` in kernels.c.
 _OPS, _N_OPS, _ARENA, _BATCH, _LANES, _FIRST, _LAST, _N_INPUTS, _TIMES, _POINTERS = range(10)
@@ -50,8 +50,8 @@ _OPS, _N_OPS, _ARENA, _BATCH, _LANES, _FIRST, _LAST, _N_INPUTS, _TIMES, _POINTER
 
 @dataclass(frozen=True)
 class Setting:
-    """How a batch is run: samples that travel together, threads that share the groups, and the kernels of
-    operations (by number) that do not take the first possible."""
+    """How a batch is run: samples per group (lanes), threads, and the kernels of operations (by number) that do not use
+    the first possible one."""
 
     lanes: int
     threads: int = 1
@@ -59,10 +59,10 @@ class Setting:
 
 
 def possible_lanes(graph: Network, batch: int) -> list[int]:
-    """Numbers of lanes worth trying for a batch size, the best guess first.
+    """Numbers of lanes to try for a batch size, the best guess first.
 
-    Pictures fill vectors by themselves and suffer when a group outgrows the cache; vectors and sequences need
-    samples.
+    Images fill vector registers with pixels and slow down when a group exceeds the cache; vectors and sequences need
+    several samples.
     """
     wide = max(16, min(MAX_LANES, -(-batch // 16) * 16))
     if any(isinstance(operation, Recurrent) for operation in graph.operations):
@@ -77,17 +77,17 @@ def possible_lanes(graph: Network, batch: int) -> list[int]:
 class _Workspace:
     arena: Floats
     block: Any
-    address: int  # of the block: passing it is quicker than having ctypes ask for it
+    address: int  # of the block: passing it is faster than looking it up with ctypes
 
 
 @dataclass(frozen=True, eq=False)
 class _Prepared:
-    """Everything about one batch size that a call needs."""
+    """The prepared data of a batch size."""
 
     plan: Plan
     records: np.ndarray[tuple[int, ...], np.dtype[np.int64]]
     outputs: tuple[tuple[int, ...], ...]
-    like: Tensor  # the first output's shape, as torch copies it fastest
+    like: Tensor  # of the first output, in the form that torch copies fastest
     nbytes: int  # of the first input
     itemsize: int
     batch: int
@@ -96,7 +96,7 @@ class _Prepared:
 
 
 class NativeModel:
-    """Runs a captured network; shapes are those of the example but for the batch."""
+    """Runs a captured network for inputs with the shapes of the example, except for the batch."""
 
     def __init__(self, graph: Network, native: Native, setting: Setting | None = None) -> None:
         self.graph = graph
@@ -105,7 +105,7 @@ class NativeModel:
         self._dtypes = [torch.int64 if s.form == "tokens" else torch.float32 for s in graph.inputs]
         self._dtype = self._dtypes[0]
         self._native_run = native.run
-        self._alone: dict[torch.Size, _Prepared] = {}  # one tensor in, one out, one thread: the short way
+        self._alone: dict[torch.Size, _Prepared] = {}  # one input, one output, one thread: the fast path
         self._plans: dict[tuple[int, tuple[tuple[int, Kernel], ...]], Plan] = {}
         self._ready: dict[tuple[torch.Size, ...], _Prepared] = {}
         self._settings: dict[int, Setting] = {}
@@ -114,18 +114,18 @@ class NativeModel:
         self._name = torch_op.register(self)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copies and pickles make their plans anew: those of this model are full of addresses."""
+        """Copies and pickles build new plans, as those of this model contain addresses."""
         return NativeModel, (self.graph, self.native, self.setting), {"_settings": dict(self._settings)}
 
     def __call__(self, *arguments: Any) -> Any:
-        """Arguments and result as the model has them: tensors, or nested tuples of tensors."""
+        """Call it like the model: arguments and results are tensors, or nested tuples of tensors."""
         return self.call_one(arguments[0]) if len(arguments) == 1 else self._call(arguments)
 
     def call_one(self, x: Any) -> Any:
         """A call with one argument.
 
-        The checks of ``intercepted`` and ``readable`` are written out for one plain tensor: of a small network they
-        are a fifth of the time.
+        The checks of ``intercepted`` and ``readable`` are inlined for one plain tensor, because they take a fifth of
+        the time of a small network.
         """
         ready = None
         if not is_dynamo_compiling() and type(x) is Tensor:
@@ -148,7 +148,7 @@ class NativeModel:
                     target = y.data_ptr()
                 else:
                     ready = None
-            except RuntimeError:  # a tensor without memory of its own, as inside a transform
+            except RuntimeError:  # a tensor without its own memory, as inside a transform
                 ready = None
         if ready is None:
             return self._call((x,))
@@ -183,7 +183,7 @@ class NativeModel:
         return outputs
 
     def run(self, inputs: Sequence[Tensor]) -> list[Tensor]:
-        """The outputs for plain tensors, each checked before native code reads it."""
+        """The outputs for plain tensors, which are checked before native code reads them."""
         check_tensors(inputs)
         with torch._C.DisableTorchFunction(), torch.no_grad():
             prepared = self._ready.get(tuple([x.shape for x in inputs])) or self._prepare(inputs)
@@ -207,7 +207,7 @@ class NativeModel:
         return [empty(shape, inputs[0].device) for shape in self._output_shapes(batch)]
 
     def plan(self, lanes: int, kernels: tuple[tuple[int, Kernel], ...] = ()) -> Plan:
-        """The plan for a number of samples that travel together (1, 2, 4, 8 or a multiple of 16)."""
+        """The plan for a number of lanes (1, 2, 4, 8 or a multiple of 16)."""
         if lanes not in (1, 2, 4, 8) and (lanes < 16 or lanes % 16):
             raise ValueError(f"expected lanes of 1, 2, 4, 8 or a multiple of 16, got {lanes}")
         if 1 < lanes < 16 and any(isinstance(operation, Recurrent) for operation in self.graph.operations):
@@ -218,12 +218,12 @@ class NativeModel:
             return self._plans[lanes, kernels]
 
     def plan_for(self, batch: int) -> Plan:
-        """The plan that a batch of this size runs with."""
+        """The plan for a batch size."""
         setting = self.setting_for(batch)
         return self.plan(setting.lanes, setting.kernels)
 
     def setting_for(self, batch: int) -> Setting:
-        """What was chosen for a batch size, or the best guess."""
+        """The chosen setting for a batch size, or the best guess."""
         return self.setting or self._settings.get(batch) or self._untimed(batch)
 
     def _untimed(self, batch: int) -> Setting:
@@ -233,14 +233,14 @@ class NativeModel:
         return Setting(lanes, 1, tuple((number, preferred) for number, each in possible.items() if preferred in each))
 
     def choose(self, batch: int, setting: Setting) -> None:
-        """Remembers how batches of this size are to be run."""
+        """Set how batches of this size are run."""
         with self._lock:
             self._settings[batch] = setting
             self._ready = {shape: ready for shape, ready in self._ready.items() if ready.batch != batch}
             self._alone = {shape: ready for shape, ready in self._alone.items() if ready.batch != batch}
 
     def profile(self, *arguments: Any) -> dict[int, float]:
-        """Seconds that each operation takes in one call by one thread, by its number; -1: input and output."""
+        """Seconds per operation in one call by one thread, by operation number; -1: input and output."""
         leaves = tree_leaves(arguments)
         check_tensors(leaves)
         prepared = self._ready.get(tuple([x.shape for x in leaves])) or self._prepare(leaves)
@@ -270,21 +270,25 @@ class NativeModel:
         return (*source.shape[:axis], batch, *source.shape[axis + 1 :])
 
     def _batch_of(self, inputs: Sequence[Tensor]) -> int:
-        """The batch size of inputs that have the right shapes; raises for others."""
+        """The batch size of the inputs; raises if their shapes are wrong."""
         if len(inputs) != len(self.graph.inputs):
-            raise ValueError(f"expected {len(self.graph.inputs)} inputs, got {len(inputs)}; pass what the example had")
+            raise ValueError(
+                f"expected {len(self.graph.inputs)} inputs, got {len(inputs)}; pass the same number as in the example"
+            )
         batches: list[int] = []
         for x, source in zip(inputs, self.graph.inputs, strict=True):
             batch = x.shape[self._axis(source)] if x.dim() == len(source.shape) else 0
             if x.dim() != len(source.shape) or tuple(x.shape) != self._with_batch(source, batch):
                 wanted = self._with_batch(source, -1)
                 raise ValueError(
-                    f"expected an input of shape {wanted}, any batch size for -1, got {tuple(x.shape)}; "
+                    f"expected an input of shape {wanted}, where -1 is any batch size, got {tuple(x.shape)}; "
                     "deploy again with an example of this shape"
                 )
             batches.append(batch)
         if any(batch != batches[0] for batch in batches):
-            raise ValueError(f"expected inputs of one batch size, got {sorted(set(batches))}; pass the same for all")
+            raise ValueError(
+                f"expected inputs of the same batch size, got {sorted(set(batches))}; pass the same for all"
+            )
         return batches[0]
 
     def _prepare(self, inputs: Sequence[Tensor]) -> _Prepared:
@@ -355,7 +359,7 @@ class NativeModel:
             return self._pool
 
     def start_anew(self) -> None:
-        """In a forked child: the threads did not come along, and a lock may have been held by one of them."""
+        """Called in a forked child: threads do not survive a fork, and one of them may have held a lock."""
         self._lock = threading.Lock()
         if self._pool is not None:
             _LEFT_BEHIND.append(self._pool)

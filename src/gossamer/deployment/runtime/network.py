@@ -1,10 +1,9 @@
-"""The network as a short list of operations, in terms of planes and non-zero weights.
+"""The network as a short list of operations on planes with nonzero weights.
 
-``torch.export`` gives the network as ATen calls; ``capture`` turns them to the few operations the kernels
-know. Each value is a number of channels times a plane of pixels: a picture has height and width, a vector is
-one pixel, a sequence or a signal has one pixel for each time step. Linear layers, convolutions, shortcuts that
-subsample or add channels all become one thing, a ``Product``: a list of taps (row, channel, dy, dx, weight) with
-a stride and a padding.
+``torch.export`` gives the network as ATen calls, and ``capture`` translates them to the few operations of the kernels.
+Each value has channels, each a plane of pixels: an image has height and width, a vector is one pixel, and a sequence or
+signal has one pixel per time step. Linear layers, convolutions, and shortcuts that subsample or add channels all become
+a ``Product``: a list of taps (row, channel, dy, dx, weight) with a stride and a padding.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ Pair = tuple[int, int]
 
 
 class UnsupportedError(ValueError):
-    """The network has something the native runtime cannot express; the message names it."""
+    """The network uses something that the native runtime does not support; the message names it."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +36,7 @@ class Value:
 
 @dataclass(frozen=True, eq=False)
 class Taps:
-    """Non-zero weights: output row, input channel, place in the window, weight; sorted by row."""
+    """The nonzero weights: output row, input channel, window position, weight; sorted by row."""
 
     rows: int
     row: Integers
@@ -60,7 +59,7 @@ class Taps:
 
 @dataclass(frozen=True, eq=False)
 class Input:
-    """A picture, vector or sequence that the caller passes."""
+    """An image, vector or sequence passed by the caller."""
 
     y: int
     slot: int
@@ -69,7 +68,7 @@ class Input:
 
 @dataclass(frozen=True, eq=False)
 class Embed:
-    """Rows of a table chosen by the tokens that the caller passes."""
+    """Rows of a table selected by tokens passed by the caller."""
 
     y: int
     slot: int
@@ -93,7 +92,7 @@ class Product:
 
     @property
     def copies(self) -> bool:
-        """Whether all it does is to pick channels and pixels."""
+        """Whether it only copies channels and pixels."""
         single = self.taps.count <= self.taps.rows and np.unique(self.taps.row).size == self.taps.count
         plain = bool((self.taps.weight == 1).all() and (self.taps.dy == 0).all() and (self.taps.dx == 0).all())
         free = self.add is None and not self.relu and not self.bias.any()
@@ -133,20 +132,20 @@ FUNCTIONS: tuple[Function, ...] = get_args(Function)
 
 @dataclass(frozen=True, eq=False)
 class Pointwise:
-    """y = function(x), times another value where one is given: of the same shape, or one pixel for all."""
+    """y = function(x), optionally times another value of the same shape, or of one pixel for all."""
 
     x: int
     y: int
     function: Function
     name: str
     parameters: tuple[float, float] = (0.0, 0.0)
-    slopes: Floats | None = None  # one a channel, of a leaky ReLU
+    slopes: Floats | None = None  # one per channel, for a leaky ReLU
     by: int | None = None
 
 
 @dataclass(frozen=True, eq=False)
 class Softmax:
-    """Over the channels of each pixel."""
+    """Softmax over the channels of each pixel."""
 
     x: int
     y: int
@@ -157,7 +156,7 @@ class Softmax:
 @dataclass(frozen=True, eq=False)
 class Normalise:
     """y = relu(scale * normalised x + shift + add), each part optional: mean 0 and variance 1 over each group of
-    channels that follow each other, of all pixels together or of each by itself."""
+    consecutive channels, over all pixels or for each pixel."""
 
     x: int
     y: int
@@ -187,8 +186,8 @@ class Pool:
 
 @dataclass(frozen=True, eq=False)
 class Spread:
-    """Each pixel becomes ``factor`` pixels: copies of itself, or one from each of as many channels that follow each
-    other (as the planes of a transposed convolution do). What is past the edge of y is left out."""
+    """Each pixel becomes ``factor`` pixels: copies of itself, or one from each of that many consecutive channels (for
+    the planes of a transposed convolution). Pixels beyond the edge of y are dropped."""
 
     x: int
     y: int
@@ -211,7 +210,7 @@ GATES: dict[Cell, int] = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}
 
 @dataclass(frozen=True)
 class Recurrence:
-    """Where a recurrent layer's state comes from and goes to: values of which it has ``units`` channels from
+    """The source and destination of the state of a recurrent layer: ``units`` channels of values, starting at
     ``first``."""
 
     first: int
@@ -221,7 +220,7 @@ class Recurrence:
 
 @dataclass(frozen=True, eq=False)
 class Recurrent:
-    """One direction of one layer of a recurrent module; its output goes to ``channel`` and following of y."""
+    """One direction of one layer of a recurrent module; its output goes to the channels of y from ``channel`` on."""
 
     x: int
     y: int
@@ -243,15 +242,15 @@ Operation = Input | Embed | Product | Affine | Normalise | Pointwise | Softmax |
 
 @dataclass(frozen=True)
 class Source:
-    """What the caller passes: "picture", "signal", "vector", "sequence", "state" or "tokens", shaped like this
-    but for the batch."""
+    """An input from the caller: "picture", "signal", "vector", "sequence", "state" or "tokens", with this shape except
+    for the batch."""
 
     form: str
     shape: tuple[int, ...]
 
 
 def batch_axis(form: str, time_major: bool) -> int:
-    """The axis along which samples lie."""
+    """The batch axis."""
     return 1 if form == "state" or (time_major and form in ("sequence", "tokens")) else 0
 
 
@@ -260,17 +259,17 @@ class Network:
     values: list[Value]
     operations: list[Operation]
     outputs: tuple[int, ...]
-    #: for each output how the network sees it (a form of translator.py), and its shape for the example
+    #: for each output its form (see translator.py) and its shape for the example
     forms: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
     inputs: tuple[Source, ...]
     time_major: bool
-    #: how the outputs are nested (a structure of torch.utils._pytree), None for a tensor alone
+    #: the nesting of the outputs (a structure of torch.utils._pytree); None for a single tensor
     structure: Any = None
 
 
 def reads(operation: Operation) -> tuple[int, ...]:
-    """Values an operation needs."""
+    """The values that an operation reads."""
     match operation:
         case Input() | Embed():
             return ()
@@ -287,17 +286,17 @@ def reads(operation: Operation) -> tuple[int, ...]:
 
 
 def writes(operation: Operation) -> tuple[int, ...]:
-    """Values an operation makes, or a part of them."""
+    """The values that an operation writes, entirely or in part."""
     return (operation.y, *operation.state.after) if isinstance(operation, Recurrent) else (operation.y,)
 
 
 def dense_taps(weight: Floats) -> Taps:
-    """Taps of a weight of shape (rows, channels, height, width): its elements that are not zero."""
+    """Taps of a weight of shape (rows, channels, height, width): its nonzero elements."""
     row, channel, dy, dx = np.nonzero(weight)
     return Taps(weight.shape[0], row, channel, dy, dx, weight[row, channel, dy, dx])
 
 
 def diagonal_taps(rows: int, pairs: Integers, weights: Floats) -> Taps:
-    """One tap a row in ``pairs`` (row, channel): copies, shifts and scales channels."""
+    """One tap per (row, channel) in ``pairs``: copies, shifts and scales channels."""
     zeros = np.zeros(len(pairs), np.int64)
     return Taps(rows, pairs[:, 0], pairs[:, 1], zeros, zeros, weights.astype(np.float32))

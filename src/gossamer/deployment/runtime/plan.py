@@ -1,6 +1,6 @@
-"""From a placed graph to the records that one native call runs: codes, offsets, pointers, sizes.
+"""From a placed graph to the records of a native call: codes, offsets, pointers, sizes.
 
-A plan is for one number of lanes (samples that travel together). Its arrays are laid out as the structs of
+A plan is for one number of lanes (samples per group). Its arrays are laid out as the structs of
 kernels.c expect them; the order of the fields here is the order there.
 """
 
@@ -72,12 +72,12 @@ from gossamer.deployment.runtime.records import (
 from gossamer.deployment.runtime.weights import WAYS, Kept, Kernel, dense_panels, one_vector, panels, possible_kernels
 
 _CODES: dict[Cell, int] = {"lstm": LSTM, "gru": GRU, "rnn_tanh": RNN_TANH, "rnn_relu": RNN_RELU}
-RECURRENT_COLUMNS = 128  # steps times lanes whose input part is computed ahead of the recurrence
+RECURRENT_COLUMNS = 128  # steps times lanes for which the input product is computed ahead of the recurrence
 
 
 def make_plan(graph: Network, lanes: int, kernels: Mapping[int, Kernel] | None = None) -> Plan:
-    """The plan for a number of lanes; ``kernels`` says by operation which kernel runs it, where that is not the
-    first that could."""
+    """The plan for a number of lanes. ``kernels`` has the kernel of each operation that does not use the first possible
+    one."""
     kernels = kernels or {}
     chosen = [op for number, op in enumerate(graph.operations) if kernels.get(number) == "shifted"]
     shifted = frozenset(op for op in chosen if isinstance(op, Product) and shifts(op, graph.values, lanes))
@@ -85,7 +85,7 @@ def make_plan(graph: Network, lanes: int, kernels: Mapping[int, Kernel] | None =
 
 
 def choices(graph: Network, lanes: int) -> dict[int, tuple[Kernel, ...]]:
-    """By operation, the kernels that could run it."""
+    """The possible kernels of each operation."""
     found: dict[int, tuple[Kernel, ...]] = {}
     for number, operation in enumerate(graph.operations):
         if isinstance(operation, Product):
@@ -113,8 +113,8 @@ class _Planner:
         self.kept = Kept()
         self.owners: list[int] = []  # operation behind each record
         self.owner = -1
-        self.states = 0  # floats of recurrent layers' states, behind the values
-        self.shared = 0  # floats of scratch behind those, for one operation at a time
+        self.states = 0  # floats for the states of recurrent layers, after the values
+        self.shared = 0  # floats of scratch memory after those, for one operation at a time
         self.shared_fields: list[tuple[int, int, int]] = []
 
     def plan(self) -> Plan:
@@ -189,7 +189,7 @@ class _Planner:
         self.lines.append(Line(step.name, kind, shape, kernel, weights, nonzeros, work, self.owner))
 
     def _chunks(self, y: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], int, int]:
-        """Pixels of the output chunks, their places, and the addresses of places and mask."""
+        """Pixels of the output chunks, their offsets, and the addresses of offsets and mask."""
         layout = self.placed.layouts[y]
         pixels, mask = chunk_places(self.placed.values[y], layout, self.lanes)
         at = layout.base + (pixels[:, 0] * layout.pitch + pixels[:, 1]) * self.lanes + pixels[:, 2]
@@ -198,7 +198,7 @@ class _Planner:
     # --------------------------------------------------------------------------------------- input and output
 
     def _runs(self, slot: int, item: int, form: str, shape: tuple[int, ...]) -> list[int]:
-        """How a sample's floats, contiguous for the caller, are spread over the planes."""
+        """The mapping from the contiguous floats of a sample to the planes."""
         value, layout, lanes = self.placed.values[item], self.placed.layouts[item], self.lanes
         plane, row = layout.plane, layout.pitch * lanes
         if form == "state":  # (layers, batch, units)
@@ -338,7 +338,7 @@ class _Planner:
     # ----------------------------------------------------------------------------------------------- the rest
 
     def _planes(self, code: int, step: Pool | Spread, fields: Sequence[int]) -> None:
-        """A record whose places are those of the first pixels."""
+        """A record with the offsets of the first pixels."""
         self._emit(code, step.x, step.y, None, fields)
         self.records[-1][1] += self.placed.layouts[step.x].base
         self.records[-1][2] += self.placed.layouts[step.y].base
@@ -351,7 +351,7 @@ class _Planner:
         self._line(step, "concatenation", "copied" if step.y in self.placed.copies else "in place")
 
     def _state(self, step: Recurrent) -> list[int]:
-        """Places of h and c before and after, -1 where there is none; and floats between units."""
+        """Offsets of h and c before and after (-1 if there is none), and floats between units."""
         found, row = [], self.lanes
         for items in (step.state.before, step.state.after):
             layouts = [self.placed.layouts[item] for item in items]
@@ -365,11 +365,11 @@ class _Planner:
         lanes, units, gates = self.lanes, step.units, GATES[step.kind]
         steps = min(value.width, max(1, RECURRENT_COLUMNS // lanes))
         columns = -(-steps * lanes // CHUNK) * CHUNK
-        # One sample's gates are wanted a step at a time, several samples' packed for one step.
+        # The gates of one sample are needed step by step, those of several samples packed per step.
         input_gates = gates * units * columns * (2 if lanes == 1 else 1)
         shared = [input_gates, gates * units * lanes * (2 if step.kind == "gru" and lanes > 1 else 1)]
         self.shared = max(self.shared, _rounded(shared[0]) + _rounded(shared[1]))
-        # The state has a place of its own, and behind it a chunk of zeros that filled-up rows read.
+        # The state has its own memory, followed by a chunk of zeros that padded rows read.
         state = _rounded(units * lanes) + CHUNK
         state_places = [self.placed.arena + self.states, self.placed.arena + self.states + state]
         self.states += 2 * state
@@ -391,5 +391,5 @@ class _Planner:
         self.records[-1][1] += x.base
         self.records[-1][2] += y.base + step.channel * y.plane
         nonzeros = step.input_taps.count + step.hidden_taps.count
-        how = f"panels of {lanes}" if lanes > 1 else f"steps together, then one vector a step, {kernel}"
+        how = f"panels of {lanes}" if lanes > 1 else f"steps together, then one vector per step, {kernel}"
         self._line(step, step.kind.replace("_", " "), how, step.dense_size, nonzeros)

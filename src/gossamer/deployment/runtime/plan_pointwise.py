@@ -1,5 +1,5 @@
-"""Records of the operations that keep each value in its place: ``pointwise_op`` and ``softmax_op`` in pointwise.h,
-``normalise_op`` in normalising.h."""
+"""Records of element-wise operations: ``pointwise_op`` and ``softmax_op`` in pointwise.h, ``normalise_op`` in
+normalising.h."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from gossamer.deployment.runtime.weights import Kept
 
 
 def _places(kept: Kept, placed: Placed, y: int) -> list[int]:
-    """Rows, chunks with their places and mask, floats between rows; or all as one run of floats."""
+    """Rows, chunks with their offsets and mask, and floats between rows; or one contiguous range."""
     value, layout, lanes = placed.values[y], placed.layouts[y], placed.lanes
-    if lanes == 1 and layout.plane == 1:  # channels lie side by side
+    if lanes == 1 and layout.plane == 1:  # channels are contiguous
         return [value.channels, 0, 0, 0, layout.plane, value.channels]
     pixels, mask = chunk_places(value, layout, lanes)
     at = layout.base + (pixels[:, 0] * layout.pitch + pixels[:, 1]) * lanes + pixels[:, 2]
@@ -28,7 +28,7 @@ def softmax_fields(kept: Kept, placed: Placed, step: Softmax) -> list[int]:
 def normalise_fields(kept: Kept, placed: Placed, step: Normalise) -> list[int]:
     places, value = _places(kept, placed, step.y), placed.values[step.y]
     together = not step.each_pixel
-    # Of 16 lanes or more, chunks of the same samples are as many chunks apart as a pixel has.
+    # With 16 lanes or more, chunks of the same samples are one pixel apart.
     sets = max(1, placed.lanes // CHUNK) if together else places[1]
     count = value.channels // step.groups * (value.pixels if together else 1)
     epsilon = kept.keep(np.array([step.epsilon], np.float32))

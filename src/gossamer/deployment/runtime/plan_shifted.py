@@ -1,10 +1,10 @@
-"""A convolution of one sample by copies of its planes, one for each shift of the window.
+"""A convolution of one sample with copies of its planes, one per shift of the window.
 
-A tap reads a plane a few floats before or behind the pixel it is for, so most vectors that it loads straddle two cache
-lines, and planes need a border, so rows shorter than a vector leave part of it empty. Here the planes are copied first
-(``shifts_op`` in kernels.c): once for each column of the window and, where a row is no multiple of a vector, for each
-row of it, too. A copy has its zeros inside, so it needs no border, and every tap loads whole vectors, of which none
-straddles two lines. This pays where a plane is read by many taps; timing tells.
+A tap reads a plane a few floats before or after its pixel, so most vectors that it loads straddle two cache lines.
+Planes also need a border, so rows shorter than a vector leave part of it empty. Here the planes are copied first
+(``shifts_op`` in kernels.c): once per column of the window and, if the row length is not a multiple of a vector, once
+per row of the window, too. A copy contains its zeros, so it needs no border, and every tap loads whole vectors that
+never straddle two lines. This is faster if many taps read a plane; timing decides.
 
 A plane of 2 x 2 has vectors of four (``rows_of_four`` in products.h), which may begin at each row of its copies.
 """
@@ -22,26 +22,26 @@ from gossamer.deployment.runtime.network import Integers, Product, Value
 from gossamer.deployment.runtime.plan_windows import PASS
 from gossamer.deployment.runtime.weights import Kept, panels
 
-FOUR = 4  # values of a row that has a kernel of its own
+FOUR = 4  # row lengths with a specialised kernel
 COPIES_IN_CACHE = 32 << 10  # bytes of copies that stay in the first-level cache while all rows read them
-COPIES_OF_FOUR = 16 << 10  # less: with so few values a weight, weights stream through it faster
-ENOUGH = 1024  # products that a row should have in a block of channels; to begin a row takes as long as some
+COPIES_OF_FOUR = 16 << 10  # less: with this few values per weight, weights stream through the cache faster
+ENOUGH = 1024  # minimum number of products per row in a block of channels; starting a row costs as much as some
 
 
 @dataclass(frozen=True)
 class Block:
-    """Some input channels: fields of the record that copies their planes, and what the product needs."""
+    """Some input channels: the record fields for copying their planes, and the data for the product."""
 
     copies: list[int]
     weight: int
-    places: int  # address of the chunks' places in a copy
+    places: int  # address of the chunk offsets in a copy
     size: int  # floats of scratch
     four: bool
 
 
 @dataclass(frozen=True)
 class _Copy:
-    """One copy of a plane: shift of its first pixel, rows, and where it begins among the copies of its channel."""
+    """One copy of a plane: the shift of its first pixel, rows, and its offset among the copies of its channel."""
 
     top: int
     left: int
@@ -50,7 +50,7 @@ class _Copy:
 
 
 def shifted_blocks(kept: Kept, placed: Placed, step: Product) -> list[Block]:
-    """The product, block of input channels after block: each adds to what the one before left in the output."""
+    """The product by blocks of input channels; each block adds to the output of the previous one."""
     x, y, taps, layout = placed.values[step.x], placed.values[step.y], step.taps, placed.layouts[step.x]
     four = y.pixels == FOUR
     copies, size, inside = _copies(step, y, FOUR if four else CHUNK)
@@ -68,15 +68,17 @@ def shifted_blocks(kept: Kept, placed: Placed, step: Product) -> list[Block]:
         offsets = np.searchsorted(channels, part.channel) * size + inside[here]
         weight = panels(kept, part, offsets, 0 * step.bias if blocks else step.bias, 1 if four else CHUNK)
         planes = kept.keep((channels * layout.plane).astype(np.int32))
-        scratch = -(-len(channels) * size // CHUNK) * CHUNK + CHUNK  # a last chunk may be more than a copy
+        scratch = -(-len(channels) * size // CHUNK) * CHUNK + CHUNK  # the last chunk may extend beyond a copy
         blocks.append(Block([len(channels), planes, size, *tables], weight, places, scratch, four))
     return blocks
 
 
 def _copies(step: Product, y: Value, unit: int) -> tuple[list[_Copy], int, Integers]:
-    """Copies of a plane, the floats of them all, and where among these each tap reads."""
+    """The copies of a plane, their total floats, and the offset that each tap reads."""
     taps, (py, px) = step.taps, step.padding
-    period = CHUNK // gcd(y.width, CHUNK) if unit == CHUNK else 1  # rows after which one begins with a vector again
+    period = (
+        CHUNK // gcd(y.width, CHUNK) if unit == CHUNK else 1
+    )  # number of rows after which a row starts at a vector again
     kinds, kind = np.unique(taps.dx * period + taps.dy % period, return_inverse=True)
     copies, begin, inside = list[_Copy](), 0, np.zeros_like(taps.dy)
     for number, dx in enumerate((kinds // period).tolist()):
@@ -89,8 +91,8 @@ def _copies(step: Product, y: Value, unit: int) -> tuple[list[_Copy], int, Integ
 
 
 def _chunks(layout: Layout, x: Value, pitch: int, copies: list[_Copy]) -> tuple[npt.NDArray[np.int32], ...]:
-    """Of the chunks that make the copies of one plane: where they come from, where they go, where in the table of
-    masks theirs begins; and that table. What a chunk has of other rows or planes is masked."""
+    """For the chunks of the copies of one plane: sources, destinations, offsets in the table of masks, and that table.
+    Values of other rows or planes in a chunk are masked."""
     sources, targets, masks = [], [], []
     for copy in copies:
         place = np.arange(-(-copy.rows * pitch // CHUNK) * CHUNK)
@@ -98,7 +100,7 @@ def _chunks(layout: Layout, x: Value, pitch: int, copies: list[_Copy]) -> tuple[
         valid = (row >= 0) & (row < x.height) & (column >= 0) & (column < x.width) & (place < copy.rows * pitch)
         start = (layout.base + row * layout.pitch + column - place % CHUNK).reshape(-1, CHUNK)
         valid = valid.reshape(-1, CHUNK)
-        any_valid = valid.argmax(1)  # they all say the same start
+        any_valid = valid.argmax(1)  # all have the same start
         sources.append(np.where(valid.any(1), start[np.arange(len(start)), any_valid], 0))
         targets.append(copy.begin + place[::CHUNK])
         masks.append(valid)

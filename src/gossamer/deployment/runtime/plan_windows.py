@@ -1,13 +1,14 @@
-"""Records of the operations that walk over planes of pixels: ``pool_op`` and ``spread_op`` in pooling.h, ``phases_op``
-in kernels.c; and the channels that a product with windows does at a time."""
+"""Records of the operations on planes of pixels: ``pool_op`` and ``spread_op`` in pooling.h, ``phases_op`` in
+kernels.c;
+and the blocks of channels of a product with windows."""
 
 from __future__ import annotations
 
 from gossamer.deployment.runtime.layout import CHUNK, Phases, Placed
 from gossamer.deployment.runtime.network import Pool, Product, Spread
 
-FIRST_CACHE = 48 << 10  # bytes of input that mostly stay in the first-level cache
-PASS = 128  # floats of output that stay in registers
+FIRST_CACHE = 48 << 10  # bytes of input that mostly fit the first-level cache
+PASS = 128  # floats of output that fit the registers
 
 
 def pool_fields(placed: Placed, step: Pool) -> list[int]:
@@ -35,9 +36,9 @@ def phases_fields(placed: Placed, step: Phases) -> list[int]:
 def channel_blocks(placed: Placed, step: Product) -> list[int]:
     """Borders between blocks of input channels.
 
-    While chunks stay in registers, all rows read the same window of every channel. Where these windows outgrow
-    the first-level cache, a block of channels is done for all rows before the next, and adds to what the one
-    before left in the output; that pays if a row has enough weights in each.
+    While chunks stay in registers, all rows read the same window of every channel. If these windows exceed
+    the first-level cache, all rows are computed for one block of channels before the next, which adds to their output.
+    This is faster if a row has enough weights in each block.
     """
     value, layout, lanes = placed.values[step.x], placed.layouts[step.x], placed.lanes
     if step.taps.count == 0 or value.pixels == 1 or (lanes < CHUNK and step.stride != (1, 1)):

@@ -1,4 +1,4 @@
-"""What a plan is: records for the kernels, and a line about each for the reader."""
+"""Plans: records for the kernels, and a line of the explanation for each operation."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ RECORD = 28  # int64 fields of one record: code, x, y, add, then 24 of the opera
 
 @dataclass(frozen=True)
 class Line:
-    """What ``explain`` says of one operation."""
+    """One line of ``explain``."""
 
     name: str
     kind: str
@@ -35,7 +35,7 @@ class Line:
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """Records, what they point to, and how large an arena they need."""
+    """The records, the arrays that they point to, and the size of their arena."""
 
     lanes: int
     records: npt.NDArray[np.int64]
@@ -50,11 +50,11 @@ class Plan:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of weights with their indices, and records. Activations (``4 * arena``) come on top, as elsewhere."""
+        """Bytes of weights with their indices, and of records. Activations (``4 * arena``) are not included."""
         return sum(array.nbytes for array in self.kept) + self.records.nbytes
 
     def for_batch(self, batch: int) -> npt.NDArray[np.int64]:
-        """The records for a batch size: strides over time depend on it where time comes first."""
+        """The records for a batch size, which determines strides over time if time comes first."""
         if not self.batch_fields:
             return self.records
         records = self.records.copy()

@@ -1,7 +1,7 @@
 """Native models as an operator of torch, ``torch.ops.gossamer.run``.
 
-Compilers, exporters, fake tensors and transforms see one call with known shapes. The operator is given the name of a
-model; models are found by name as long as somebody holds them.
+Compilers, exporters, fake tensors and transforms see one call with known shapes. The operator takes the name of a
+model; models are found by name as long as they are alive.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _models: weakref.WeakValueDictionary[str, Runnable] = weakref.WeakValueDictionar
 
 
 class Runnable(Protocol):
-    """What the operator needs of a model."""
+    """The interface of models for the operator."""
 
     def run(self, inputs: Sequence[Tensor]) -> list[Tensor]: ...
 
@@ -31,7 +31,7 @@ class Runnable(Protocol):
 
 
 def register(model: Runnable) -> str:
-    """A name for a model, good in this process for as long as the model lives."""
+    """A name for a model, valid in this process while the model is alive."""
     name = f"native model {next(_numbers)}"
     _models[name] = model
     return name
@@ -41,7 +41,7 @@ def find(name: str) -> Runnable:
     model = _models.get(name)
     if model is None:
         raise RuntimeError(
-            f"expected {name!r} of this process, got none of that name: it is gone, or was deployed in another "
+            f"expected {name!r} in this process, got no such model: it was deleted, or was deployed in another "
             "process; keep the deployed model for as long as what was traced from it, and trace it again elsewhere"
         )
     return model
@@ -68,7 +68,7 @@ def _(inputs: Sequence[Tensor], model: str) -> list[Tensor]:
 
 @run.register_vmap
 def _(info: Any, in_dims: Any, inputs: Sequence[Tensor], model: str) -> tuple[list[Tensor], list[int]]:
-    """One call for each slice of the mapped dimension."""
+    """One call per slice of the mapped dimension."""
     dims, _ = in_dims
     calls = []
     for index in range(info.batch_size):
@@ -78,7 +78,7 @@ def _(info: Any, in_dims: Any, inputs: Sequence[Tensor], model: str) -> tuple[li
 
 
 def refuse_gradients(inputs: Sequence[Tensor]) -> None:
-    """A deployed network has no derivative: better no answer than a gradient of zero."""
+    """Refuse gradients, as a deployed network has none: an error is better than a gradient of zero."""
     if any(map(_is_differentiated, inputs)):
         raise RuntimeError(
             "expected inputs without derivatives, got one inside torch.func.grad, jvp or the like: a deployed network "

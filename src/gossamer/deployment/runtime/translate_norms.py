@@ -1,4 +1,4 @@
-"""Normalisation: by statistics of the model, which is a scale and a shift, or by those of the sample itself."""
+"""Normalisation: with statistics of the model, which is a scale and a shift, or with those of the sample."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def _group_norm(t: Translator, node: fx.Node) -> Handle:
 
 
 def _instance_norm(t: Translator, node: fx.Node) -> Handle:
-    """Each channel is a group, unless statistics were kept in training."""
+    """Each channel is a group, unless there are running statistics."""
     x, weight, bias, mean, variance, of_the_sample, _, eps = t.arguments(node)[:8]
     x = activation(x, node, "picture", "signal")
     if not of_the_sample:

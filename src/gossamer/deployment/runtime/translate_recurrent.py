@@ -80,7 +80,7 @@ def _alike(states: list[Any]) -> bool:
 
 
 def _cell(t: Translator, node: fx.Node) -> Any:
-    """A layer over a sequence of one step."""
+    """A cell, as a layer over a sequence of one step."""
     x, state, *weights = t.arguments(node, *[None] * 6)
     kind = _CELLS[node.target]
     x = activation(x, node, "vector")

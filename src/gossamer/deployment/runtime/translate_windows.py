@@ -1,8 +1,8 @@
-"""Calls that look through windows: convolutions, also transposed ones, pooling, means, and larger pictures.
+"""Calls with windows: convolutions, also transposed ones, pooling, means, and upsampling.
 
-A signal (batch, channels, steps) is a picture of one row. A transposed convolution with a stride is a convolution with
-one output channel for each phase of the stride, whose planes are then dealt out: no multiplication with the zeros
-that the definition puts between pixels.
+A signal (batch, channels, steps) is an image of one row. A transposed convolution with a stride is a convolution with
+one output channel per phase of the stride, whose planes are then interleaved. This avoids the multiplications with the
+zeros that the definition inserts between pixels.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ Kind = Literal["max", "average"]
 
 
 def _sides(x: Handle, given: Any, neutral: int) -> Pair:
-    """A number for height and one for width; ``neutral`` is that of the one row of a signal, and what is left out."""
+    """A number for height and one for width. ``neutral`` is the number for the one row of a signal, and the default."""
     numbers = [given] if isinstance(given, int) else list(given) or [neutral]
     return (neutral, numbers[0]) if x.form == "signal" else (numbers[0], numbers[-1])
 
 
 def _of(x: Handle, node: fx.Node) -> Handle:
-    """A signal where the call is one for signals, else a picture."""
+    """A signal if the call is one for signals, otherwise an image."""
     return activation(x, node, "signal" if "1d" in str(node.target) else "picture")
 
 
@@ -105,7 +105,7 @@ def _conv_transposed(t: Translator, node: fx.Node) -> Handle:
 
 
 def _phase(tap: Integers, stride: int, padding: int, dilation: int) -> tuple[Integers, Integers]:
-    """The phase of the stride that a tap contributes to, and the pixel it reads, counted from the one it is for."""
+    """The phase of the stride that a tap contributes to, and the offset of the pixel that it reads."""
     phase = (tap * dilation - padding) % stride
     return phase, (phase + padding - tap * dilation) // stride
 
@@ -117,7 +117,7 @@ def _spread(t: Translator, x: Handle, node: fx.Node, factor: Pair, after: Value,
 
 
 def _upsample(t: Translator, node: fx.Node) -> Handle:
-    """Nearest neighbours. Which ones these are is asked of torch itself: it computes them in floating point."""
+    """Nearest-neighbour upsampling. torch itself determines the neighbours, as it computes them in floating point."""
     x, size, scales = t.arguments(node)
     x = _of(x, node)
     before, shape = t.values[x.value], shape_of(node)
@@ -184,7 +184,7 @@ def _adaptive_pool(t: Translator, node: fx.Node, kind: Kind) -> Handle:
 
 
 def _adaptive_max(t: Translator, node: fx.Node) -> tuple[Handle, None]:
-    """The maxima; their places, which torch returns too, are not known here."""
+    """The maxima, without the indices that torch returns too."""
     return _adaptive_pool(t, node, "max"), None
 
 

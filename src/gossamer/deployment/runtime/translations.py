@@ -1,4 +1,4 @@
-"""What each ATen call means in terms of the runtime's operations."""
+"""The translation of each ATen call to operations of the runtime."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from gossamer.deployment.runtime.translator import (
 )
 
 aten = torch.ops.aten
-#: The end of a slice that was left open, as the exporter writes it.
+#: The end of an open slice, as the exporter writes it.
 EVERYTHING = 2**63 - 1
 
 
@@ -80,7 +80,7 @@ def _reshape(t: Translator, node: fx.Node) -> Handle:
     x = activation(t.arguments(node)[0], node)
     value, shape, before = t.values[x.value], shape_of(node), shape_of(node.args[0])
     if _changes_samples(t, x, node):
-        pass  # right for a batch of one only
+        pass  # valid only for a batch of one
     elif x.form == "sequence":
         if shape[-1] == value.channels:
             return x
@@ -109,7 +109,7 @@ def _reshape(t: Translator, node: fx.Node) -> Handle:
 
 
 def _changes_samples(t: Translator, x: Handle, node: fx.Node) -> bool:
-    """Whether the axis along which samples lie goes, or gets one before it."""
+    """Whether the batch axis is removed, or gets an axis before it."""
     dim, rank = node.args[1] if len(node.args) > 1 else None, max(len(shape_of(node)), len(shape_of(node.args[0])))
     squeezes = node.target in (aten.squeeze.dim, aten.unsqueeze.default)
     return squeezes and cast(int, dim) % rank == batch_axis(x.form, t.time_major)
@@ -140,7 +140,7 @@ def _copy(
     padding: Pair = (0, 0),
     first: Pair = (0, 0),
 ) -> Handle:
-    """Picks channels (pairs of new and old) and pixels; ``first`` are the first row and column that are read."""
+    """Select channels (pairs of new and old) and pixels; ``first`` is the first row and column read."""
     y = t.new(after, form or x.form)
     taps = diagonal_taps(after.channels, np.array(pairs, np.int64).reshape(-1, 2), np.ones(len(pairs), np.float32))
     taps = replace(taps, dy=taps.dy + first[0], dx=taps.dx + first[1])
@@ -234,8 +234,8 @@ def _pad(t: Translator, node: fx.Node) -> Handle:
 
 
 def _turn(t: Translator, node: fx.Node) -> Handle:
-    """Channels before or after the steps or pixels: the same value seen in another way. Or groups of channels, dealt
-    out."""
+    """Move channels before or after the steps or pixels, which only changes the form of a value; or shuffle groups of
+    channels."""
     x, *dims = t.arguments(node)
     x, rank = activation(x, node), len(shape_of(node))
     order = [d % rank for d in (dims[0] if isinstance(dims[0], list) else dims)]

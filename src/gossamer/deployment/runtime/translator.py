@@ -1,4 +1,4 @@
-"""The walk over the shared graph: inputs and outputs, the values made so far, arguments of a call."""
+"""Translation of the shared graph: inputs and outputs, computed values, arguments of calls."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from gossamer.deployment.runtime.network import (
 Form = Literal["picture", "turned", "grouped", "signal", "vector", "flat", "sequence", "state", "bare"]
 aten = torch.ops.aten
 TRANSPOSITIONS = (aten.transpose.int, aten.permute.default)
-#: What takes an input of three dimensions for (batch, channels, steps), and for (batch, steps, channels).
+#: Calls that treat an input of three dimensions as (batch, channels, steps), and as (batch, steps, channels).
 _OF_SIGNALS = (
     *(aten.conv1d.default, aten.conv1d.padding, aten.conv_transpose1d.default, aten.batch_norm.default),
     *(aten.group_norm.default, aten.instance_norm.default, aten.channel_shuffle.default),
@@ -41,7 +41,7 @@ _OF_SEQUENCES = (*RECURRENT_CALLS, aten.linear.default, aten.layer_norm.default)
 
 @dataclass(frozen=True)
 class Handle:
-    """A value of the graph, and how the network sees it: a sequence is (batch, steps, channels), or its steps come
+    """A value of the graph and its form in the network: a sequence is (batch, steps, channels), or its steps come
     first, a signal is (batch, channels, steps), and ``flat`` is a picture or signal spread out to a vector. A picture
     is ``turned`` when its channels come last, and ``grouped`` when they have two axes. ``bare`` is a picture or vector
     of one channel without the axis of channels: (batch, height, width) or (batch,)."""
@@ -62,7 +62,7 @@ class Zeros:
 
 
 class Translator:
-    """Walks the calls of a module; what each call means is looked up in ``translations``."""
+    """Translates the calls of a module with ``translations``."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class Translator:
         self.time_major = majors == {True}
 
     def translate(self, structure: Any) -> Network:
-        """The graph, whose outputs are nested like ``structure`` (None for a tensor alone)."""
+        """The network, with outputs nested like ``structure`` (None for a single tensor)."""
         outputs: tuple[Any, ...] = ()
         shapes: tuple[tuple[int, ...], ...] = ()
         for node in self.module.graph.nodes:
@@ -106,7 +106,7 @@ class Translator:
         return Network(self.values, self.operations, places, forms, shapes, tuple(self.inputs), self.time_major, nested)
 
     def _is_constant(self, node: fx.Node) -> bool:
-        """Whether a call has tensors of the model as inputs, and nothing else: its result is always the same."""
+        """Whether a call depends only on tensors of the model, so that its result is constant."""
         known = [self._get(each) for each in node.all_input_nodes]
         return bool(known) and all(isinstance(each, Tensor) for each in known)
 
@@ -125,7 +125,7 @@ class Translator:
                 raise UnsupportedError(f"{node.target} that makes {shape} of a {handle.form} (node {node.name})")
 
     def _shapes(self, handle: Handle) -> list[tuple[int, ...]]:
-        """The shapes that the network may see a value in; anything else would mix samples, pixels or steps."""
+        """The valid shapes of a value; any other would mix samples, pixels or steps."""
         value, batch = self.values[handle.value], self._batch()
         match handle.form:
             case "picture":
@@ -150,7 +150,7 @@ class Translator:
     def _batch(self) -> int:
         sizes = {each.shape[batch_axis(each.form, self.time_major)] for each in self.inputs}
         if len(sizes) != 1:
-            raise UnsupportedError(f"inputs of batches of {sorted(sizes)}; the kernels know one batch size a call")
+            raise UnsupportedError(f"inputs of batches of {sorted(sizes)}; the kernels support one batch size per call")
         return sizes.pop()
 
     def _input(self, node: fx.Node) -> Handle | Tokens:
@@ -189,7 +189,7 @@ class Translator:
         return self.env[node] if isinstance(node, fx.Node) else node
 
     def arguments(self, node: fx.Node, *defaults: Any) -> list[Any]:
-        """Arguments of a call with their values; ``defaults`` stand for those left out at the end."""
+        """The arguments of a call with their values; ``defaults`` replace omitted ones at the end."""
         given = list(node.args)
         if node.kwargs:
             schema = cast(Any, node.target)._schema
@@ -210,7 +210,7 @@ class Translator:
         return self._get(argument)
 
     def parameter_name(self, node: Any) -> str:
-        """What a layer is called; where its weight is computed of others, what the first of these is called."""
+        """The name of a layer, from its weight, or from the first tensor that the weight is computed from."""
         first = node
         while isinstance(first, fx.Node) and first.op != "get_attr" and first.all_input_nodes:
             first = first.all_input_nodes[0]
@@ -231,8 +231,9 @@ def _with_shapes(made: Any, node: fx.Node) -> list[tuple[Handle | None, tuple[in
 
 
 def _is_signal(node: fx.Node) -> bool:
-    """Whether an input of three dimensions has its channels before its steps: what comes first of all that is done
-    with it, and can be done one way only, decides."""
+    """Whether an input of three dimensions has its channels before its steps, decided by the first call that allows
+    only
+    one of the two."""
     paths, seen = [(node, False)], {node}
     for current, turned in paths:
         for user in current.users:
@@ -247,7 +248,7 @@ def _is_signal(node: fx.Node) -> bool:
 
 
 def _states(node: fx.Node) -> list[Any]:
-    """The initial states that a recurrent call is given."""
+    """The initial states of a recurrent call."""
     state = node.args[1]
     return list(state) if isinstance(state, list | tuple) else [state]
 
@@ -255,7 +256,7 @@ def _states(node: fx.Node) -> list[Any]:
 def to_floats(tensor: Tensor) -> Floats:
     if tensor.dtype != torch.float32:
         raise UnsupportedError(f"parameters of dtype {tensor.dtype}; the kernels work in float32")
-    own = tensor.detach().to("cpu", copy=True)  # the model may go on changing its parameters, or free them
+    own = tensor.detach().to("cpu", copy=True)  # the model may change its parameters later, or free them
     return own.contiguous().numpy()
 
 
@@ -276,7 +277,7 @@ def append_affine(t: Translator, x: Handle, **parts: Any) -> Handle:
 
 
 def as_vector(t: Translator, handle: Any) -> Any:
-    """A picture that was flattened, with its pixels as channels of one pixel."""
+    """A flattened image, with its pixels as channels of one pixel."""
     if not isinstance(handle, Handle) or handle.form != "flat":
         return handle
     value = t.values[handle.value]
@@ -292,7 +293,7 @@ def as_vector(t: Translator, handle: Any) -> Any:
 
 
 def loaded_as(t: Translator, handle: Handle, y: Handle) -> bool:
-    """Where a value is an input, nothing has to be moved to see it in another shape, only loaded in another way."""
+    """If a value is an input, load it in another form instead of moving it."""
     source = next((op for op in t.operations if isinstance(op, Input) and op.y == handle.value), None)
     if source is not None:
         t.operations.append(Input(y.value, source.slot, source.name))

@@ -1,7 +1,7 @@
-"""Which kernel runs each layer: decided by timing them on this machine, layer by layer.
+"""Selection of the kernel of each layer, by timing on this machine.
 
-One native call can report the time of every operation in it. So each kernel is given to all layers that it
-could run, these plans take turns on the example, and every layer keeps the kernel that was fastest for it.
+A native call can report the time of each of its operations. So each kernel is assigned to all layers that it supports,
+these plans are run in turns on the example, and every layer gets its fastest kernel.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from gossamer.deployment.runtime.plan import choices
 from gossamer.deployment.runtime.weights import KERNELS, Kernel
 
 Run = Callable[..., Any]
-#: A dense kernel that is faster by less than this is not taken: it holds every zero in memory.
+#: A dense kernel must be faster by this factor, because it stores every zero.
 WORTH_THE_MEMORY = 1.05
-#: Seconds of a call after which it makes no difference what the caches held before.
+#: In calls longer than this many seconds, the initial content of the caches does not matter.
 SLOW = 0.02
-#: Kernels that an instruction set has nothing special for.
+#: Kernels that do not benefit from an instruction set.
 _POINTLESS: dict[str, frozenset[Kernel]] = {
     "avx512": frozenset(),
     "avx2": frozenset({"windows"}),
@@ -33,14 +33,14 @@ _POINTLESS: dict[str, frozenset[Kernel]] = {
 
 @dataclass(frozen=True)
 class Tuned:
-    """A setting, and for each layer the seconds that the kernels took that were tried on it."""
+    """A setting, and for each layer the seconds of the tried kernels."""
 
     setting: Setting
     seconds: Mapping[int, Mapping[Kernel, float]]
 
 
 def tune(model: NativeModel, inputs: Sequence[Any], lanes: int, seconds: float) -> Tuned:
-    """The fastest kernel of each operation for inputs like these, with a number of lanes."""
+    """The fastest kernel of each operation for these inputs and a number of lanes."""
     pointless = _POINTLESS[model.native.variant]
     possible = {
         number: [kernel for kernel in kernels if kernel not in pointless]
@@ -58,7 +58,7 @@ def tune(model: NativeModel, inputs: Sequence[Any], lanes: int, seconds: float) 
     while rounds < (1 if longest > SLOW else 3) or time.perf_counter() < end:
         for kernel, candidate in candidates.items():
             if longest <= SLOW:
-                candidate.profile(*inputs)  # brings its weights into the caches, as a call after a call has them
+                candidate.profile(*inputs)  # brings its weights into the caches, as in repeated calls
             spent = candidate.profile(*inputs)
             longest = max(longest, sum(spent.values()))
             for number, kernels in possible.items():
@@ -70,7 +70,7 @@ def tune(model: NativeModel, inputs: Sequence[Any], lanes: int, seconds: float) 
 
 
 def _without_refused(graph: Network, lanes: int, possible: dict[int, list[Kernel]]) -> None:
-    """Take shifted planes from layers that the borders of their neighbours keep from them."""
+    """Remove shifted planes from layers where borders of neighbouring layers prevent them."""
     asked = {number for number, kernels in possible.items() if "shifted" in kernels}
     products = frozenset(op for op in map(graph.operations.__getitem__, asked) if isinstance(op, Product))
     granted = place(graph, lanes, products).shifted
@@ -80,8 +80,8 @@ def _without_refused(graph: Network, lanes: int, possible: dict[int, list[Kernel
 
 
 def _chosen(graph: Network, seconds: Mapping[int, Mapping[Kernel, float]]) -> dict[int, Kernel]:
-    """The fastest kernel of each layer. Layers on planes narrower than a vector choose shifted planes together, as one
-    that needs borders puts them into the planes of its neighbours."""
+    """The fastest kernel of each layer. Layers on planes narrower than a vector choose shifted planes together, because
+    borders of one layer affect the planes of its neighbours."""
     chosen = {number: _fastest(each) for number, each in seconds.items() if each}
     stages: dict[tuple[int, int], list[int]] = {}
     for number, each in seconds.items():
@@ -102,9 +102,9 @@ def _fastest(seconds: Mapping[Kernel, float]) -> Kernel:
 def race(
     candidates: Mapping[str, Run], inputs: Sequence[Any], seconds: float, wanted: int = 3
 ) -> dict[str, list[float]]:
-    """Seconds a call of each candidate, sample by sample, taking turns so that a busy machine is busy for all of
-    them. A sample is the mean of as many calls as fill a millisecond or two. There are at least three, and as many as
-    are ``wanted`` if that takes no more than four times the ``seconds``."""
+    """Seconds per call of each candidate, in samples. Candidates take turns, so that other load affects them equally. A
+    sample is the mean over calls of a millisecond or two in total. There are at least three samples, and ``wanted`` if
+    that takes at most four times the ``seconds``."""
     repeats: dict[str, int] = {}
     once: dict[str, float] = {}
     for name, run in candidates.items():

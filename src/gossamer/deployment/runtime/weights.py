@@ -1,7 +1,7 @@
-"""How the weights of a layer are laid out for each kernel that could run it.
+"""The memory layout of the weights of a layer for each kernel.
 
-Every function here returns the address of a struct of products.h or one_vector.h, made of arrays that ``Kept``
-holds for as long as the plan lives. The order of the fields is the order there.
+Every function returns the address of a struct of products.h or one_vector.h, whose arrays ``Kept`` keeps alive as long
+as the plan. The order of the fields is the order there.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ KERNELS: tuple[Kernel, ...] = get_args(Kernel)
 #: Codes of the kernels for one vector, as in one_vector.h.
 WAYS: dict[Kernel, int] = {"gather": 0, "loads": 1, "windows": 2, "dense": 3}
 LINE = 64  # bytes of a cache line
-ROWS = 4  # rows that a dense product does together, as in vectors.h
-WINDOW = 32  # values that the kernel of windows has at hand in a step
-DENSE_ABOVE = 0.1  # share of connections below which no dense kernel has a chance
+ROWS = 4  # rows per block of a dense product, as in vectors.h
+WINDOW = 32  # values available to the windows kernel in a step
+DENSE_ABOVE = 0.1  # below this density, dense kernels are always slower
 
 
 def cache_lines(nbytes: int) -> npt.NDArray[np.uint8]:
-    """Bytes that begin with a cache line: vectors that straddle two take twice as long to load."""
+    """Bytes aligned to a cache line: vectors that straddle two lines take twice as long to load."""
     room = np.zeros(nbytes + LINE, np.uint8)
     begin = -room.ctypes.data % LINE
     return room[begin : begin + nbytes]
@@ -43,7 +43,7 @@ class Kept:
         self.arrays: list[npt.NDArray[Any]] = []
 
     def keep(self, array: npt.NDArray[Any]) -> int:
-        """Address of a copy that lives as long as this."""
+        """The address of a copy that lives as long as this object."""
         aligned = cache_lines(array.nbytes).view(array.dtype)
         aligned[:] = array.ravel()
         self.arrays.append(aligned)
@@ -53,14 +53,14 @@ class Kept:
         return self.keep(np.array(fields, np.int64))
 
     def offsets(self, offsets: Integers, shift: int = 0) -> tuple[int, int]:
-        """Addresses of the offsets in 16 bits, where they fit, or in 32."""
+        """Addresses of the offsets in 16 bits if they fit, otherwise in 32."""
         if offsets.max(initial=0) >> shift < 1 << 16:
             return self.keep((offsets >> shift).astype(np.uint16)), 0
         return 0, self.keep(offsets.astype(np.int32))
 
 
 def possible_kernels(taps: Taps, *, one_vector: bool, shifts: bool = False) -> tuple[Kernel, ...]:
-    """Kernels worth timing for a layer; the first is the one to take untimed."""
+    """The kernels to time for a layer; the first is the default."""
     many: tuple[Kernel, ...] = ("panels", "shifted") if shifts else ("panels",)
     sparse: tuple[Kernel, ...] = ("gather", "loads", "windows") if one_vector else many
     if taps.count == 0:
@@ -76,7 +76,7 @@ def _starts(counts: Integers) -> Integers:
 
 
 def panels(kept: Kept, taps: Taps, offsets: Integers, bias: Floats, step: int) -> int:
-    """Rows of weights and offsets; all of these are multiples of ``step``, a power of two or a multiple of 16."""
+    """Rows of weights and offsets; all offsets are multiples of ``step``, a power of two or a multiple of 16."""
     starts = _starts(np.bincount(taps.row, minlength=taps.rows))
     shift = 4 if step >= CHUNK else step.bit_length() - 1
     near, far = kept.offsets(offsets, shift)
@@ -85,7 +85,7 @@ def panels(kept: Kept, taps: Taps, offsets: Integers, bias: Floats, step: int) -
 
 
 def dense_panels(kept: Kept, taps: Taps, offsets: Integers, bias: Floats) -> int:
-    """All rows with all places that any row has a weight for; rows in blocks, the last one filled up."""
+    """All rows with all columns in which any row has a weight; rows in blocks, the last one padded."""
     used = np.zeros(int(offsets.max(initial=-1)) + 1, np.bool_)
     used[offsets] = True
     places = np.flatnonzero(used)
@@ -101,7 +101,7 @@ def dense_panels(kept: Kept, taps: Taps, offsets: Integers, bias: Floats) -> int
 
 
 def one_vector(kept: Kept, kernel: Kernel, taps: Taps, offsets: Integers, bias: Floats, zero: int) -> tuple[int, int]:
-    """Struct of a weight for one vector, and where the vector begins; ``zero`` is where a 0 is to be read."""
+    """The struct of a weight for one vector, and the start of the vector; ``zero`` is the offset of a 0."""
     bias = bias.astype(np.float32)
     match kernel:
         case "windows":
@@ -116,7 +116,7 @@ def one_vector(kept: Kept, kernel: Kernel, taps: Taps, offsets: Integers, bias: 
 
 
 def _slices(rows: int, lengths: Integers) -> tuple[Integers, Integers]:
-    """Rows by falling length, and which row is in which lane (-1: none), sixteen a slice."""
+    """Rows by decreasing length, and the row of each lane (-1: none), sixteen per slice."""
     order = np.argsort(-lengths, kind="stable")
     lanes = np.full(-(-rows // CHUNK) * CHUNK, -1, np.int64)
     lanes[:rows] = order
@@ -124,7 +124,7 @@ def _slices(rows: int, lengths: Integers) -> tuple[Integers, Integers]:
 
 
 def _gather(kept: Kept, taps: Taps, offsets: Integers, bias: Floats, zero: int) -> int:
-    """Rows sorted by length, sixteen side by side; what is filled up reads ``zero``, where a 0 is."""
+    """Rows sorted by length, in slices of sixteen; padding reads the 0 at ``zero``."""
     lengths = np.bincount(taps.row, minlength=taps.rows)
     order, lanes = _slices(taps.rows, lengths)
     starts = _starts(lengths[order[::CHUNK]])
@@ -142,8 +142,9 @@ def _gather(kept: Kept, taps: Taps, offsets: Integers, bias: Floats, zero: int) 
 
 
 def _windows(kept: Kept, taps: Taps, offsets: Integers, bias: Floats) -> int:
-    """Sixteen rows walk over the vector together: the window begins where the row that is furthest behind has
-    its next weight, and every row that has one inside takes it. All slices walk at the same time here."""
+    """Sixteen rows traverse the vector together: the window begins at the next weight of the row that is furthest
+    behind,
+    and every row with a weight inside the window uses it. All slices are computed at the same time here."""
     inside = np.lexsort((offsets, taps.row))
     places, weights = np.append(offsets[inside], 0), np.append(taps.weight[inside], np.float32(0))
     lengths = np.bincount(taps.row, minlength=taps.rows)

@@ -1,4 +1,4 @@
-"""What a sparse network gains on this machine, against the engines that people run dense networks with."""
+"""The speed-up of a sparse network on this machine, compared with the usual dense engines."""
 
 from gossamer.deployment.speed.engines import ENGINES
 from gossamer.deployment.speed.measure import measure

@@ -1,7 +1,7 @@
-"""The engines of the race, each made ready for one network, one batch and a number of threads.
+"""The engines of a speed comparison, each prepared for one network, one batch size and a number of threads.
 
-An engine that is not installed says so in its row. Every dense engine is given its best: static shapes, inputs
-already in its own type, folded weights, no threads beyond those asked for.
+The row of an engine that is not installed says so. Every dense engine gets its best configuration: static shapes,
+inputs in its own dtype, folded weights, and no more threads than requested.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ Kind = Literal["dense", "int8", "sparse"]
 
 
 class Unavailable(Exception):
-    """The engine cannot take part; the message is for its row."""
+    """The engine is unavailable; the message appears in its row."""
 
 
 @dataclass(frozen=True, eq=False)
 class Job:
-    """What an engine is to run."""
+    """The network and settings for an engine."""
 
     model: nn.Module
     inputs: tuple[Tensor, ...]
     threads: int
-    folder: Path  # for files on the way to an engine
-    seconds: float  # that our own runtime may spend on choosing kernels
+    folder: Path  # for temporary files
+    seconds: float  # for our runtime to choose kernels
     remember: bool = True
 
     @cached_property
     def onnx(self) -> Path:
-        """The network as an ONNX file for these very shapes."""
+        """The network as an ONNX file for exactly these shapes."""
         _need("onnx", "onnxscript")
         path = self.folder / f"batch-{'x'.join(map(str, self.inputs[0].shape))}.onnx"
         if not path.is_file():
@@ -58,7 +58,7 @@ class Job:
 
 @dataclass(frozen=True, eq=False)
 class Ready:
-    """An engine about to run: the call, its float outputs, and bytes of weights and buffers where known."""
+    """A prepared engine: the call, its float outputs, and the bytes of weights and buffers, if known."""
 
     run: Run
     memory: int | None = None
@@ -102,7 +102,7 @@ def _torch(job: Job) -> Ready:
 def _compiled(job: Job) -> Ready:
     if not any(shutil.which(name) for name in ("g++", "clang++")):
         raise Unavailable("no C++ compiler")
-    torch._dynamo.reset()  # what was compiled for another number of threads keeps it
+    torch._dynamo.reset()  # compiled code keeps its number of threads
     frozen = copy.deepcopy(job.model).eval()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -122,7 +122,7 @@ def _session(path: Path, job: Job) -> Ready:
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = job.threads
     options.inter_op_num_threads = 1
-    # Its threads would go on spinning into the turn of the next engine.
+    # Its threads would otherwise still be spinning in the turn of the next engine.
     options.add_session_config_entry("session.force_spinning_stop", "1")
     options.log_severity_level = 3
     session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
@@ -153,7 +153,7 @@ def _onnxruntime_int8(job: Job) -> Ready:
             warnings.simplefilter("ignore")
             quant_pre_process(str(source), str(prepared), skip_symbolic_shape=True)
             network = onnx.load(str(prepared))
-            del network.graph.value_info[:]  # shapes of weights, which quantising transposes
+            del network.graph.value_info[:]  # shapes of weights, which quantisation transposes
             onnx.save(network, str(prepared))
             kinds = {node.op_type for node in network.graph.node}
             if "Conv" in kinds:
@@ -167,7 +167,7 @@ def _onnxruntime_int8(job: Job) -> Ready:
 
 @contextmanager
 def _no_remarks() -> Iterator[None]:
-    """The quantiser tells the root logger, weight by weight, what it cannot cut along an axis: a line a batch norm."""
+    """Silence the quantiser, which logs a line to the root logger for every batch norm."""
     root = logging.getLogger()
     level = root.level
     root.setLevel(logging.ERROR)

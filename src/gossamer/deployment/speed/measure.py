@@ -1,4 +1,4 @@
-"""The race itself: all engines in one process, taking turns, so that a busy machine is busy for all of them."""
+"""The measurement: all engines take turns in one process, so that other load affects them equally."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ def measure(
     remember: bool = True,
     progress: Progress | None = None,
 ) -> SpeedReport:
-    """Times a network at every batch size and number of threads.
+    """Time a network at every batch size and number of threads.
 
-    ``example(batch)`` makes an input. Each case takes at least ``rounds`` rounds and ``seconds`` seconds, besides
-    the time that engines need to get ready. ``progress`` is called with what is going on and the share done.
+    ``example(batch)`` returns an input. Each case takes at least ``rounds`` rounds and ``seconds`` seconds, plus the
+    time to prepare the engines. ``progress`` is called with a description and the completed fraction.
     """
     unknown = sorted(set(engines) - set(ENGINES))
     if unknown or not engines:
-        raise ValueError(f"expected engines out of {', '.join(ENGINES)}, got {', '.join(unknown) or 'none'}")
+        raise ValueError(f"expected engines from {', '.join(ENGINES)}, got {', '.join(unknown) or 'none'}")
     if min((*batches, *threads), default=0) < 1:
         raise ValueError(f"expected batch sizes and threads of at least 1, got {list(batches)} and {list(threads)}")
     if not seconds >= 0:
@@ -99,18 +99,18 @@ def _case(
     with torch.no_grad():
         expected = outputs(job.model(*job.inputs))
     for number, name in enumerate(engines):
-        step(f"{name} gets ready", number)
+        step(f"preparing {name}", number)
         try:
             ready[name] = ENGINES[name].prepare(job)
             differences[name] = _difference(outputs(ready[name].run(*job.inputs)), expected)
         except Unavailable as error:
             missing[name] = str(error)
-        except Exception as error:  # whatever another engine throws is news for its row, not the end of the report
+        except Exception as error:  # any error of an engine goes to its row and does not end the report
             missing[name] = f"failed: {str(error).strip().splitlines()[0] if str(error).strip() else repr(error)}"
             ready.pop(name, None)
     candidates = {name: each.run for name, each in ready.items()}
     if break_even and OURS in ready and density < 0.5:
-        step("half of the connections", len(engines))
+        step("half of the nonzeros", len(engines))
         half = Job(half_full(job.model), job.inputs, job.threads, job.folder, job.seconds, job.remember)
         candidates[HALF] = ENGINES[OURS].prepare(half).run
     step("race", len(engines) + 1)
@@ -142,7 +142,7 @@ def _difference(found: list[Tensor], expected: list[Tensor]) -> float:
 
 
 def half_full(model: nn.Module) -> nn.Module:
-    """A copy in which every weight tensor has half of its connections, at random places beside its own."""
+    """A copy with a density of one half in every weight tensor: zeros at random positions become nonzero."""
     filled = copy.deepcopy(model)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -160,7 +160,7 @@ def half_full(model: nn.Module) -> nn.Module:
 
 
 def about(**settings: Any) -> dict[str, Any]:
-    """What has to be known to believe a measurement."""
+    """The provenance of a measurement."""
     found = {"python": platform.python_version()}
     for package in ("torch", "numpy", "onnx", "onnxruntime", "openvino"):
         try:

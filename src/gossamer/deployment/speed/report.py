@@ -1,4 +1,4 @@
-"""What was measured, as plain values; a table, JSON and a plot of it."""
+"""The measured speed as plain values, with a table, JSON and a plot."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from rich.text import Text
 
 from gossamer.deprecation import renamed
 
-#: What is called a gain; less is noise on a shared machine.
+#: The minimum speed-up that counts as a gain; less is noise on a shared machine.
 GAIN = 1.03
-#: Third quartile over first, above which a measurement says more about the machine than about the engine.
+#: Above this ratio of the third to the first quartile, the machine counts as busy.
 NOISY = 1.5
 
 
 @dataclass(frozen=True)
 class Row:
-    """One engine in one case. Times are in milliseconds; None where the engine did not run."""
+    """One engine in one case. Times are in milliseconds; None if the engine did not run."""
 
     engine: str
     kind: str
@@ -34,23 +34,23 @@ class Row:
     upper: float | None
     """Third quartile."""
     memory: int | None
-    """Bytes of weights (with indices) and buffers, as far as the engine tells; activations are not in it."""
+    """Bytes of weights (with indices) and buffers, if the engine reports them; without activations."""
     difference: float | None
-    """Largest difference from torch, over the largest output."""
+    """Largest difference from torch, relative to the largest output."""
     note: str = ""
 
 
 @dataclass(frozen=True)
 class Case:
-    """All engines at one batch size and number of threads, measured in turns."""
+    """All engines at one batch size and number of threads."""
 
     batch: int
     threads: int
     rows: tuple[Row, ...]
     half: float | None
-    """Milliseconds of our runtime with half of the connections of each layer, for the break-even."""
+    """Milliseconds of our runtime with a density of one half in each layer, for the break-even."""
     density: float
-    """Share of the dense FLOPs that the network does."""
+    """Fraction of the dense FLOPs that the network needs."""
 
     @property
     def best_dense(self) -> Row | None:
@@ -63,7 +63,7 @@ class Case:
 
     @property
     def speedup(self) -> float | None:
-        """Over the fastest dense float32 engine of this case."""
+        """The speed-up over the fastest dense float32 engine of this case."""
         best, ours = self.best_dense, self.ours
         return best.median / ours.median if best and ours and best.median and ours.median else None
 
@@ -73,10 +73,10 @@ class Case:
 
     @property
     def break_even(self) -> float | None:
-        """The FLOPs sparsity from which on our runtime is faster than the best dense engine.
+        """The FLOPs sparsity above which our runtime is faster than the best dense engine.
 
-        On the line through two measured points, this network and the same with half of its connections; 0 where
-        the line says that it is always faster, None where there are no two points.
+        It is on the line through two measured points, this network and the one with a density of one half. It is 0 if
+        the line is always faster, and None without two points.
         """
         best, ours = self.best_dense, self.ours
         if not (best and ours and best.median and ours.median and self.half) or not self.density < 0.5:
@@ -88,7 +88,7 @@ class Case:
 
     @property
     def busy(self) -> bool:
-        """Whether quartiles lie so far apart that something else must have been running."""
+        """Whether the quartiles are so far apart that other programs must have been running."""
         spreads = [row.upper / row.lower for row in self.rows if row.lower and row.upper]
         return max(spreads, default=1.0) > NOISY
 
@@ -183,7 +183,7 @@ def _table(case: Case) -> Table:
 
 
 def _remarks(case: Case) -> list[str]:
-    """What does not fit a column, then the verdict."""
+    """Notes that do not fit a column, then the verdict."""
     return [*(f"{row.engine}: {row.note}" for row in case.rows if row.note), f"{case.verdict}\n"]
 
 
@@ -195,7 +195,7 @@ def _bytes(count: int) -> str:
 
 
 def plot(report: SpeedReport, path: Path) -> None:
-    """Bars with quartiles, one panel a case. Needs matplotlib."""
+    """Bars with quartiles, one panel per case. Needs matplotlib."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:

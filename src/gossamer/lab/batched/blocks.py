@@ -1,4 +1,4 @@
-"""Networks of the zoo whose blocks compute faster in a stack: operations that follow each other are done together."""
+"""Networks of the zoo with faster blocks for a stack: consecutive operations are fused."""
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,7 @@ from gossamer.lab.models.wide_resnet import WideBlock, WideResNet, WideTransitio
 
 
 def stackable(module: nn.Module) -> nn.Module:
-    """Let the layers of `module` be stacked efficiently, in place. Names and parameters stay."""
+    """Replace the layers of `module` by ones that stack efficiently, in place. Names and parameters stay."""
     return _change_classes(module, _STACKABLE)
 
 
@@ -47,7 +47,7 @@ class _StackableResNet(ResNet):
 
 
 class _StackableBasicBlock(BasicBlock):
-    """The block of a residual network, with convolution, normalisation, addition and rectification done together."""
+    """The block of a residual network, with convolution, normalisation, addition and ReLU fused."""
 
     def forward(self, x: Tensor) -> Tensor:
         y = convolution_and_norm(self.conv1, self.bn1, x, None)
@@ -55,8 +55,8 @@ class _StackableBasicBlock(BasicBlock):
 
 
 class _StackableFullyConnectedDenseNet(FullyConnectedDenseNet):
-    """Every layer reads the pixels, so what they contribute to all layers is one product, and they are never copied to
-    be laid beside hidden features."""
+    """Every layer reads the pixels, so their contribution to all layers is one product, and they are never concatenated
+    with hidden features."""
 
     def forward(self, x: Tensor) -> Tensor:
         pixels = x.flatten(1)
@@ -72,7 +72,7 @@ class _StackableFullyConnectedDenseNet(FullyConnectedDenseNet):
 
 
 def _columns(weight: Tensor, first: int) -> tuple[Tensor, Tensor]:
-    """The first so many columns, and the others."""
+    """The first columns, and the others."""
     one, other = torch.split(weight, [first, weight.shape[1] - first], dim=1)
     return one, other
 

@@ -56,7 +56,7 @@ def _convolve(x, w, y, sums, batch, run_stride, filter_stride,
     rounded = total.to(y.dtype.element_ty)
     tl.store(y + run * pixels * outputs + pixel[:, None] * outputs + output[None, :], rounded, mask=written)
     if has_sums:
-        seen = rounded.to(tl.float32)  # as whoever reads the result will see it
+        seen = rounded.to(tl.float32)  # as the result is read
         place = sums + run * 2 * outputs + output
         tl.atomic_add(place, tl.sum(seen, 0), mask=output < outputs)
         tl.atomic_add(place + outputs, tl.sum(seen * seen, 0), mask=output < outputs)

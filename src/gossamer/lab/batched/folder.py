@@ -13,7 +13,7 @@ from gossamer.lab.training.folder_lock import only_one
 from gossamer.lab.training.result import writing
 
 T = TypeVar("T")
-_ROOM = 1 << 14  # bytes, more than a record has
+_ROOM = 1 << 14  # bytes, more than a record takes
 
 
 @contextmanager

@@ -17,9 +17,9 @@ _REQUESTS = ("sparsity", "flops", "decay")
 def runs_of(base: Run, grid: Sequence[str]) -> list[Run]:
     """The runs of a grid such as ("seed=0,1,2", "method=scl,dpf", "settings.mask_lr=0.01,0.03"), each once.
 
-    Keys are those of `Run.with_settings`. A request (sparsity, flops or decay) in the grid takes the place of the one
-    of `base`; method=dense takes none. A setting that only some of the methods have goes to those, and a warning says
-    so. Combinations that cannot be trained are refused, all at once.
+    Keys are those of `Run.with_settings`. A request (sparsity, flops or decay) in the grid replaces that of `base`;
+    method=dense takes none. A setting that only some of the methods have applies to those, with a warning.
+    Combinations that cannot be trained are refused, all at once.
     """
     axes = [_axis(each) for each in grid]
     keys = [key for key, _ in axes]
@@ -36,8 +36,8 @@ def runs_of(base: Run, grid: Sequence[str]) -> list[Run]:
         chosen = [f"{key}={value}" for key, value in zip(keys, values, strict=True)]
         method = next((each.partition("=")[2] for each in chosen if each.startswith("method=")), base.method)
         dense = method == "dense"
-        gone = {*without[method], *(_REQUESTS if dense else ())}
-        used = [each for each in chosen if each.partition("=")[0] not in gone]
+        dropped_keys = {*without[method], *(_REQUESTS if dense else ())}
+        used = [each for each in chosen if each.partition("=")[0] not in dropped_keys]
         used += [f"{name}=none" for name in _REQUESTS] if dense else dropped
         try:
             run = base.with_settings(used)
@@ -51,7 +51,7 @@ def runs_of(base: Run, grid: Sequence[str]) -> list[Run]:
 
 
 def _left_out(keys: Sequence[str], methods: Sequence[str]) -> dict[str, list[str]]:
-    """For each method the settings of the grid that it does not take, but another one does."""
+    """The settings of the grid that a method does not take, but another one does, for each method."""
     taken = {method: _taken(method) for method in methods}
     known = set().union(*taken.values())
     names = [key.removeprefix("settings.") for key in keys if key.startswith("settings.")]
@@ -62,14 +62,14 @@ def _left_out(keys: Sequence[str], methods: Sequence[str]) -> dict[str, list[str
             raise ValueError(f"no run of the grid takes settings.{name} (method={','.join(methods)}): {hint}")
     shared = [name for name in names if name in known]
     missing = {method: [f"settings.{name}" for name in shared if name not in taken[method]] for method in methods}
-    told = [f"method={method} does not take {', '.join(each)}" for method, each in missing.items() if each]
-    if told:
-        warnings.warn(f"{'; '.join(told)}: such runs go without, once for all values", stacklevel=3)
+    problems = [f"method={method} does not take {', '.join(each)}" for method, each in missing.items() if each]
+    if problems:
+        warnings.warn(f"{'; '.join(problems)}: such runs go without, once for all values", stacklevel=3)
     return missing
 
 
 def _taken(method: str) -> Collection[str]:
-    """The settings of a method; a dense network has no masks, but its learning rate can follow their phases."""
+    """The settings of a method; a dense network has no masks, but its learning rate may follow their phases."""
     return PHASES if find(method) is Dense else setting_types(method)
 
 

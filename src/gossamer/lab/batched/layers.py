@@ -1,10 +1,11 @@
-"""Convolution and batch norm that know how to be stacked.
+"""Convolution and batch norm for stacked networks.
 
-`vmap` can map both by itself, but takes batch norm apart into many passes over memory, in higher precision. Here one
-operation does the work of all networks. On CUDA GPUs that is a kernel of ours, with the images of each network lying
-together (`conv_kernels.py`, `norm_kernels.py`), or a product of matrices for a 1 × 1 convolution; wide ones that
-fill a GPU by themselves are done network by network. Elsewhere, and for other convolutions, the networks' channels are
-concatenated for one grouped convolution or one wide batch norm. The arithmetic is that of the ordinary layers.
+`vmap` can map both by itself, but splits batch norm into many passes over memory, in higher precision. Here one
+operation does the work of all networks. On CUDA GPUs that is a kernel of ours, with the images of each network
+contiguous (`conv_triton.py`, `norm_triton.py`), or a matrix product for a 1 × 1 convolution; wide convolutions that
+fill a GPU by themselves are computed network by network. Elsewhere, and for other convolutions, the channels of all
+networks are concatenated for one grouped convolution or one wide batch norm. The arithmetic is that of the ordinary
+layers.
 """
 
 import importlib.util
@@ -22,7 +23,7 @@ _FILLS_A_GPU = 5e9
 
 
 class StackableConv2d(nn.Conv2d):
-    """As of a linear layer, a bias is kept in full precision, and so is what it is added to."""
+    """As in a linear layer, the bias and the sum with it stay in full precision."""
 
     def forward(self, input: Tensor) -> Tensor:
         input = input.to(self.weight.dtype)
@@ -48,14 +49,14 @@ class StackableBatchNorm1d(nn.BatchNorm1d):
 
 
 class StackableLinear(nn.Linear):
-    """Biases are kept in full precision, and so is what they are added to; the next product is not."""
+    """The bias and the sum with it stay in full precision; the next product does not."""
 
     def forward(self, input: Tensor) -> Tensor:
         return super().forward(input.to(self.weight.dtype))
 
 
 class StackableAdaptiveAvgPool2d(nn.AdaptiveAvgPool2d):
-    """The mean over all pixels is a mean: torch knows no stacked form of its gradient where there is one network."""
+    """The mean over all pixels as a mean: torch has no batching rule for the gradient of the pool of one network."""
 
     def forward(self, input: Tensor) -> Tensor:
         whole = self.output_size in (1, (1, 1))
@@ -63,7 +64,7 @@ class StackableAdaptiveAvgPool2d(nn.AdaptiveAvgPool2d):
 
 
 class StackableSequential(nn.Sequential):
-    """Convolution, batch norm and ReLU that follow each other are done together."""
+    """Fuses consecutive convolution, batch norm and ReLU."""
 
     def forward(self, input: Tensor) -> Tensor:
         layers, position = list(self), 0
@@ -119,7 +120,7 @@ def convolution_and_norm(conv: nn.Conv2d, bn: nn.BatchNorm2d, x: Tensor, shortcu
 
 
 def _by_network(images: Tensor, axis: int | None) -> Tensor:
-    """As the kernels have it: (networks, batch, height, width, channels); without networks if all share the images."""
+    """The layout of the kernels: (networks, batch, height, width, channels); without networks if all share images."""
     if axis is None:
         return images.permute(0, 2, 3, 1).contiguous()
     return images.movedim(axis, 0).permute(0, 1, 3, 4, 2).contiguous()
@@ -138,7 +139,7 @@ def _apart(images: Tensor, networks: int) -> Tensor:
 
 
 class _Stacked(torch.autograd.Function):
-    """Only ever mapped: the rule below calls ordinary differentiable functions, so no backward is needed here."""
+    """Only used under vmap, whose rule calls ordinary differentiable functions, so no backward is needed here."""
 
     @staticmethod
     def forward(*args: Any) -> Tensor:
@@ -174,7 +175,7 @@ def _convolve(images: Tensor, axis: int | None, weight: Tensor, weight_axis: int
 
 
 def _product(images: Tensor, axis: int | None, weight: Tensor, weight_axis: int | None, stride: Any) -> Tensor:
-    """A 1 × 1 convolution is a product of matrices, one a network: pixels × channels by channels × outputs."""
+    """A 1 × 1 convolution is one matrix product per network: pixels × channels by channels × outputs."""
     assert axis is not None
     assert weight_axis is not None
     pixels = _by_network(images, axis)[:, :, :: stride[0], :: stride[1]]
@@ -186,7 +187,7 @@ def _one_by_one(
     images: Tensor, axis: int | None, weight: Tensor, weight_axis: int | None, stride: Any, padding: Any, dilation: Any,
     groups: int,
 ) -> Tensor:  # fmt: skip
-    """Each network by itself: libraries are at their best in large convolutions of one group."""
+    """Network by network: libraries are fastest for large convolutions of one group."""
     assert axis is not None
     assert weight_axis is not None
     rows = zip(_by_network(images, axis).unbind(), weight.movedim(weight_axis, 0).unbind(), strict=True)
@@ -211,7 +212,7 @@ def _grouped_convolution(
 
 
 def _wide_enough(images: Tensor, weight: Tensor, groups: int) -> tuple[Tensor, Tensor]:
-    """Append channels of zeros where a group has too few for a fast grouped convolution (the colours of an image)."""
+    """Append channels of zeros if a group has too few for a fast grouped convolution (the colours of an image)."""
     channels = weight.shape[1]
     if groups == 1 or channels >= _FEWEST_CHANNELS:
         return images, weight
@@ -283,7 +284,7 @@ class _ConvolutionAndNorm(_Stacked):
 
 
 class _Concatenation(_Stacked):
-    """Of channels; torch.cat would lay the pixels of each channel together, which no layer here wants."""
+    """Of channels; torch.cat would make the pixels of each channel contiguous, which is slow for the next layer."""
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Tensor, int]:

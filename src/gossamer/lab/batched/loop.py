@@ -130,7 +130,8 @@ def _train_epochs(training: BatchedTraining, first: int, keeper: _Keeper, progre
                 f"loss {min(finite):.3f} to {max(finite):.3f}"
             )
             for each, loss in zip(training.runs, losses, strict=True):
-                name = each.run.run_id
-                if not math.isfinite(loss) and name not in diverged:
-                    diverged.add(name)
+                run = each.run
+                if not math.isfinite(loss) and run.run_id not in diverged:
+                    diverged.add(run.run_id)
+                    name = f"{run.run_id} ({run.method}, seed {run.seed})"
                     progress(f"the loss of run {name} is no longer finite: lower its learning rate")

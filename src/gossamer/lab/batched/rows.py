@@ -66,6 +66,10 @@ class BatchedRun:
         return () if self.plan is None else (self.plan.warmup, self.plan.total - self.plan.finetune)
 
     @property
+    def warmup_steps(self) -> int:
+        return 0 if self.plan is None else self.plan.warmup
+
+    @property
     def mask_steps(self) -> int:
         return 0 if self.plan is None else self.plan.sparsify + self.plan.stabilise
 
@@ -88,6 +92,7 @@ class Outcome:
     validation_accuracy: float | None
     train_loss: float  # cross-entropy in the last epoch
     nonzeros_by_tensor: tuple[int, ...]
+    warmup_steps: int = 0  # before its masks began to learn
     mask_steps: int = 0  # in which weights could be pruned
     seconds_before: float = field(default=0.0, compare=False)  # of the whole batch, in interrupted sessions
 

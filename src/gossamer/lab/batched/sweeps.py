@@ -226,7 +226,7 @@ def _record(
         validation=outcome.validation_accuracy,
         seconds=seconds / together,
         settled=_settled(run, outcome),
-        teacher={"from": run.teacher, "network": run.model} if run.distil else None,
+        teacher=_teacher(run, outcome),
     )
     return {
         **plain,
@@ -236,6 +236,10 @@ def _record(
         "seconds_of_batch": seconds,
         "runs_in_batch": together,
     }
+
+
+def _teacher(run: Run, outcome: Outcome) -> dict[str, Any] | None:
+    return {"from": run.teacher, "network": run.model, "steps": outcome.warmup_steps} if run.distil else None
 
 
 def _settled(run: Run, outcome: Outcome) -> dict[str, float] | None:

@@ -43,7 +43,7 @@ class BatchedTraining:
         dtype: torch.dtype,
         stop: Callable[[], bool] = lambda: False,
     ) -> None:
-        """The runs agree in all but the settings in which runs of one batch may differ (see supported.py)."""
+        """The runs agree in all but the settings in which the runs of a batch may differ (see supported.py)."""
         self.runs, self._data, self.stop = list(runs), data, stop
         self._shared = self.runs[0].run
         self.epochs = self._shared.epochs
@@ -165,6 +165,7 @@ class BatchedTraining:
                 validation_accuracy=None if validation is None else validation[row],
                 train_loss=loss[number],
                 nonzeros_by_tensor=tuple(counts[row] for counts in by_tensor),
+                warmup_steps=self.runs[number].warmup_steps,
                 mask_steps=self.runs[number].mask_steps,
                 seconds_before=self._seconds_before,
             )
@@ -230,12 +231,8 @@ class BatchedTraining:
         return Context(layout, requests, timeline, weights, min_density=density)
 
     def _step(self) -> Callable[[], None]:
-        optimizer, parameters, loader, stack = (
-            self.optimizer,
-            self._hyperparameters,
-            self.loader,
-            self.optimizer.stack,
-        )
+        optimizer, parameters, loader = self.optimizer, self._hyperparameters, self.loader
+        stack = optimizer.stack
         seeds, rows, losses, smoothing = self._seed_of_row, self._row_of_run, self._losses, self._shared.label_smoothing
         distillation = self._distillation
 

@@ -1,7 +1,7 @@
-"""What every method is raced with at its best: the settings of its row in the screening of docs/results.md.
+"""The best settings of every method: those of its row in the screening of docs/results.md.
 
-Chosen on held-out images for ResNet-20 on CIFAR-10 at 95 % zeros in 50 epochs, out of the whole weight decay, one that
-falls with the square root of the connections that are left, and the variants of benchmarks/all_methods.py.
+Chosen on held-out images for ResNet-20 on CIFAR-10 at 95 % sparsity in 50 epochs, out of the full weight decay, one
+that falls with the square root of the density, and the variants of benchmarks/all_methods.py.
 """
 
 from collections.abc import Mapping
@@ -20,9 +20,9 @@ _BETTER = {
     "autoprune": f"{_FALLING},mask_lr=0.003",
     "hyperflux": f"{_FALLING},pruned_grad_scale=1",
 }
-TUNED: Mapping[str, str] = MappingProxyType({name: f"{name}:{told}" for name, told in _BETTER.items()})
+TUNED: Mapping[str, str] = MappingProxyType({name: f"{name}:{settings}" for name, settings in _BETTER.items()})
 
 
 def tuned(method: str) -> str:
-    """A method with the settings that suit it, which may be its defaults."""
+    """A method with its best settings, which may be its defaults."""
     return TUNED.get(method, method)

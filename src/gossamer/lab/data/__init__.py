@@ -1,4 +1,4 @@
-"""Data sets, found on disk or fetched, and batches of them on the device."""
+"""Data sets, read from disk or downloaded, and their batches on the device."""
 
 from gossamer.lab.data.batches import Batches, Position
 from gossamer.lab.data.files import CorruptData, DataNotFound

@@ -1,8 +1,8 @@
 """Normalisation and the CIFAR augmentation, as pure functions over whole batches.
 
-Cropping and mirroring is one gather for the batch, with no loop over images and nothing that depends on
-values, so it runs without a host synchronisation and can be captured in a CUDA graph. The random numbers are
-an argument (`CropFlip`): drawn in advance for an epoch, or on the device inside a captured step.
+Cropping and mirroring are one gather per batch, without a loop over images and without dependence on values. So they
+need no host synchronization and can be captured in a CUDA graph. The random numbers are an argument (`CropFlip`): drawn
+in advance for an epoch, or on the device inside a captured step.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["CropFlip", "crop_flip", "draw_crop_flip", "normalise", "scale_and_sh
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class CropFlip:
-    """One row an image: where its crop starts in the padded image, and whether it is mirrored."""
+    """One row per image: the start of its crop in the padded image, and whether it is mirrored."""
 
     top: Tensor
     left: Tensor
@@ -36,7 +36,7 @@ def draw_crop_flip(
     generator: torch.Generator | None = None,
     device: torch.device | str = "cpu",
 ) -> CropFlip:
-    """Crops uniform over all positions, and fair coins for mirroring (`flip=False`: never mirrored)."""
+    """Uniform crop positions, and mirroring with probability one half (`flip=False`: never)."""
     corners = torch.randint(0, 2 * padding + 1, (2, count), generator=generator, device=device)
     coins = torch.randint(0, 2, (count,), generator=generator, device=device, dtype=torch.uint8).bool()
     return CropFlip(corners[0], corners[1], coins if flip else torch.zeros_like(coins))

@@ -1,10 +1,9 @@
-"""Batches of a small image set that lives on the device.
+"""Batches of a small image set on the device.
 
-The pixels stay on the device as bytes; each batch is gathered, augmented and normalised there, many batches
-at a time (`lookahead`), so that a training step pays neither a kernel launch nor a host synchronisation for
-its data. What an epoch looks like (the order of images, every crop and mirror) is a pure function of (seed,
-epoch), drawn on the CPU and therefore the same on every device. A position in the data is just (epoch,
-step): going on from a checkpoint means setting it.
+The pixels stay on the device as bytes; each batch is gathered, augmented and normalised there, many batches at a time
+(`lookahead`), so that a training step needs neither a kernel launch nor a host synchronization for its data. An epoch
+(the order of images, every crop and mirror) is a pure function of (seed, epoch), drawn on the CPU and therefore the
+same on every device. A position in the data is just (epoch, step), and resuming sets it.
 """
 
 from __future__ import annotations
@@ -25,17 +24,17 @@ __all__ = ["BatchSource", "Batches", "EpochPlan", "Position", "epoch_plan", "see
 
 @dataclasses.dataclass(frozen=True)
 class Position:
-    """Where the next batch is: its epoch, and its number within that epoch."""
+    """The epoch and step of the next batch."""
 
     epoch: int = 0
     step: int = 0
 
     def next(self, steps: int) -> Position:
-        """The position after this one, where an epoch has `steps` steps."""
+        """The next position, with `steps` steps per epoch."""
         return Position(self.epoch, self.step + 1) if self.step + 1 < steps else Position(self.epoch + 1, 0)
 
     def check(self, steps: int) -> None:
-        """Refuse a position that an epoch of `steps` steps does not have."""
+        """Refuse a position outside an epoch of `steps` steps."""
         if self.epoch < 0 or not 0 <= self.step < steps:
             raise ValueError(
                 f"expected a position with epoch ≥ 0 and 0 ≤ step < {steps}, got {self}; "
@@ -44,13 +43,13 @@ class Position:
 
 
 class BatchSource(ABC):
-    """Batches that can be gone on with at any position: `state`."""
+    """Batches that can be resumed at any position, `state`."""
 
     _position: Position
 
     @abstractmethod
     def __len__(self) -> int:
-        """Batches an epoch."""
+        """Batches per epoch."""
 
     @property
     def state(self) -> Position:
@@ -77,21 +76,21 @@ class EpochPlan:
 
 
 def _send(tensor: Tensor, device: torch.device) -> Tensor:
-    """To the device; for a GPU from pinned memory, so that the copy does not wait for work ahead of it."""
+    """Copy to the device; for a GPU from pinned memory, so that the copy does not wait for pending work."""
     if device.type == "cuda":
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)
 
 
 def seed_for(*parts: int) -> int:
-    """One 63-bit seed from several numbers ≥ 0, such that neighbours (epoch, epoch + 1) are unrelated."""
+    """A 63-bit seed from several numbers ≥ 0, such that neighbours (epoch, epoch + 1) are unrelated."""
     return int(np.random.SeedSequence(parts).generate_state(1, np.uint64)[0] >> np.uint64(1))
 
 
 def epoch_plan(
     count: int, *, seed: int, epoch: int, shuffle: bool = True, padding: int = 0, flip: bool = False
 ) -> EpochPlan:
-    """What epoch number `epoch` does with `count` images: pure in its arguments, on the CPU."""
+    """The plan of epoch `epoch` for `count` images: a pure function of its arguments, on the CPU."""
     generator = torch.Generator().manual_seed(seed_for(seed, epoch))
     order = torch.randperm(count, generator=generator) if shuffle else torch.arange(count)
     draw = draw_crop_flip(count, padding=padding, flip=flip, generator=generator) if padding or flip else None
@@ -102,7 +101,7 @@ class Batches(BatchSource):
     """Iterate over normalised (images, labels) batches, an epoch at a time.
 
     `for images, labels in batches` runs from the current position to the end of its epoch; the next `for` is
-    the next epoch. `state` is the position of the next batch: set it to go on from there, bit for bit.
+    the next epoch. `state` is the position of the next batch: set it to resume there, bit for bit.
     Batches are views of a larger block: do not change them in place.
     """
 
@@ -204,7 +203,7 @@ class Batches(BatchSource):
         )
 
     def __len__(self) -> int:
-        """Batches an epoch."""
+        """Batches per epoch."""
         count = len(self._data)
         return count // self.batch_size if self.drop_last else -(-count // self.batch_size)
 
@@ -215,7 +214,7 @@ class Batches(BatchSource):
             last = min(block + self.lookahead, len(self))
             images, labels = self._gather(plan, slice(block * self.batch_size, last * self.batch_size))
             for batch in zip(torch.split(images, self.batch_size), torch.split(labels, self.batch_size), strict=True):
-                # Moved on before the batch is handed out: a checkpoint written meanwhile counts it as seen.
+                # Advanced before the batch is returned: a checkpoint written in the meantime counts it as seen.
                 position = position.next(len(self))
                 self._position = position
                 yield batch

@@ -1,9 +1,9 @@
 """CIFAR-10 and CIFAR-100: 50,000 + 10,000 colour images of 32 × 32 pixels.
 
 Three layouts are read: the official binary version, unpacked or still in its archive (records of one or two
-label bytes and 3,072 pixel bytes), and lossless WebP grids of 100 × 100 images with the labels beside them,
-which take half the space and need Pillow. The official python version is a pickle, which can run any code
-when it is read, so it is refused; the images in it are the same.
+label bytes and 3,072 pixel bytes), and lossless WebP grids of 100 × 100 images with separate labels,
+which take half the space and need Pillow. The official python version is a pickle, which can run code when it is read,
+so it is refused; it has the same images.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _Bytes = npt.NDArray[np.uint8]
 
 @dataclasses.dataclass(frozen=True)
 class CifarSpec:
-    """All that differs between the two sets. The last file of `binary` and the last grid are the test set.
+    """The differences between the two sets. The last file of `binary` and the last grid are the test set.
 
     `label_bytes` are the label bytes of a record, of which the last counts (CIFAR-100: coarse, then fine).
     `packed_labels` name the arrays of the label file that, one after the other, are the labels of all images.
@@ -112,14 +112,14 @@ def _from_records(spec: CifarSpec, contents: list[bytes]) -> ImageSet:
 
 def _read_grids(spec: CifarSpec, folder: Path) -> ImageSet:
     labels = _packed_labels(spec, folder)
-    # Decoding takes most of the time and releases the interpreter's lock.
+    # Decoding takes most of the time and releases the GIL.
     with ThreadPoolExecutor() as pool:
         grids = list(pool.map(lambda file: _read_grid(spec, folder, file), spec.grids))
     return _assemble(spec, list(zip(grids, np.split(labels, len(grids)), strict=True)))
 
 
 def _packed_labels(spec: CifarSpec, folder: Path) -> _Bytes:
-    """The labels of all images, of which the file has to hold exactly as many bytes."""
+    """The labels of all images; the file must contain exactly one byte per image."""
     label_file, count = folder / spec.packed_label_file.path, len(spec.grids) * spec.grid * spec.grid
     content = read_checked(folder, spec.packed_label_file)
     try:
@@ -131,7 +131,7 @@ def _packed_labels(spec: CifarSpec, folder: Path) -> _Bytes:
             labels = np.concatenate([arrays[key] for key in spec.packed_labels])
     except CorruptData:
         raise
-    except Exception as error:  # numpy, zipfile and zlib raise nearly anything, and a stated size may be absurd
+    except Exception as error:  # numpy, zipfile and zlib raise almost any exception, and a stated size may be absurd
         raise CorruptData(
             f"{label_file}: expected arrays as numpy.savez writes them, got something else ({error}); fetch it again"
         ) from error
@@ -155,7 +155,7 @@ def _read_grid(spec: CifarSpec, folder: Path, file: File) -> _Bytes:
             pixels = np.asarray(image.convert("RGB"))
     except CorruptData:
         raise
-    except Exception as error:  # decoders raise nearly anything, also where a file states an absurd size
+    except Exception as error:  # decoders raise almost any exception, also for an absurd stated size
         raise CorruptData(f"{name}: expected a WebP image, got something else ({error}); fetch it again") from error
     return pixels.reshape(grid, 32, grid, 32, 3).transpose(0, 2, 4, 1, 3).reshape(-1, _PIXELS)
 

@@ -1,7 +1,7 @@
 """Scikit-learn's digits: 1,797 grey images of 8 × 8 pixels that come with its wheel.
 
-The one set that needs no file and no network. Its sixteen levels of grey are spread over 0…240 so that the
-images are bytes like all others; the split into 1,437 training and 360 test images is drawn once and fixed.
+The only set that needs neither files nor network. Its sixteen grey levels are scaled to 0…240, so that the images are
+bytes like all others; the split into 1,437 training and 360 test images is drawn once and fixed.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Reading files that may be missing, truncated or corrupted.
 
 Every file of a data set is described in advance by a `File`: its name, its exact size and its checksum.
-Nothing is parsed before both agree, so the parsers see only the bytes they were written for, and an error
-names the file.
+Nothing is parsed before both match, so the parsers see only the expected bytes, and an error names the file.
 """
 
 from __future__ import annotations
@@ -31,16 +30,16 @@ __all__ = [
 
 
 class DataNotFound(FileNotFoundError):
-    """A data set is in none of the places searched and could not be downloaded."""
+    """A data set is in none of the searched folders and could not be downloaded."""
 
 
 class CorruptData(ValueError):
-    """A file of a data set is not what it should be."""
+    """A file of a data set is corrupted."""
 
 
 @dataclasses.dataclass(frozen=True)
 class File:
-    """A file of a data set. `digest` is "sha256:…" or "md5:…"; `size` is in bytes, None where unknown."""
+    """A file of a data set. `digest` is "sha256:…" or "md5:…"; `size` is in bytes, None if unknown."""
 
     path: str
     digest: str
@@ -57,7 +56,7 @@ def check_digest(content: bytes, digest: str, name: str) -> None:
 
 
 def read_checked(root: Path, file: File) -> bytes:
-    """The content of a file, after its size and its checksum were found right."""
+    """The content of a file, after verification of its size and checksum."""
     path = root / file.path
     size = path.stat().st_size
     if file.size is not None and size != file.size:
@@ -69,7 +68,7 @@ def read_checked(root: Path, file: File) -> bytes:
 
 
 def gunzip(content: bytes, size: int, name: str) -> bytes:
-    """Decompress to exactly `size` bytes, never holding more than that, whatever the file claims."""
+    """Decompress to exactly `size` bytes, without ever using more memory, whatever the file claims."""
     try:
         with gzip.GzipFile(fileobj=io.BytesIO(content)) as stream:
             plain = stream.read(size + 1)
@@ -93,7 +92,7 @@ def read_tar_members(content: bytes, sizes: dict[str, int], name: str) -> dict[s
     try:
         with tarfile.open(fileobj=io.BytesIO(content)) as archive:
             for member in archive:
-                if archive.offset <= member.offset:  # a negative size, with which older Pythons go round for ever
+                if archive.offset <= member.offset:  # a negative size, with which older Python versions loop forever
                     raise CorruptData(
                         f"{name}: expected {member.name} to have a size, got {member.size}; fetch it again"
                     )
@@ -126,8 +125,8 @@ _LONGEST_NAME = 1 << 20  # bytes of an extended header, which has the name of th
 def tar_files(path: Path) -> Iterator[tuple[str, int, int]]:
     """The regular files of an uncompressed tar: the name of each, and the offset and size of its bytes.
 
-    The whole archive is walked, and has to be right up to its end: every header agrees with its checksum, every file
-    lies inside, and after the last one there are zeros alone. Python's own reader takes a damaged header for the end.
+    The whole archive is validated: every header matches its checksum, every file is inside the archive, and only zeros
+    follow the last one. Python's own reader treats a damaged header as the end.
     """
     length = path.stat().st_size
     with open(path, "rb") as file:
@@ -142,7 +141,7 @@ def tar_files(path: Path) -> Iterator[tuple[str, int, int]]:
                 return
             kind, size = _header(path, block, position)
             begin = position + _BLOCK
-            holds = kind not in b"123456"  # links, devices and folders have no bytes, whatever their size says
+            holds = kind not in b"123456"  # links, devices and folders have no bytes, whatever their stated size
             end = begin + (size if holds else 0)
             name = long_name or _text(
                 block[345:500] + b"/" if block[257:263] == b"ustar\0" and block[345] else b"", block
@@ -168,14 +167,14 @@ def tar_files(path: Path) -> Iterator[tuple[str, int, int]]:
 
 
 def _header(path: Path, block: bytes, position: int) -> tuple[int, int]:
-    """Type and size of a member, once its header has been found right."""
+    """Type and size of a member, after validation of its header."""
     try:
         stated = _number(block[148:156])
         size = _number(block[124:136])
     except ValueError:
         stated = size = -1
     total = sum(block) - sum(block[148:156]) + 8 * ord(" ")
-    signed = total - 256 * sum(byte > 127 for byte in block[:148] + block[156:])  # how some old programs counted
+    signed = total - 256 * sum(byte > 127 for byte in block[:148] + block[156:])  # the convention of some old programs
     if stated not in (total, signed) or size < 0:
         if position == 0:
             raise CorruptData(f"{path} is not an uncompressed tar archive (no header at its beginning); fetch it again")
@@ -184,7 +183,7 @@ def _header(path: Path, block: bytes, position: int) -> tuple[int, int]:
 
 
 def _number(field: bytes) -> int:
-    """Octal digits; or, from 8 GB on, a byte of 0x80 and a binary number. 0xff would begin a negative one."""
+    """A number in octal digits; from 8 GB on, the byte 0x80 and a binary number. 0xff would start a negative one."""
     if field[0] == 0x80:
         return int.from_bytes(field[1:], "big")
     return int(field.split(b"\0")[0].strip() or b"0", 8)
@@ -196,7 +195,7 @@ def _text(prefix: bytes, block: bytes) -> str:
 
 
 def _extended(path: Path, file: BinaryIO, begin: int, size: int, kind: int) -> str:
-    """The name of the next file as an extended header has it, GNU's or that of POSIX; empty where it has none."""
+    """The name of the next file from an extended header, of GNU or POSIX; empty if it has none."""
     if size > _LONGEST_NAME:
         raise _bad_tar(path, f"extended headers of at most {_LONGEST_NAME} bytes", f"{size}")
     file.seek(begin)

@@ -1,10 +1,10 @@
 """An ImageNet-style folder, streamed by worker processes.
 
 The layout is train/<class>/*.JPEG and val/<class>/*.JPEG, in a folder or in an uncompressed tar archive,
-which is read in place. Classes are numbered in the order of their sorted names. Too large for the device's
-memory, images are decoded, cropped and mirrored by worker processes and travel as bytes; only normalisation
-happens on the device. Crops and mirrors are drawn from (seed, epoch, index of the image) alone, so the
-number of workers and the place where a run was interrupted change nothing.
+which is read in place. Classes are numbered in the order of their sorted names. The images do not fit
+the memory of the device, so worker processes decode, crop and mirror them and send them as bytes; only normalisation
+happens on the device. Crops and mirrors depend only on (seed, epoch, index of the image), so the number of workers and
+interruptions of a run have no effect.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class FolderPart:
         return len(self.names)
 
     def read(self, index: int) -> bytes:
-        """The encoded image; one that has gone since the folder was listed is an error that names it."""
+        """The encoded image; an image that disappeared since the folder was listed raises an error with its name."""
         try:
             if self.spans is None:
                 return (self.source / self.names[index]).read_bytes()
@@ -70,7 +70,7 @@ class FolderPart:
         except OSError as error:
             raise OSError(
                 f"{self.describe(index)} was there when the folder was listed, but cannot be read now "
-                f"({error.strerror or error}); put it back, see that it can be read, and go on"
+                f"({error.strerror or error}); restore it, check that it is readable, and resume"
             ) from error
 
     def describe(self, index: int) -> str:
@@ -88,7 +88,7 @@ class FolderPart:
 class FolderSet:
     """An image folder with its classes; `mean` and `std` are those customary for ImageNet.
 
-    `validation` is the part that the folder calls val; `held_out` is there only after `split`.
+    `validation` is the part called val in the folder; `held_out` exists only after `split`.
     """
 
     name: str
@@ -104,12 +104,12 @@ class FolderSet:
         return len(self.class_names)
 
     def digest(self) -> str:
-        """Of the names and classes of all images, wherever the folder lies: no file has a checksum here."""
+        """A hash of the names and classes of all images, independent of the path. Files have no checksums here."""
         names = (*self.train.names, "", *self.validation.names)
         return hashlib.sha256("\n".join(names).encode("utf-8", "surrogateescape")).hexdigest()
 
     def split(self, held_out: int, seed: int = 0) -> FolderSet:
-        """Hold training images out, drawn by `seed`, as `ImageSet.split` does."""
+        """Hold out random training images, drawn by `seed`, as in `ImageSet.split`."""
         train, validation = split_indices(len(self.train), held_out, seed, self.name)
         return dataclasses.replace(self, train=self.train.take(train), held_out=self.train.take(validation))
 
@@ -174,13 +174,13 @@ def _files_of_folder(folder: Path) -> dict[str, tuple[int, int]]:
                 found.update(
                     (f"{entry.name}/{image.name}", (0, 0))
                     for image in images
-                    if image.name.lower().endswith(_SUFFIXES) and image.is_file()  # a pipe would be waited for
+                    if image.name.lower().endswith(_SUFFIXES) and image.is_file()  # reading a pipe would block
                 )
     return found
 
 
 def _files_of_archive(path: Path) -> dict[str, dict[str, tuple[int, int]]]:
-    """The images of both parts with the place of their bytes in the tar; a leading folder is skipped."""
+    """The images of both parts with their byte ranges in the tar; a leading folder is skipped."""
     found: dict[str, dict[str, tuple[int, int]]] = {_TRAIN: {}, _VALIDATION: {}}
     full_names: dict[str, str] = {}
     for full_name, begin, size in tar_files(path):
@@ -190,23 +190,24 @@ def _files_of_archive(path: Path) -> dict[str, dict[str, tuple[int, int]]]:
         short = f"{part}/{label}/{name}"
         if (other := full_names.setdefault(short, full_name)) != full_name or f"{label}/{name}" in found[part]:
             raise CorruptData(
-                f"{path}: expected each image once, got {short} twice ({other} and {full_name}); make the archive "
-                "anew, with one of them or with different names"
+                f"{path}: expected each image once, got {short} twice ({other} and {full_name}); create the "
+                "archive again, with one of them or with different names"
             )
         found[part][f"{label}/{name}"] = (begin, size)
     return found
 
 
-# What can be wrong with an image, or with the machine that reads it.
+# Errors of an image, or of the machine that reads it.
 _Problem: TypeAlias = CorruptData | OSError | ImportError
 _PROBLEMS = (CorruptData, OSError, ImportError)
 _Sample: TypeAlias = tuple[Tensor, int] | _Problem
 
 
 class _Images(Dataset[_Sample]):
-    """Decoded crops by (epoch, index): what the worker processes run.
+    """Decoded crops by (epoch, index), computed in the worker processes.
 
-    A bad file comes back as a value: raised in a worker, its message would drown in the worker's traceback.
+    The error of a bad file is returned as a value: if it was raised in a worker, its message would be hidden in the
+    traceback of the worker.
     """
 
     def __init__(self, part: FolderPart, *, size: int, resize: int, training: bool, seed: int) -> None:
@@ -237,7 +238,7 @@ def _collate(samples: list[_Sample]) -> tuple[Tensor, Tensor] | _Problem:
             return sample
         images.append(sample[0])
         labels.append(sample[1])
-    empty = torch.empty(0, 3, 1, 1, dtype=torch.uint8)  # where other processes have all images of a short batch
+    empty = torch.empty(0, 3, 1, 1, dtype=torch.uint8)  # if other processes have all images of a short batch
     return torch.stack(images) if images else empty, torch.tensor(labels, dtype=torch.int64)
 
 
@@ -246,8 +247,8 @@ class FolderBatches(BatchSource):
 
     Training: a random crop of 8 to 100 % of the area and 3:4 to 4:3 in shape, scaled to `size` and mirrored
     at random; shuffled, a short last batch dropped. Evaluation: the shorter side scaled to `resize`, the
-    centre cropped; in order. `state` works like that of `Batches`. Where several processes share every batch,
-    `slice_of` says which part of so many images is this one's, and no other is decoded here; it may be empty.
+    centre cropped; in order. `state` works like that of `Batches`. If several processes share every batch,
+    `slice_of` returns the slice of this process for a number of images, and only that is decoded; it may be empty.
     """
 
     def __init__(
@@ -282,7 +283,7 @@ class FolderBatches(BatchSource):
         self._position = Position()
 
     def __len__(self) -> int:
-        """Batches an epoch."""
+        """Batches per epoch."""
         count = len(self._images)
         return count // self.batch_size if self.training else math.ceil(count / self.batch_size)
 
@@ -320,24 +321,25 @@ class FolderBatches(BatchSource):
                 _end_workers(stream)
 
     def _start_method(self) -> str | None:
-        """Beside the threads that talk to other processes a plain fork can come to a standstill, as a lock that one of
-        them holds is copied without its holder."""
+        """How workers are started. With threads that communicate with other processes, a plain fork can deadlock,
+        because
+        it copies a held lock without its holder."""
         several = torch.distributed.is_available() and torch.distributed.is_initialized()
         return "forkserver" if self.workers and several else None
 
 
 def _leave_signals_to_the_trainer(worker: int) -> None:
-    """A terminal or a scheduler sends a signal to all the processes of a run, but the one that trains still wants
-    images to finish its step. Workers end when it tells them so, or is gone."""
+    """Ignore signals in a worker. A terminal or scheduler signals all processes of a run, but the trainer still needs
+    images to finish its step. Workers exit when the trainer stops them or exits."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
 
 
 def _end_workers(stream: Any) -> None:
-    """Let the workers of a loader end now. A traceback may keep the loader alive until Python exits, and Python then
-    sends them SIGTERM, which they ignore, and waits for them without end."""
+    """Stop the workers of a loader now. A traceback may keep the loader alive until Python exits; Python then sends
+    SIGTERM, which workers ignore, and waits for them forever."""
     try:
-        stream._shutdown_workers()  # they finish the batch they are at, for which torch waits a few seconds
+        stream._shutdown_workers()  # they finish their current batch, for which torch waits a few seconds
     finally:
         for worker in stream._workers:
             worker.kill()
@@ -345,14 +347,14 @@ def _end_workers(stream: Any) -> None:
 
 @contextmanager
 def advice_on_lost_workers() -> Iterator[None]:
-    """Say what to do about a worker that was killed. Its end is noticed wherever the program is at that moment."""
+    """Explain what to do about a killed worker. Its death may be noticed anywhere in the program."""
     try:
         yield
     except RuntimeError as error:
         if "DataLoader worker" not in str(error):
             raise
         raise RuntimeError(
-            f"a process that decodes images has died, perhaps for want of memory ({str(error).rstrip('. ')}): set "
-            "fewer workers=, allow more memory or more shared memory (/dev/shm), or set workers=0, which needs no such "
-            "process, and go on"
+            f"a process that decodes images has died, perhaps because of a lack of memory ({str(error).rstrip('. ')}): "
+            "set fewer workers=, allow more memory or more shared memory (/dev/shm), or set workers=0, which needs no "
+            "such process, and run the command again"
         ) from error

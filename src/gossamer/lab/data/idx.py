@@ -1,7 +1,7 @@
 """MNIST and Fashion-MNIST: 60,000 + 10,000 grey images of 28 × 28 pixels in the idx format.
 
-The four files are read compressed or plain, and their checksum is that of the plain content, because
-distributions compress them anew (Debian's package dataset-fashion-mnist does). An idx file is a magic
+The four files are read compressed or plain. Checksums are of the plain content, because distributions compress them
+again (Debian's package dataset-fashion-mnist does). An idx file is a magic
 number, the length of each dimension as a big-endian number, and then the bytes.
 """
 
@@ -95,7 +95,7 @@ def _labelled(images: npt.NDArray[np.uint8], labels: npt.NDArray[np.uint8]) -> L
 
 def _read_part(part: IdxPart, path: Path) -> npt.NDArray[np.uint8]:
     if path.suffix == ".gz":
-        # Random bytes compress to a little more than themselves; anything longer is not this file.
+        # Random bytes compress to slightly more than their size; anything longer is not this file.
         _check_size(path, upper=part.plain_size + part.plain_size // 100 + 1024)
         content = gunzip(path.read_bytes(), part.plain_size, str(path))
     else:
@@ -114,10 +114,10 @@ def _check_size(path: Path, *, lower: int = 1, upper: int) -> None:
 
 
 def parse_idx(content: bytes, shape: tuple[int, ...], name: str) -> npt.NDArray[np.uint8]:
-    """The bytes of an idx file as an array; its header must announce unsigned bytes of exactly this shape."""
+    """The bytes of an idx file as an array; its header must specify unsigned bytes of exactly this shape."""
     header = 4 + 4 * len(shape)
     if len(content) < header:
-        raise CorruptData(f"{name}: expected a header of {header} bytes, got {len(content)} bytes in all")
+        raise CorruptData(f"{name}: expected a header of {header} bytes, got {len(content)} bytes in total")
     zeros, kind, dimensions = struct.unpack_from(">HBB", content)
     if (zeros, kind, dimensions) != (0, _UNSIGNED_BYTE, len(shape)):
         raise CorruptData(

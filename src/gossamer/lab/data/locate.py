@@ -1,11 +1,11 @@
-"""Where data sets are looked for, and how a missing one is fetched.
+"""The search folders for data sets, and the download of missing sets.
 
-The order: the folder named by the environment variable GOSSAMER_DATA, a folder shared/data beside a checkout
-of this repository, then the user's cache, into which a missing set is downloaded. A download goes to a
-temporary file, is checked, and only then takes its name, so what is found under a name is complete.
+The order is: the folder in the environment variable GOSSAMER_DATA, a folder shared/data next to a checkout of this
+repository, and the user's cache, into which missing sets are downloaded. A download goes to a temporary file, is
+verified, and only then renamed, so a file with the final name is complete.
 
-A data set can lie about in several layouts (official archive, unpacked archive, …). Each is a `Layout`: the
-files it consists of and a reader for them.
+A data set can be stored in several layouts (official archive, unpacked archive, …). Each is a `Layout`: its files, and
+a reader for them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _CHUNK = 1 << 20
 
 @dataclasses.dataclass(frozen=True)
 class Layout(Generic[T]):
-    """One way a set is stored: the paths that must all be there, and how they are read from a folder."""
+    """One storage layout of a set: the required paths, and a reader for a folder."""
 
     title: str
     paths: tuple[str, ...]
@@ -42,14 +42,14 @@ class Layout(Generic[T]):
 
 @dataclasses.dataclass(frozen=True)
 class Download:
-    """A file that can be fetched: tried at each address in turn until the checksum agrees."""
+    """A file to download: each address is tried in turn until the checksum matches."""
 
     file: File
     addresses: tuple[str, ...]
 
 
 def cache_folder() -> Path:
-    """The folder of the user's cache that belongs to this library."""
+    """The cache folder of this library."""
     if sys.platform == "win32":
         base = os.environ.get("LOCALAPPDATA") or str(Path.home() / "AppData" / "Local")
     elif sys.platform == "darwin":
@@ -90,7 +90,7 @@ def read_first(
     """Read a set from the first folder that holds one of its layouts completely, or download it.
 
     `system` is a folder where the operating system's packages put the set, searched before the cache. `hint`
-    may say something about a folder that holds the set in a form that is not read. With an explicit `root`
+    may describe a folder that has the set in an unsupported form. With an explicit `root`,
     nothing is downloaded.
     """
     layouts, folders = tuple(layouts), search_folders(root)
@@ -128,7 +128,7 @@ def read_first(
 
 
 def fetch(download: Download, folder: Path, *, timeout: float = 60.0) -> Path:
-    """Download a file into `folder`, unless it is there. It takes its name only once complete and checked."""
+    """Download a file into `folder`, unless it exists. It gets its name only when it is complete and verified."""
     target = folder / download.file.path
     if target.is_file():
         return target
@@ -157,7 +157,7 @@ def fetch(download: Download, folder: Path, *, timeout: float = 60.0) -> Path:
 
 
 def _copy(address: str, write: Callable[[bytes], object], file: File, timeout: float) -> None:
-    """Stream an address through a checksum; more than the expected size is cut off, not stored."""
+    """Stream an address through a checksum; data beyond the expected size is not stored."""
     algorithm, _, expected = file.digest.partition(":")
     digest, size = hashlib.new(algorithm, usedforsecurity=False), 0
     with urllib.request.urlopen(address, timeout=timeout) as response:

@@ -1,4 +1,4 @@
-"""Decoding one image file, and the two crops customary for ImageNet. Needs Pillow."""
+"""Decoding of an image file, and the two usual crops for ImageNet. Needs Pillow."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ __all__ = ["centre_crop", "crop_box", "decode", "random_crop_flip"]
 
 _Pixels = npt.NDArray[np.uint8]
 _ATTEMPTS = 10
-# Whatever a file is called, nothing but these decoders reads it: Pillow has some that start other programs (EPS).
+# Only these decoders read a file, whatever its name: some decoders of Pillow start other programs (EPS).
 _FORMATS = ("JPEG", "PNG", "BMP", "WEBP")
 
-# Pixels cost memory, and a few bytes can announce very many: a uniform WebP of 30 bytes has up to 268 million.
+# Pixels cost memory, and a small file can have very many: a uniform WebP of 30 bytes has up to 268 million.
 MOST_PIXELS = 1 << 26  # 256 MiB once decoded
-_FREE_PIXELS = 1 << 22  # that any file may have
-_PIXELS_A_BYTE = 1024  # that a larger one may have for each of its bytes; photographs have about 10
+_FREE_PIXELS = 1 << 22  # limit for any file
+_PIXELS_A_BYTE = 1024  # limit per byte of a larger file; photographs have about 10
 
 
 def decode(content: bytes, name: str) -> Image:
-    """Decode to RGB; an unreadable image is an error that names it."""
+    """Decode to RGB; an unreadable image raises an error with its name."""
     try:
         from PIL import Image
     except ImportError as error:
@@ -39,20 +39,20 @@ def decode(content: bytes, name: str) -> Image:
             return image.convert("RGB")
     except (CorruptData, MemoryError):
         raise
-    except Exception as error:  # whatever a decoder stumbles over: they raise nearly anything
+    except Exception as error:  # any error: decoders raise almost any exception
         reason = f"{error}" or type(error).__name__
         raise CorruptData(
-            f"{name} is not a readable image ({reason}); replace it, or take it out of the folder"
+            f"{name} is not a readable image ({reason}); replace it, or remove it from the folder"
         ) from error
 
 
 def _check_pixels(width: int, height: int, size: int, name: str) -> None:
-    """Refuse an image that would take much more memory than its file leads one to expect, before it is decoded."""
+    """Refuse an image that would take much more memory than its file size suggests, before decoding it."""
     limit = min(MOST_PIXELS, max(_FREE_PIXELS, _PIXELS_A_BYTE * size))
     if not 0 < width * height <= limit:
         raise CorruptData(
             f"{name}: expected an image of 1 to {limit:,} pixels in a file of {size:,} bytes, got {width:,} × "
-            f"{height:,}; scale it down, or take it out of the folder"
+            f"{height:,}; scale it down, or remove it from the folder"
         )
 
 
@@ -64,10 +64,10 @@ def crop_box(
     area: tuple[float, float] = (0.08, 1.0),
     ratio: tuple[float, float] = (3 / 4, 4 / 3),
 ) -> tuple[int, int, int, int]:
-    """A random (left, top, right, bottom) whose share of the area and width : height are in these ranges.
+    """A random (left, top, right, bottom) whose fraction of the area and aspect ratio are in these ranges.
 
-    Shares are uniform, shapes log-uniform. Where ten draws do not fit the image, the largest allowed centre
-    is taken.
+    Fractions are uniform, aspect ratios log-uniform. If ten draws do not fit the image, the largest allowed centre crop
+    is used.
     """
     for _ in range(_ATTEMPTS):
         pixels = width * height * random.uniform(*area)
@@ -84,7 +84,7 @@ def crop_box(
 
 
 def random_crop_flip(image: Image, size: int, random: np.random.Generator) -> _Pixels:
-    """A random crop scaled to size × size, mirrored every second time; as channels × rows × columns."""
+    """A random crop scaled to size × size, mirrored with probability one half; as channels × rows × columns."""
     from PIL.Image import Resampling
 
     box = crop_box(image.width, image.height, random)
@@ -101,7 +101,7 @@ def centre_crop(image: Image, size: int, resize: int) -> _Pixels:
     shorter = min(image.size)
     width, height = (max(resize, round(side * resize / shorter)) for side in image.size)
     left, top = (width - size) // 2, (height - size) // 2
-    # Only the part of the image that is seen is scaled: all of one of 1 × 60,000 pixels would take gigabytes.
+    # Only the visible part of the image is scaled: scaling all of a 1 × 60,000 image would take gigabytes.
     across, down = image.width / width, image.height / height
     box = (left * across, top * down, (left + size) * across, (top + size) * down)
     pixels = np.asarray(image.resize((size, size), Resampling.BILINEAR, box=box))

@@ -22,8 +22,8 @@ DataSet: TypeAlias = ImageSet | TextSet | FolderSet
 
 @dataclasses.dataclass(frozen=True)
 class DataEntry:
-    """A registered set: its name, what it is, how it is read from a root (None: wherever it is found), and whether it
-    is images that fit the device, a folder of images that is streamed, or text."""
+    """A registered set: its name, a description, a reader for a root (None: the first place that has it), and its kind:
+    images that fit the device, a streamed folder of images, or text."""
 
     name: str
     description: str
@@ -51,7 +51,7 @@ def names() -> tuple[str, ...]:
 
 
 def kind_of(name: str) -> Literal["images", "folder", "text"] | None:
-    """What a set consists of, None for one that is not there."""
+    """The kind of a set; None for an unknown one."""
     return next((entry.kind for entry in DATA_SETS if entry.name == name), None)
 
 
@@ -61,7 +61,7 @@ def training_images(name: str) -> int | None:
 
 
 def table() -> list[tuple[str, str]]:
-    """One row a set, (name, description), for listings."""
+    """One row per set for listings: (name, description)."""
     return [(entry.name, entry.description) for entry in DATA_SETS]
 
 

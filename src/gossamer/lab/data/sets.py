@@ -1,7 +1,7 @@
-"""What a loaded data set is: frozen values, with pixels still as bytes.
+"""Loaded data sets: frozen values, with pixels as bytes.
 
 An image set keeps the original uint8 pixels; normalisation and augmentation happen later, batch by batch and
-on the device (see `gossamer.lab.data.batches`). A text set keeps token ids. Neither knows where it came from.
+on the device (see `gossamer.lab.data.batches`). A text set keeps token ids. Neither depends on its source.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class Labelled:
 class ImageSet:
     """A classification set. `mean` and `std` are per channel, of the training pixels scaled to 0…1.
 
-    `padding` and `flip` are the augmentation customary for the set (CIFAR: crop after padding by 4, mirror);
-    0 and False mean none. `validation` is there only after `split`.
+    `padding` and `flip` are the usual augmentation for the set (CIFAR: crop after padding by 4, mirror); 0 and False
+    mean none. `validation` exists only after `split`.
     """
 
     name: str
@@ -65,7 +65,7 @@ class ImageSet:
         return tuple(self.train.images.shape[1:])
 
     def split(self, validation: int = 5000, seed: int = 0) -> ImageSet:
-        """Hold `validation` training images out, drawn by `seed`; the test set stays untouched.
+        """Hold out `validation` random training images, drawn by `seed`; the test set does not change.
 
         The result's `train` and `validation` are disjoint and together are this set's `train`.
         """
@@ -79,23 +79,23 @@ class ImageSet:
         )
 
     def to(self, device: torch.device | str) -> ImageSet:
-        """The same set with its pixels and labels on `device`, to be shared by several runs there."""
+        """The same set with its pixels and labels on `device`, where several runs can share it."""
         validation = None if self.validation is None else self.validation.to(device)
         return dataclasses.replace(self, train=self.train.to(device), test=self.test.to(device), validation=validation)
 
 
 def split_indices(count: int, held_out: int, seed: int, name: str) -> tuple[Tensor, Tensor]:
-    """Which of `count` training images of a set are kept, and which are held out, drawn by `seed`."""
+    """The kept and the held-out indices of `count` training images, drawn by `seed`."""
     if not 0 < held_out < count:
         raise ValueError(f"expected 1 to {count - 1} images to hold out of {name}, got {held_out}")
     order = torch.randperm(count, generator=torch.Generator().manual_seed(seed))
-    # Sorted, so that both parts keep the order of the original and a batch reads memory forwards.
+    # Sorted, so that both parts keep the original order and a batch reads memory forwards.
     return order[held_out:].sort().values, order[:held_out].sort().values
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TextSet:
-    """A language-modelling set: one long stream of int64 token ids a part, and the words they stand for."""
+    """A language-modelling set: one stream of int64 token ids per part, and the vocabulary."""
 
     name: str
     train: Tensor

@@ -30,8 +30,8 @@ END_OF_LINE = "<eos>"
 class TextSpec:
     """A set of three text files, in the order training, validation, test.
 
-    `parts` names them as the first layout has them; `other_names` are further paths of the same three
-    contents. `archive` is a tar that holds the `parts` under these very paths.
+    `parts` are their names in the first layout; `other_names` are further paths of the same three contents. `archive`
+    is a tar with the `parts` under exactly these paths.
     """
 
     name: str
@@ -67,7 +67,7 @@ def _plain_layout(spec: TextSpec, files: tuple[File, ...], title: str = "plain t
 def _read_archive(spec: TextSpec, archive: File, folder: Path) -> TextSet:
     sizes = {}
     for part in spec.parts:
-        assert part.size is not None  # a set with an archive states the sizes of what is in it
+        assert part.size is not None  # a set with an archive specifies the sizes of its files
         sizes[part.path] = part.size
     members = read_tar_members(read_checked(folder, archive), sizes, str(folder / archive.path))
     return _from_contents(spec.name, [members[part.path] for part in spec.parts])
@@ -83,7 +83,7 @@ def _from_contents(name: str, contents: list[bytes]) -> TextSet:
 
 
 def encode(texts: list[str]) -> tuple[list[Tensor], tuple[str, ...]]:
-    """Each text as a stream of ids, and the words these stand for, in the order of first appearance."""
+    """Each text as a stream of ids, and the vocabulary, in the order of first appearance."""
     ids: dict[str, int] = {}
     streams = []
     for text in texts:
@@ -95,7 +95,7 @@ def encode(texts: list[str]) -> tuple[list[Tensor], tuple[str, ...]]:
 
 
 def batchify(stream: Tensor, batch_size: int) -> Tensor:
-    """Cut a stream into `batch_size` columns (steps × batch) read side by side; a short rest is dropped."""
+    """Cut a stream into `batch_size` columns (steps × batch) read in parallel; a short rest is dropped."""
     steps = len(stream) // batch_size if batch_size > 0 else 0
     if steps < 2:
         raise ValueError(
@@ -106,7 +106,7 @@ def batchify(stream: Tensor, batch_size: int) -> Tensor:
 
 
 def windows(columns: Tensor, length: int = 35, *, first: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
-    """Windows of at most `length` steps with the words that follow, from window number `first` on."""
+    """Windows of at most `length` steps with their next words, starting at window `first`."""
     last = len(columns) - 1
     for start in range(first * length, last, length):
         stop = min(start + length, last)
@@ -114,10 +114,10 @@ def windows(columns: Tensor, length: int = 35, *, first: int = 0) -> Iterator[tu
 
 
 class TextBatches(BatchSource):
-    """Iterate over (tokens, next tokens) windows of a text that lives on the device, an epoch at a time.
+    """Iterate over (tokens, next tokens) windows of a text on the device, an epoch at a time.
 
-    The text is read in order, so an epoch has no randomness; `state` works like that of `Batches`. Whoever
-    goes on from the middle of an epoch has to restore the network's own state as well.
+    The text is read in order, so an epoch has no randomness; `state` works like that of `Batches`. To resume in
+    the middle of an epoch, restore the hidden state of the network as well.
     """
 
     def __init__(
@@ -131,7 +131,7 @@ class TextBatches(BatchSource):
         self._position = Position()
 
     def __len__(self) -> int:
-        """Windows an epoch."""
+        """Windows per epoch."""
         return -(-(len(self.columns) - 1) // self.length)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:

@@ -54,7 +54,7 @@ class Entry:
 def entries(*, seeds: int, epochs: int = EPOCHS) -> list[Entry]:
     """All runs of the exhibit."""
     if seeds < 1 or epochs < 3:
-        raise ValueError(f"expected at least 1 seed and 3 epochs, one a phase, got {seeds} and {epochs}")
+        raise ValueError(f"expected at least 1 seed and 3 epochs, one per phase, got {seeds} and {epochs}")
     return [entry for seed in range(seeds) for entry in _entries_of_seed(seed, epochs)]
 
 

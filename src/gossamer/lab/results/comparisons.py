@@ -78,7 +78,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Block:
-    """What stands in one table, or one panel of a plot."""
+    """The content of one table, or of one panel of a plot."""
 
     kind: str
     shared: tuple[str, ...]  # in what all groups differ from the defaults, dense ones apart
@@ -183,8 +183,8 @@ def comparison_page(records: Sequence[Record], tier: str) -> str:
 def about(records: Sequence[Record], tier: str) -> str:
     """What was run, in a sentence."""
     config, seeds = records[0]["config"], _seeds(records)
-    held_out = config["validation"]
-    images = f"{held_out:,} training images held out" if held_out else "all training images"
+    validation = config["validation"]
+    images = f"{validation:,} training images held out" if validation else "all training images"
     return (
         f"{tier.capitalize()} of {config['model']} on {config['data']}: {config['epochs']} epochs, "
         f"{images}; test accuracy in percent at the last epoch by sparsity, {_over(seeds)}."
@@ -200,7 +200,7 @@ def _over(seeds: int) -> str:
 
 
 def _shared(groups: Sequence[Group]) -> tuple[str, ...]:
-    """What stands above the rows; with one method alone, its row says it."""
+    """The settings that all rows share; with only one method they stay in its row."""
     sparse = [group for group in groups if group.method != "dense"]
     if len({group.method for group in sparse}) < 2:
         return ()

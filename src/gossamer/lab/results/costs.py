@@ -70,15 +70,15 @@ def throughput_rows(record: Record) -> list[list[str]]:
 
 
 def _earlier(record: Record) -> str:
-    """Which networks were measured at another commit than the rest."""
+    """The networks that were measured at another commit than the rest."""
     of: dict[str, list[str]] = {}
     for name, found in record["networks"].items():
         for key in ("alone", "batched"):
             commit = found.get(key, {}).get("commit")
             if commit is not None and name not in of.setdefault(commit, []):
                 of[commit].append(name)
-    told = [f"{', '.join(names)} at {commit}" for commit, names in sorted(of.items())]
-    return f", but {'; '.join(told)}" if told else ""
+    earlier = [f"{', '.join(names)} at {commit}" for commit, names in sorted(of.items())]
+    return f", but {'; '.join(earlier)}" if earlier else ""
 
 
 def throughput(root: Path) -> str:
@@ -161,7 +161,7 @@ def product_rows(records: Sequence[Record], formats: Sequence[str]) -> list[list
 
 
 def wins(records: Sequence[Record]) -> str:
-    """In how many rows a captured sparse product beats the best dense one, and by how much at most."""
+    """The number of rows in which a captured sparse product beats the best dense one, and its largest gain."""
     gains = []
     for row in (row for record in records for row in record["rows"]):
         times = {name: each["microseconds"] for name, each in row["formats"].items() if each.get("run") == "graph"}
@@ -175,7 +175,7 @@ def wins(records: Sequence[Record]) -> str:
 
 
 def products_on_a_gpu(root: Path) -> str:
-    """Sparse products that torch has for a GPU, where they have been measured."""
+    """Sparse products that torch has for a GPU, if they have been measured."""
     records = read_objects(root / "speed-gpu")
     if not records:
         return ""

@@ -47,15 +47,15 @@ def summary(root: Path) -> str:
 
 
 def in_a_sentence(epochs: int, records: Sequence[Record]) -> str:
-    """The first table of some runs without a table of its own."""
+    """The first table of these runs as a sentence."""
     block = blocks_of(one_per_method(records)[0])[0]
     head, rows = table_of(block)
     columns = ["" if sparsity == "0 %" else f" at {sparsity}" for sparsity in head[1:]]
-    told = (
+    methods = (
         f"{label}: {', '.join(f'{cell}{column}' for cell, column in zip(cells, columns, strict=True) if cell != '–')}"
         for label, *cells in rows
     )
-    return f"In {epochs} epochs{f', {block.about_all}' if block.shared else ''}, {'; '.join(told)}."
+    return f"In {epochs} epochs{f', {block.about_all}' if block.shared else ''}, {'; '.join(methods)}."
 
 
 def drawings(checkout: Path) -> dict[Path, list[Record]]:

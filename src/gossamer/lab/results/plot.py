@@ -32,7 +32,7 @@ def can_draw() -> bool:
 
 
 def check(path: Path | None = None) -> None:
-    """Raise an error that says what to do where matplotlib is not installed, or knows no such kind of file."""
+    """Raise an error with a remedy if matplotlib is not installed, or does not know this kind of file."""
     if not can_draw():
         raise ImportError("a plot needs matplotlib, which is not installed: pip install 'gossamer[plot]'")
     if path is not None:
@@ -77,7 +77,7 @@ def _line(group: Group, block: Block) -> Line:
 
 
 def accuracy_against_sparsity(records: Sequence[Record], tier: str, path: Path) -> None:
-    """Draw the records into a file; what kind of file its name says. Whole filters have a panel of their own."""
+    """Draw the records into a file of the kind that its suffix names. Whole filters have a panel of their own."""
     check()
     from matplotlib.figure import Figure  # optional
 
@@ -137,7 +137,7 @@ def _write(figure: Any, path: Path) -> None:
 
 
 def _draw_rows(axes: Any, panel: Panel) -> None:
-    """At a single sparsity there are no lines to draw: a row a method, the best on top."""
+    """At a single sparsity there are no lines to draw: a row per method, the best on top."""
     for line in panel.dense:
         axes.axvline(line.accuracy[0], color="black", linewidth=1, linestyle=":", label=_wrapped(line.label))
     ranked = panel.sparse[::-1]
@@ -155,14 +155,14 @@ def _draw_rows(axes: Any, panel: Panel) -> None:
 
 
 def lowest(panel: Panel) -> float:
-    """The lower end of the axis. A line may leave it: one run that has collapsed would press all others together."""
+    """The lower end of the axis. A line may leave it: one collapsed run would squeeze all others."""
     points = [each for line in panel.sparse for each in zip(line.sparsity, line.accuracy, line.spread, strict=True)]
     best = {sparsity: max(mean for at, mean, _ in points if at == sparsity) for sparsity, _, _ in points}
     return min(mean - spread for at, mean, spread in points if mean > best[at] - _COLLAPSED) - 0.5
 
 
 def _draw(axes: Any, panel: Panel) -> None:
-    """The axis of sparsity shows the logarithm of what is left, as 90 and 95 % are farther apart than 50 and 55 %."""
+    """The axis shows the logarithm of the density, as 90 and 95 % are farther apart than 50 and 55 %."""
     for line in panel.dense:
         axes.axhline(line.accuracy[0], color="black", linewidth=1, linestyle=":", label=_wrapped(line.label))
     for number, line in enumerate(panel.sparse):

@@ -19,9 +19,9 @@ def sweep_table(records: Sequence[Record]) -> tuple[list[str], list[list[str]]]:
     groups: dict[str, list[tuple[dict[str, Any], Record]]] = defaultdict(list)
     for each, record in zip(settings, records, strict=True):
         groups[json.dumps([each.get(name) for name in names])].append((each, record))
-    shown = differ or ["model"]
-    rows = [[*(_said(group[0][0].get(name)) for name in shown), *_cells(group)] for group in groups.values()]
-    return [*shown, "test", "validation", "zeros", "loss", "seeds"], rows
+    columns = differ or ["model"]
+    rows = [[*(_text(group[0][0].get(name)) for name in columns), *_cells(group)] for group in groups.values()]
+    return [*columns, "test", "validation", "zeros", "loss", "seeds"], rows
 
 
 def _cells(group: Sequence[tuple[dict[str, Any], Record]]) -> list[str]:
@@ -48,7 +48,7 @@ def _flat(config: dict[str, Any]) -> dict[str, Any]:
     return flat
 
 
-def _said(value: Any) -> str:
+def _text(value: Any) -> str:
     if value is None:
         return "–"
     return f"{value:g}" if isinstance(value, float) else " ".join(value) if isinstance(value, list) else str(value)

@@ -4,6 +4,7 @@ State that is equal in all processes is written once. State that differs (random
 model, and all sharded parameters) is written per process, so such a run resumes with the same number of processes.
 """
 
+import warnings
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -20,6 +21,7 @@ from gossamer.lab.training.optimise import Plateau, load_optimizer_state
 from gossamer.lab.training.run import Run
 from gossamer.lab.training.task import Task
 from gossamer.lab.training.teacher import Teacher
+from gossamer.provenance import cpu_name
 from gossamer.sparsifier import Sparsifier
 
 _FORMAT = 1
@@ -70,11 +72,10 @@ def save(
     ranks = context.gather(own)
     written = True
     if context.leads:
-        header = {"format": _FORMAT, "run": run.to_dict(), "step": step, "seconds": seconds}
+        header = {"format": _FORMAT, "run": run.to_dict(), "step": step, "seconds": seconds, "machine": _machine()}
         header["plateau"] = asdict(parts.plateau)
-        written = checkpoints.save(
-            {**header, "position": asdict(parts.task.source.state), **alike, "ranks": ranks}, step
-        )
+        position = asdict(parts.task.source.state)
+        written = checkpoints.save({**header, "position": position, **alike, "ranks": ranks}, step)
     return bool(context.broadcast(written))
 
 
@@ -127,4 +128,26 @@ def _restore(
     ):
         raise TypeError("position and plateau are not numbers")
     set_random_states(own["random"], context.device)
+    if context.leads and context.device.type == "cpu":
+        _warn_of_another_machine(state.get("machine"))
     return float(state["seconds"])
+
+
+def _machine() -> dict[str, int | str]:
+    """What decides, on a CPU, in which order numbers are added up, and so the last bits of a result."""
+    return {"threads": torch.get_num_threads(), "processor": cpu_name()}
+
+
+def _warn_of_another_machine(before: Any) -> None:
+    now = _machine()
+    if not isinstance(before, dict) or before.keys() != now.keys():  # a checkpoint of an earlier version
+        return
+    changes = [
+        f"{name} {value} instead of {before[name]!s:.80}" for name, value in now.items() if before[name] != value
+    ]
+    if changes:
+        warnings.warn(
+            f"this run resumes with {', '.join(changes)}: sums are added up in another order, so its last bits will "
+            "differ from those of an uninterrupted run",
+            stacklevel=2,
+        )
