@@ -1,0 +1,72 @@
+"""The queue of runs that wait for a GPU."""
+
+import importlib
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+@pytest.fixture
+def queue(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    monkeypatch.delitem(sys.modules, "gpu_queue", raising=False)
+    return importlib.import_module("gpu_queue")
+
+
+def write(path: Path, *runs: tuple[str, str, float]) -> Path:
+    tables = [
+        f"[[run]]\nname = \"{name}\"\nwhy = \"a test\"\ncommand = '''{command}'''\nminutes = {minutes}\n"
+        for name, command, minutes in runs
+    ]
+    path.write_text("\n".join(tables))
+    return path
+
+
+def test_the_committed_queue_is_whole(queue: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    runs = queue.read()
+    assert len({run["name"] for run in runs}) == len(runs)
+    queue.main(["--list"])
+    assert len(capsys.readouterr().out.splitlines()) == len(runs)
+
+
+def test_runs_go_in_order_as_far_as_the_time_goes_and_are_not_repeated(
+    queue: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    python = sys.executable
+    file = write(
+        tmp_path / "gpu_queue.toml",
+        ("first", f"{python} -c \"open(r'{{out}}/first.txt', 'a').write('once')\"", 0.5),
+        ("failing", f'{python} -c "print(1 / 0)"', 0.5),
+        ("missing", "no-such-program", 0.5),
+        ("long", f"{python} --version", 50),
+    )
+    asked = ["--queue", str(file), "--out", str(tmp_path / "out"), "--minutes", "5"]
+    with pytest.raises(SystemExit) as left:
+        queue.main(asked)
+    assert left.value.code == 1
+    assert "long: needs 50 minutes" in capsys.readouterr().out
+    ended = json.loads((tmp_path / "out" / "queue.json").read_text())
+    assert {name: each["status"] for name, each in ended.items()} == {"first": 0, "failing": 1, "missing": 1}
+    assert "ZeroDivisionError" in (tmp_path / "out" / "failing.log").read_text()
+    with pytest.raises(SystemExit):
+        queue.main(asked)
+    assert "first: done before" in capsys.readouterr().out
+    assert (tmp_path / "out" / "first.txt").read_text() == "once"
+
+
+def test_wrong_calls(queue: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = write(tmp_path / "gpu_queue.toml", ("a", "true", 1))
+    with pytest.raises(SystemExit):
+        queue.main(["--queue", str(file), "--only", "b", "--out", str(tmp_path)])
+    assert "unknown runs b: the queue has a" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        queue.main(["--queue", str(file)])
+    assert "expected --out DIR" in capsys.readouterr().err
+    file.write_text('[[run]]\nname = "a"\n')
+    with pytest.raises(ValueError, match=r"expected command, minutes, why of every run in gpu_queue\.toml"):
+        queue.read(file)
