@@ -367,6 +367,18 @@ class Sparsifier:
         finally:
             self._remove_hooks()
 
+    def detach(self) -> None:
+        """Remove the hooks and discard the masks, so that the run can start again with a new Sparsifier.
+
+        The weights stay as they are. A finished one stays as it is.
+        """
+        if self.phase is Phase.FINISHED:
+            return
+        if self._driver is not None:
+            self._driver.freeze()
+            self._driver = None
+        self._remove_hooks()
+
     def _remove_hooks(self) -> None:
         for handle in self._handles:
             handle.remove()

@@ -37,6 +37,8 @@ class SparsifierCallback(TrainerCallback):
         model: nn.Module = kwargs["model"]
         optimizer: Optimizer = kwargs["optimizer"]
         settings = {"steps_per_epoch": max(1, round(state.max_steps / (state.num_train_epochs or 1)))}
+        if self.sparsifier is not None:  # the run starts again, as auto_find_batch_size does
+            self.sparsifier.detach()
         self.sparsifier = Sparsifier(model, optimizer, total_steps=state.max_steps, **{**settings, **self._settings})
         if state.global_step:
             self.sparsifier.load_state_dict(self._read(self._folder(args, state, self._resume_from)))
