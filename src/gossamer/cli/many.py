@@ -16,7 +16,7 @@ from gossamer.cli.arguments import (
     at_home,
     joined,
 )
-from gossamer.cli.console import lines_to
+from gossamer.cli.console import Answer, live_bar
 from gossamer.cli.run_options import RunOptions, assignments, is_list
 from gossamer.lab import tables
 from gossamer.lab.batched import runs_of, sweep
@@ -48,10 +48,12 @@ class Sweep:
     """Runs trained at the same time."""
     save_models: bool = False
     """Save each network next to its record, for `gossamer.load`."""
+    json: bool = False
+    """Print JSON instead of a table."""
     debug: bool = False
     """Show the traceback of an error."""
 
-    def carry_out(self, console: Console) -> None:
+    def carry_out(self, console: Console) -> Answer:
         changes, grid = joined(self.set), joined(self.grid)
         options = assignments(self.options, (*changes, *grid))
         grid += [each for each in options if _has_several(each)]
@@ -70,15 +72,18 @@ class Sweep:
             console.print(
                 f"{there} of {len(runs)} runs have their record in {out} and are not trained again", soft_wrap=True
             )
-        records = sweep(
-            runs,
-            out,
-            device=runs[0].device,
-            together=self.together,
-            save_models=self.save_models,
-            progress=lines_to(console),
-        )
+        with live_bar(console, self.recipe) as bar:
+            records = sweep(
+                runs,
+                out,
+                device=runs[0].device,
+                together=self.together,
+                save_models=self.save_models,
+                progress=bar.line,
+                moved=bar.move,
+            )
         console.print(tables.of_rows(*sweep_table(records)))
+        return Answer(records)
 
 
 @dataclass(frozen=True)
@@ -114,10 +119,12 @@ class Compare:
     """Save each network next to its record, for `gossamer.load`."""
     device: str = "auto"
     """auto takes a GPU if there is one."""
+    json: bool = False
+    """Print JSON instead of a table."""
     debug: bool = False
     """Show the traceback of an error."""
 
-    def carry_out(self, console: Console) -> None:
+    def carry_out(self, console: Console) -> Answer:
         tier = TIERS[self.tier]
         comparison = Comparison(
             self.net,
@@ -139,16 +146,19 @@ class Compare:
             for block in blocks_of(records):
                 console.print(tables.of_rows(*table_of(block), block.title))
 
-        compare(
-            comparison,
-            out,
-            device=self.device,
-            together=self.together,
-            save_models=self.save_models,
-            plot=self.plot,
-            progress=lines_to(console),
-            finished=show,
-        )
+        with live_bar(console, f"{self.net} on {self.data}") as bar:
+            records = compare(
+                comparison,
+                out,
+                device=self.device,
+                together=self.together,
+                save_models=self.save_models,
+                plot=self.plot,
+                progress=bar.line,
+                moved=bar.move,
+                finished=show,
+            )
+        return Answer(records)
 
 
 def _has_several(assignment: str) -> bool:

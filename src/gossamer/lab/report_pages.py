@@ -39,7 +39,7 @@ def page_of_run(folder: Path, dense: Mapping[str, Any] | None = None) -> Page:
     tensors: dict[str, Tensor] = read_checkpoint(model) if model.is_file() else {}
     tensors = {row.name: tensors[row.name] for row in rows if row.name in tensors}
     page = Page(f"{result.get('model', 'Run')} on {result.get('data', 'its data')}", _about(result))
-    speed = _speed(folder / SPEED)
+    speed = read_speed(folder / SPEED)
     metric = "perplexity" if "perplexity" in result else "accuracy"
     sparsity, *others = facts_of(rows, _file_sizes(folder))
     page.add_facts([sparsity, _metric_fact(metric, result, dense), *others, *_speed_facts(speed)])
@@ -243,7 +243,7 @@ def _add_frontier(page: Page, path: Path) -> None:
 # --- its speed ---
 
 
-def _speed(path: Path) -> list[dict[str, Any]]:
+def read_speed(path: Path) -> list[dict[str, Any]]:
     """The cases that `gossamer speed` has measured; none without its file."""
     if not path.is_file():
         return []
