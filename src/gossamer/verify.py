@@ -139,7 +139,9 @@ def _weights_of(
 ) -> Iterator[tuple[list[str], Tensor]]:
     """The weights to compare, each with the names that it may have elsewhere, its own first."""
     if not isinstance(model, nn.Module):
-        yield from (([name], tensor) for name, tensor in report(model, include=include, exclude=exclude).tensors.items())
+        yield from (
+            ([name], tensor) for name, tensor in report(model, include=include, exclude=exclude).tensors.items()
+        )
         return
     for weight in select(model, include=include, exclude=exclude, for_training=False):
         names = [weight.name, *(f"{use.module_name}.{use.attribute}" for use in weight.uses)]

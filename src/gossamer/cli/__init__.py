@@ -20,7 +20,7 @@ from rich.console import Console
 import gossamer
 from gossamer.cli.arguments import at_home, nameless_folder, repeated
 from gossamer.cli.commands import Executable, parse
-from gossamer.cli.console import tell
+from gossamer.cli.console import put, tell
 from gossamer.cli.many import Compare, Sweep
 from gossamer.cli.paper import Reproduce
 from gossamer.cli.train import Quickstart, Train, leads
@@ -75,7 +75,7 @@ def run(command: Executable) -> int:
             # no markup: names of files and layers may contain brackets
             answer = command.carry_out(Console(markup=False, quiet=for_programs))
             if answer is not None and for_programs and leads():
-                print(answer)
+                put(answer)
         return 0 if answer is None else answer.code
     except Interrupted as stopped:
         if leads():  # all processes have stopped

@@ -41,6 +41,12 @@ def tell(sentence: object) -> None:
         print(sentence, file=sys.stderr)
 
 
+def put(text: object) -> None:
+    """Write a text to stdout, or nothing if stdout cannot be written, as after `| head`."""
+    with contextlib.suppress(OSError, ValueError):
+        print(text, flush=True)
+
+
 def lines_to(console: Console) -> Callable[[str], None]:
     """A function that prints a line of progress and ignores a closed output."""
 

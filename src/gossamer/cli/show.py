@@ -13,6 +13,7 @@ from gossamer.cli.arguments import OptionalFile, OptionalName, at_home
 from gossamer.cli.console import Answer, live_bar
 from gossamer.io.checkpoints import is_checkpoint, read_checkpoint
 from gossamer.io.container import writable
+from gossamer.io.kinds import kind_of
 from gossamer.lab import tables
 from gossamer.lab.frontier import FRONTIER, SPARSITIES, WITHIN, frontier, frontier_table, write_frontier
 from gossamer.lab.model_files import knows_its_network, open_network
@@ -152,7 +153,8 @@ class Frontier:
 
 
 def _is_model(path: Path) -> bool:
-    return is_checkpoint(path) and not (path / RESULT).exists() and not (path / RUN).exists()
+    kind = kind_of(path)
+    return kind in ("torch", "pickle", "safetensors") or (is_checkpoint(path) and kind != "run")
 
 
 def _runs_in(path: Path) -> list[Path]:

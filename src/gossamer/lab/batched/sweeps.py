@@ -177,8 +177,8 @@ def _train_missing(wanted: Collection[Run], options: _Options) -> None:
             left = len(missing_in(out, alike))
             options.progress(f"a batch of {len(portion)} runs of {portion[0].epochs} epochs, {left} to go")
             done = whole - sum(run.epochs for run in missing_in(out, wanted))
-            own = sum(run.epochs for run in portion)
-            stopping = _train_portion(portion, images, options, lambda share: options.moved((done + own * share) / whole))
+            moved = partial(_move, options.moved, done, sum(run.epochs for run in portion), whole)
+            stopping = _train_portion(portion, images, options, moved)
             options.batch_done()
             left = len(missing_in(out, wanted))
             if stopping and left:
@@ -188,9 +188,12 @@ def _train_missing(wanted: Collection[Run], options: _Options) -> None:
                 )
 
 
-def _train_portion(
-    runs: Sequence[Run], images: ImageSet, options: _Options, moved: Callable[[float], None]
-) -> bool:
+def _move(moved: Callable[[float], None], before: int, own: int, whole: int, share: float) -> None:
+    """Report the share of all epochs, from the share of those of one batch."""
+    moved((before + own * share) / whole)
+
+
+def _train_portion(runs: Sequence[Run], images: ImageSet, options: _Options, moved: Callable[[float], None]) -> bool:
     """Train these runs and write their records; whether a stop was requested after their last step."""
     first, checkpoints = runs[0], checkpoints_of(runs, options.out)
     started, writer = time.perf_counter(), RecordWriter()

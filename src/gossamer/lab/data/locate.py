@@ -131,7 +131,9 @@ def locate(layouts: Iterable[Layout[T]], *, system: Path | None = None) -> Path 
     """The first folder that has all files of a layout. Nothing is read or downloaded."""
     layouts, folders = tuple(layouts), search_folders()
     folders = folders if system is None else (*folders[:-1], system, folders[-1])
-    places = (folder for folder in folders for layout in layouts if all((folder / path).is_file() for path in layout.paths))
+    places = (
+        folder for folder in folders for layout in layouts if all((folder / path).is_file() for path in layout.paths)
+    )
     return next(places, None)
 
 
