@@ -39,7 +39,7 @@ class List:
     """Show the traceback of an error."""
 
     def carry_out(self, console: Console) -> Answer:
-        kinds = self.kinds or tuple(each for each in tables.KINDS if each != "settings")
+        kinds: tuple[str, ...] = self.kinds or tuple(each for each in tables.KINDS if each != "settings")
         for kind in kinds:
             console.print(tables.of_kind(kind))
         return Answer({kind: tables.rows_of_kind(kind) for kind in kinds})

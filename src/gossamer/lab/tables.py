@@ -4,7 +4,7 @@ Names from files and users are shown literally: brackets in them are not markup.
 """
 
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from types import NoneType
 from typing import Any
@@ -93,7 +93,7 @@ def of_kind(kind: str) -> Table:
         "recipes": ("recipe", "", "epochs", "paper"),
         "settings": ("setting", "type", "methods"),
     }
-    cells = {
+    cells: Mapping[str, Callable[[Mapping[str, Any]], tuple[str, ...]]] = {
         "models": lambda row: (row["name"], row["data"], f"{row['weights']:,}", row["description"]),
         "recipes": lambda row: (row["name"], row["description"], str(row["epochs"]), row["paper"] or "–"),
         "settings": lambda row: (row["name"], row["type"], ", ".join(row["methods"])),

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from gossamer.diagnostics import Health
-from gossamer.io.kinds import in_words, kind_of
+from gossamer.io.kinds import in_words
 from gossamer.io.sparse_file import save
 from gossamer.lab import model_files
 from gossamer.lab.checkpoint import Checkpoints, write_atomically
@@ -147,7 +147,7 @@ def read_run(path: Path) -> Run:
 
 def check_folder(path: Path) -> None:
     """Refuse a path that is not the folder of a run, and say what it is."""
-    if kind_of(path) == "run":
+    if path.is_dir():
         return
     what = f"is {in_words(path)}" if in_words(path) else "is something else" if path.exists() else "does not exist"
     raise ValueError(
