@@ -340,21 +340,21 @@ def _add_kernels(page: Page, cases: Sequence[Mapping[str, Any]]) -> None:
         return
     page.add_heading(
         "Kernels",
-        f"What gossamer.deploy runs for each operation at batch {case['batch']}. The last column has the "
-        "kernels that it timed.",
+        f"What gossamer.deploy runs for each operation at batch {case['batch']}. It has timed them "
+        "where there was a choice.",
     )
     rows = [
         [
             each["name"],
             f"{each['kind']} {each['shape']}",
             each["kernel"],
+            each["reason"] or "–",
             f"{each['nonzeros']:,} of {each['weights']:,}" if each["weights"] else "–",
             f"{each['multiplications']:,}" if each["multiplications"] else "–",
-            each["reason"] or "–",
         ]
         for each in layers
     ]
-    page.add_table(["layer", "operation, output", "kernel", "nonzeros", "multiplications", "timed"], rows, words=3)
+    page.add_table(["layer", "operation, output", "kernel", "timed", "nonzeros", "multiplications"], rows, words=4)
 
 
 # --- many runs ---
