@@ -56,7 +56,7 @@ def main() -> None:
     finally:
         if options.archive is not None and options.out.is_dir():
             with tarfile.open(options.archive, "w:gz") as archive:
-                for path in sorted(options.out.glob("**/*.json")):
+                for path in sorted(options.out.glob("*/*.json")):
                     archive.add(path, path.relative_to(options.out))
     for row in rows:
         spread = "" if row["stderr"] is None else f" ± {row['stderr']:.4f}"

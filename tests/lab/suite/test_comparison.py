@@ -1,4 +1,4 @@
-"""Comparisons on the general suite: their runs, batches and processes, records that are found again, and the summary."""
+"""Comparisons on the general suite: runs in batches and in processes, records that are found again, the summary."""
 
 import json
 from dataclasses import replace
@@ -9,7 +9,7 @@ import pytest
 from gossamer.lab.recipes import general as recipes
 from gossamer.lab.recipes.general import PROBLEMS, Problem, problem_named
 from gossamer.lab.results import general as results
-from gossamer.lab.suite import SuiteComparison, comparison, compare_suite, pool
+from gossamer.lab.suite import SuiteComparison, compare_suite, comparison, pool
 from gossamer.lab.training import Run
 
 pytest.importorskip("sklearn")

@@ -49,8 +49,8 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x + self.dropout(self.attention(self.norm1(x)))
-        return x + self.dropout(self.mlp(self.norm2(x)))
+        x = torch.add(x, self.dropout(self.attention(self.norm1(x))))
+        return torch.add(x, self.dropout(self.mlp(self.norm2(x))))
 
 
 class VisionTransformer(nn.Module):

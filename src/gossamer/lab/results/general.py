@@ -92,7 +92,7 @@ def general(root: Path) -> str:
     parts = ["## General suite", _ABOUT]
     for problem in PROBLEMS:
         if own := [row for row in rows if row["problem"] == problem.name]:
-            parts += [f"### {problem.about}", table(*_table(own))]
+            parts += [f"### {problem.about}", table(*problem_table(own, bold="**"))]
     parts += [_verdict(rows), "### Average rank", _RANKS, table(*_ranks(rows))]
     return "\n\n".join(filter(None, parts))
 
@@ -119,16 +119,17 @@ def _badness(row: Row) -> float:
     return mean if row["better"] == "lower" else -mean
 
 
-def _table(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
+def problem_table(rows: Sequence[Row], bold: str = "") -> tuple[list[str], list[list[str]]]:
+    """The table of one problem: methods by sparsity, with the difference to the best, which `bold` surrounds."""
     cells = {sparsity: own for (_, sparsity), own in sorted(_cells(rows).items())}
     dense = [row for row in rows if not row["sparsity"] and row["method"] == DENSE]
     names = dict.fromkeys(row["method"] for own in cells.values() for row in own)
     lines = [["dense", *[_number(dense[0]) if dense else "–"] * len(cells)]]
     for name in sorted(names, key=lambda name: name != OURS):
-        line = [f"**{name}** (ours)" if name == OURS else name]
+        line = [f"{name} (ours)" if name == OURS else name]
         for own in cells.values():
             row = next((each for each in own if each["method"] == name), None)
-            line.append("–" if row is None else _cell(row, own[0]))
+            line.append("–" if row is None else _cell(row, own[0], bold))
         lines.append(line)
     return ["", *(f"{sparsity:.0%}" for sparsity in cells)], lines
 
@@ -143,10 +144,10 @@ def _number(row: Row) -> str:
     return f"{scale * row['mean']:.2f}{spread}"
 
 
-def _cell(row: Row, best: Row) -> str:
+def _cell(row: Row, best: Row, bold: str) -> str:
     lost = f", {row['diverged']} diverged" if row["diverged"] else ""
     if row is best:
-        return f"**{_number(row)}**{lost}"
+        return f"{bold}{_number(row)}{bold}{lost}"
     return f"{_number(row)} ({_scale(row) * (row['mean'] - best['mean']):+.2f}){lost}"
 
 

@@ -48,8 +48,8 @@ def train_in_processes(
 ) -> list[str]:
     """Train the runs that have no record in `out` yet, `jobs` at a time; returns what went wrong, a line for each run.
 
-    No run begins that would end after `until`, on the clock of `time.monotonic`, if it took as long as the others. A run whose loss is not finite has a record, too, which says that it diverged. A run that cannot be trained does not
-    stop the others.
+    No run begins that would end after `until`, on the clock of `time.monotonic`, if it took as long as the others. The
+    record of a run whose loss is not finite says that it diverged. A run that cannot be trained stops no other.
     """
     check_one_process()
     if jobs < 1:
