@@ -107,7 +107,9 @@ class Shape:
     def of_weight(weight: Weight) -> "Shape":
         names = (weight.name, *(f"{use.module_name}.{use.attribute}" for use in weight.uses))
         convolves = any(isinstance(use.module, _ConvNd) for use in weight.uses)
-        return Shape(names, *canonical_shape(tuple(weight.parameter.shape), weight.feature_axis, weight.groups), convolves)
+        return Shape(
+            names, *canonical_shape(tuple(weight.parameter.shape), weight.feature_axis, weight.groups), convolves
+        )
 
     @staticmethod
     def features_first(name: str, shape: Sequence[int]) -> "Shape":
@@ -158,15 +160,15 @@ def parse(text: str) -> Pattern:
 
 
 def parse_option(text: str) -> Patterns:
-    """The value of `--pattern`: one pattern, or NAME=PATTERN,NAME=PATTERN, where `none` means single weights."""
+    """The value of `--pattern`: one pattern, or NAME=PATTERN;NAME=PATTERN, where `none` means single weights."""
     if "=" not in text:
         parse(text)
         return text
     named: dict[str, str | None] = {}
-    for entry in text.split(","):
+    for entry in text.split(";"):
         name, equals, pattern = (part.strip() for part in entry.partition("="))
         if not (name and equals and pattern):
-            raise ValueError(f"expected NAME=PATTERN,NAME=PATTERN, such as '*.attn.*=2:4', got {text!r}")
+            raise ValueError(f"expected NAME=PATTERN;NAME=PATTERN, such as '*.attn.*=2:4;head=none', got {text!r}")
         named[name] = None if pattern == "none" else str(parse(pattern))
     return named
 
@@ -195,7 +197,9 @@ def assign(patterns: Patterns, shapes: Sequence[Shape]) -> tuple[Pattern | None,
         matching = [index for index, shape in enumerate(shapes) if _matches(shape, name)]
         if not matching:
             names = [shape.names[0] for shape in shapes]
-            problems.append(f"{name!r} matches no tensor; {did_you_mean(name, names, f'the tensors are {some(names)}')}")
+            problems.append(
+                f"{name!r} matches no tensor; {did_you_mean(name, names, f'the tensors are {some(names)}')}"
+            )
         for index in matching:
             chosen[index] = pattern_or_none
     for each, shape in zip(chosen, shapes, strict=True):
@@ -247,11 +251,15 @@ def target_of(
 ) -> Target:
     """The target of a run with patterns. N:M fixes the sparsity of its tensors; all others share the rest."""
     sizes = [shape.size for shape in shapes]
-    fixed = [each.keep * size // each.of if isinstance(each, NM) else 0 for each, size in zip(patterns, sizes, strict=True)]
+    fixed = [
+        each.keep * size // each.of if isinstance(each, NM) else 0 for each, size in zip(patterns, sizes, strict=True)
+    ]
     if decay is not None:
         raise ValueError("pattern= needs an exact budget, got decay=: pass sparsity= instead")
     if flops is not None and any(fixed):
-        raise ValueError("flops= cannot be combined with an N:M pattern, which fixes the density: pass sparsity= instead")
+        raise ValueError(
+            "flops= cannot be combined with an N:M pattern, which fixes the density: pass sparsity= instead"
+        )
     floors = [
         kept or _floor(size // group_size(each, shape), min_density) * group_size(each, shape)
         for kept, size, each, shape in zip(fixed, sizes, patterns, shapes, strict=True)

@@ -70,8 +70,8 @@ class Sparsifier:
     its masks. The target is one of `sparsity` (fraction of zeros, met exactly), `flops` (fraction of the multiply-adds
     to keep, met exactly; needs `example_input`) and `decay` (the paper's fixed λ1; `leave_at` ends the sparsify phase
     as soon as that sparsity is reached). `total_steps` is the number of optimizer steps of the whole run; the phases
-    divide it. `pattern` groups weights: "2:4" (any N:M), "block:1x4" (any size), "row" or "filter", for all tensors that it
-    fits, or a mapping from name patterns to patterns. N:M fixes the sparsity of its tensors, so `sparsity` may be
+    divide it. `pattern` groups weights: "2:4" (any N:M), "block:1x4" (any size), "row" or "filter", for all tensors that
+    it fits, or a mapping from name patterns to patterns. N:M fixes the sparsity of its tensors, so `sparsity` may be
     omitted. Durations in epochs need `steps_per_epoch`. `include` and `exclude` select tensors by name pattern,
     module class or module. `seed` is for methods that draw random numbers. `loss_scale=scaler.get_scale` is needed if
     a scaled loss is combined with scale="per_sample". `learning_rate(plan, step)` is for methods that rewind the
@@ -157,9 +157,7 @@ class Sparsifier:
         self._leave_at, self._loss_scale, self._steps_per_epoch = leave_at, loss_scale, steps_per_epoch
         self._learning_rate = learning_rate if self._kind.rewinds else None
         self._total, self._epoch = sum(sizes), steps_per_epoch or total_steps
-        self._request: Request[Any] = Request(
-            sparsity or 0.0, int(seed), self.settings, self._target, self._patterns
-        )
+        self._request: Request[Any] = Request(sparsity or 0.0, int(seed), self.settings, self._target, self._patterns)
         taken = {id(weight.parameter) for weight in self.weights}
         others = [(name, each) for name, each in model.named_parameters() if id(each) not in taken]
         self._model: nn.Module | None = model
@@ -194,8 +192,8 @@ class Sparsifier:
             raise ValueError(f"method={name!r} does not support pattern=: the methods that do are {able}")
         if self._patterns is not None and self._group is not None:
             raise ValueError(
-                f"pattern= needs whole weights in every process, got {self.weights[0].name} in shards: use DDP, or omit "
-                "pattern="
+                f"pattern= needs whole weights in every process, got {self.weights[0].name} in shards: use DDP, or "
+                "omit pattern="
             )
         if not self._kind.solves_targets and (flops is not None or decay is not None):
             raise ValueError(f"method={name!r} supports only sparsity=: flops= and decay= need method='scl'")
@@ -686,9 +684,7 @@ class Sparsifier:
                 "finish() was called, so this Sparsifier has no hooks: create a new one to load the state"
             )
         self._check_values()
-        check_state(
-            state, self.weights, method=self._kind.name, target=self._target, pattern=self._pattern_names()
-        )
+        check_state(state, self.weights, method=self._kind.name, target=self._target, pattern=self._pattern_names())
         plan, phase, driver = Plan(**state["plan"]), Phase(state["phase"]), None
         with torch.no_grad():
             if "mask" in state:

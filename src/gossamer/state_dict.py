@@ -19,7 +19,9 @@ from gossamer.target import Target
 _MOST_STEPS = 2**62
 FORMAT = 2  # of the state dict; 1 dates from before all methods shared one form
 # Entries without a tensor per weight.
-_OF_ALL = frozenset({"format", "method", "target", "step", "phase", "plan", "topology_done", "log", "network", "pattern"})
+_OF_ALL = frozenset(
+    {"format", "method", "target", "step", "phase", "plan", "topology_done", "log", "network", "pattern"}
+)
 
 
 def check_state(

@@ -18,7 +18,7 @@ Only differences within the group matter from then on.
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import accumulate, groupby
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -182,7 +182,9 @@ class _TiedGroups(_Pool):
         inner = replace(
             context,
             layout=Layout(tuple(each.name for each in tensors), tuple((count,) for count in counts)),
-            requests=[replace(each, target=to, patterns=None) for each, to in zip(context.requests, targets, strict=True)],
+            requests=[
+                replace(each, target=to, patterns=None) for each, to in zip(context.requests, targets, strict=True)
+            ],
         )
         self.budget = GlobalBudget(inner, self._pooled(score), min_density=min_density, ramp=ramp)
 
@@ -205,7 +207,9 @@ class _TiedGroups(_Pool):
         """Values of groups, given to each of their weights, or divided among them."""
         parts = torch.split(values, [count for count, _ in self._runs], dim=1)
         pairs = zip(parts, self._runs, strict=True)
-        return torch.cat([(part / size if mean else part).repeat_interleave(size, dim=1) for part, (_, size) in pairs], 1)
+        return torch.cat(
+            [(part / size if mean else part).repeat_interleave(size, dim=1) for part, (_, size) in pairs], 1
+        )
 
 
 class _FixedGroups(_Pool):

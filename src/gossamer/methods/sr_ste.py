@@ -1,7 +1,7 @@
 """SR-STE: magnitude masks, chosen again in every step, with a decay of the pruned weights.
 
-Rule: the N largest |w̃| of every M are used, from the first step on. w̃ follows the gradient of the masked weights straight
-through, plus λ·(1 - m) ⊙ w̃, which keeps pruned weights small, so that masks settle.
+Rule: the N largest |w̃| of every M are used, from the first step on. w̃ follows the gradient of the masked weights
+straight through, plus λ·(1 - m) ⊙ w̃, which keeps pruned weights small, so that masks settle.
 Reference: Zhou et al. 2021, Learning N:M Fine-grained Structured Sparse Neural Networks From Scratch.
 Ours: it also serves other patterns and single weights, where the largest of the network are used. Masks change until
 the end, as published, unless phases are given.
