@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TypeAlias
 
+import torch
 from torch import Tensor
 from torch.nn.modules.conv import _ConvNd
 
@@ -212,6 +213,40 @@ def assign(patterns: Patterns, shapes: Sequence[Shape]) -> tuple[Pattern | None,
             + "\nset tensors that cannot have the pattern to None in a later entry (single weights), or pass exclude="
         )
     return tuple(chosen)
+
+
+_DETECTED = (2, 4, 8, 16, 32)  # of the M of N:M, and of the sides of blocks
+_HEAD = 64  # features that are looked at before all others
+
+
+def detect(kept: Tensor, *, convolves: bool) -> str:
+    """The pattern of a mask, (features, positions, inputs); empty if it has none, or no zeros, or only zeros.
+
+    Of several patterns, the coarsest block, else the N:M with the smallest M. Sizes are powers of two up to 32.
+    """
+    features, _, inputs = kept.shape
+    total = int(torch.count_nonzero(kept))
+    if total in (0, kept.numel()):
+        return ""
+    whole = Block(1, None, "filter" if convolves else "row")
+    columns = [Block(1, size, f"block:1x{size}") for size in _DETECTED if inputs % size == 0]
+    rows = [Block(size, 1, f"block:{size}x1") for size in _DETECTED if features % size == 0]
+    if _has(kept, whole):
+        return str(whole)
+    wide = max((each.columns or 1 for each in columns if _has(kept, each)), default=1)
+    high = max((each.rows for each in rows if _has(kept, each)), default=1)
+    if wide * high > 1:
+        return f"block:{high}x{wide}"
+    for of in _DETECTED:
+        keep, rest = divmod(total * of, kept.numel())
+        if inputs % of == rest == 0 and 0 < keep < of and _has(kept, NM(keep, of)):
+            return f"{keep}:{of}"
+    return ""
+
+
+def _has(kept: Tensor, pattern: Pattern) -> bool:
+    """Whether a mask has a pattern that fits it."""
+    return not pattern.broken(kept[:_HEAD]) and not pattern.broken(kept)
 
 
 def described(patterns: Sequence[Pattern | None], names: Sequence[str]) -> str:

@@ -70,8 +70,8 @@ class Sparsifier:
     its masks. The target is one of `sparsity` (fraction of zeros, met exactly), `flops` (fraction of the multiply-adds
     to keep, met exactly; needs `example_input`) and `decay` (the paper's fixed λ1; `leave_at` ends the sparsify phase
     as soon as that sparsity is reached). `total_steps` is the number of optimizer steps of the whole run; the phases
-    divide it. `pattern` groups weights: "2:4" (any N:M), "block:1x4" (any size), "row" or "filter", for all tensors that
-    it fits, or a mapping from name patterns to patterns. N:M fixes the sparsity of its tensors, so `sparsity` may be
+    divide it. `pattern` groups weights: "2:4" (any N:M), "block:1x4" (any size), "row" or "filter", for all tensors it
+    fits, or a mapping from name patterns to patterns. N:M fixes the sparsity of its tensors, so `sparsity` may be
     omitted. Durations in epochs need `steps_per_epoch`. `include` and `exclude` select tensors by name pattern,
     module class or module. `seed` is for methods that draw random numbers. `loss_scale=scaler.get_scale` is needed if
     a scaled loss is combined with scale="per_sample". `learning_rate(plan, step)` is for methods that rewind the
