@@ -54,7 +54,8 @@ from gossamer.methods.base import (
     one_of,
 )
 from gossamer.methods.blocks import Blocks
-from gossamer.methods.budgets import GlobalBudget, GlobalThreshold, magnitude
+from gossamer.methods.budgets import GlobalThreshold, magnitude
+from gossamer.methods.patterned import make_budget
 from gossamer.prunable import along_features, by_feature
 from gossamer.schedule import ANNEALS
 
@@ -302,7 +303,7 @@ class SCL(GlobalThreshold[SCLOptions]):
     name, title, options = "scl", "gossamer (learned masks)", SCLOptions
     reference = "Tang et al., Automatic Sparse Connectivity Learning for Neural Networks"
     shared = ("scale", "estimator", "alpha", "l2", "min_density", "mask_momentum")
-    shardable = solves_targets = any_order = True
+    shardable = solves_targets = any_order = patterned = True
 
     def __init__(self, context: Context[SCLOptions]) -> None:
         self._context, timeline, weights = context, context.timeline, context.weights
@@ -327,7 +328,7 @@ class SCL(GlobalThreshold[SCLOptions]):
             if options.constant_start is not None:
                 start[row] = options.constant_start
         own = self._options.min_density
-        self._begin(GlobalBudget(context, start, min_density=context.min_density if own is None else own))
+        self._begin(make_budget(context, start, min_density=context.min_density if own is None else own))
         self.mask_variable = self._budget.score
         self._velocity = torch.zeros_like(start) if self._options.mask_momentum else None
         # Of |w̃|: the threshold below which weights are pruned by magnitude, and the usual magnitude.
