@@ -112,7 +112,7 @@ def _read_file(path: Path, max_bytes: int) -> dict[str, Tensor]:
     except ValueError as error:
         raise ValueError(
             f"expected a file of torch.save with only tensors, got {path}, which holds other objects, claims more than "
-            f"it has, or is damaged ({error}). It is not read, because it could run code: save model.state_dict() instead"
+            f"it has, or is damaged ({error}). It is not read, as it could run code: save model.state_dict() instead"
         ) from error
     return {name: each if each.layout is torch.strided else each.to_dense() for name, each in _tensors_in(content)}
 
