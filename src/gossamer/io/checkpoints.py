@@ -134,6 +134,6 @@ def _tensors_in(content: Any) -> Iterator[tuple[str, Tensor]]:
 
 def _unwrapped(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The tensors without the prefixes of wrappers that all of them have."""
-    prefix = _WRAPPERS.match(os.path.commonprefix([*tensors]))  # noqa: RUF071: these are no paths
+    prefix = _WRAPPERS.match(os.path.commonprefix([*tensors]))  # noqa: RUF071 (names, not paths)
     length = prefix.end() if prefix else 0
     return {name[length:]: value for name, value in tensors.items()}
