@@ -18,6 +18,7 @@ OptionalFile = Annotated[Path | None, arg(metavar="FILE")]
 NetworkFile = Annotated[tyro.conf.Positional[Path], arg(metavar="FILE")]
 AnyFile = Annotated[tyro.conf.Positional[Path], arg(metavar="PATH")]
 OptionalName = Annotated[str | None, arg(metavar="NAME")]
+OptionalNames = Annotated[tuple[str, ...] | None, arg(metavar="[NAME [NAME ...]]")]
 OptionalNumber = Annotated[int | None, arg(metavar="INT")]
 _REPEATABLE = ("--set", "--grid")
 

@@ -1,10 +1,10 @@
-"""Recipes by name: every exhibit of the paper as a value, with the numbers of the paper."""
+"""Recipes by name: every exhibit of the paper as a value, with the numbers of the paper, and the general suite."""
 
 from pathlib import Path
 
 from gossamer.hints import did_you_mean
 from gossamer.io.kinds import in_words
-from gossamer.lab.recipes import cifar, digits, imagenet, mnist, wikitext
+from gossamer.lab.recipes import cifar, digits, general, imagenet, mnist, wikitext
 from gossamer.lab.recipes.recipe import Published, Recipe
 from gossamer.lab.training.result import RESULT, RUN, read_run
 
@@ -16,6 +16,7 @@ RECIPES: tuple[Recipe, ...] = (
     *cifar.RECIPES,
     *wikitext.RECIPES,
     *imagenet.RECIPES,
+    *general.RECIPES,
 )
 
 
