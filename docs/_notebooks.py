@@ -40,7 +40,7 @@ def store(path: Path) -> None:
 
 def page_of(path: Path) -> str:
     """A notebook as Markdown."""
-    parts = [f"[Download this notebook](notebooks/{path.name})"]
+    parts = [f'<a href="../notebooks/{path.name}" download>Download this notebook</a>']
     for cell in json.loads(path.read_text("utf-8"))["cells"]:
         if cell["cell_type"] == "markdown":
             parts.append(source(cell))
