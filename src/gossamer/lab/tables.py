@@ -101,8 +101,12 @@ def of_kind(kind: str) -> Table:
     counted = {"data": "data sets"}.get(kind, kind)
     table = _table(*heads[kind], left=3 if kind == "settings" else 2, title=f"{len(rows)} {counted}")
     for row in rows:
-        table.add_row(*map(Text, cells.get(kind, lambda row: (row["name"], row["description"]))(row)))
+        table.add_row(*map(Text, cells.get(kind, _described)(row)))
     return table
+
+
+def _described(row: Mapping[str, Any]) -> tuple[str, ...]:
+    return row["name"], row["description"]
 
 
 def rows_of_kind(kind: str) -> list[dict[str, Any]]:

@@ -38,7 +38,7 @@ def style_of(method: str) -> Style:
     return Style(1 + color, _DASHES[again % len(_DASHES)], _SYMBOLS[again % len(_SYMBOLS)])
 
 
-MATPLOTLIB: Mapping[str, Any] = MappingProxyType(
+MATPLOTLIB: Mapping[Any, Any] = MappingProxyType(
     {
         "text.color": TEXT,
         "axes.labelcolor": TEXT,
