@@ -97,10 +97,13 @@ class Driver:
             self.method = self.kind(self._context)
             self._apply_first()
 
-    def changed_since_last_step(self) -> str:
-        """The names of weights that were changed since the last step, outside the Sparsifier; empty if none was."""
+    def changed_since_last_step(self, *, together: bool = True) -> str:
+        """The names of weights that were changed since the last step, outside the Sparsifier; empty if none was.
+
+        With `together`, all the processes that share the tensors have to call this, and get the same answer.
+        """
         names = [self.names[index] for index in self._differing()]
-        return "" if self._agreed(not names) else _listed(names)
+        return "" if (self._agreed(not names) if together else not names) else _listed(names)
 
     def _differing(self) -> list[int]:
         """The weights whose parameters do not hold what the last step left in them."""

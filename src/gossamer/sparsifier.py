@@ -35,9 +35,11 @@ from gossamer.methods.budgets import BudgetedMethod
 from gossamer.methods.slimming import gains_of
 from gossamer.optimizers import (
     capturing,
+    differentiates_gradients,
     evaluates,
     follow_modes,
     is_nested,
+    learning_rate,
     owned_by,
     uncompiled,
     unscaling,
@@ -169,6 +171,7 @@ class Sparsifier:
         self._warned_of_skipped = 0
         self._topology_done = 0  # the step of the last topology update
         self._started = False  # whether this object has taken its first step
+        self._left: list[int] | None = None  # version counters of the weights after the last mask step
         self.step, self.in_step = 0, False
         self.phase = self.plan.at(0).phase
         _claim(self, self.weights)
@@ -323,6 +326,7 @@ class Sparsifier:
         moment = self.plan.at(self.step)
         if not self._started:
             self._check_finite("the run begins with")
+            self._check_gradients()
         if not self._started or moment.phase is not self.phase:
             self._check_model()
             self._started = True
@@ -439,6 +443,16 @@ class Sparsifier:
                 "again with a smaller learning rate or with gradient clipping"
             )
 
+    def _check_gradients(self) -> None:
+        """Raise for optimizers that differentiate gradients in their step, when the masks have changed the weights."""
+        for optimizer, _ in self._owned:
+            if differentiates_gradients(optimizer):
+                raise RuntimeError(
+                    f"the gradients for {type(optimizer).__name__} have a graph (backward(create_graph=True)), but "
+                    "optimizers that differentiate them in step(), such as AdaHessian, are not supported: use a "
+                    "first-order optimizer, without create_graph=True"
+                )
+
     def impose(self, other: nn.Module) -> None:
         """Apply the masks to another model with the same names, such as an average of the weights."""
         impose(other, self.masks)
@@ -513,6 +527,19 @@ class Sparsifier:
                 stacklevel=5,
             )
 
+    def _warn_of_changes(self, driver: Driver) -> None:
+        """Warn where weights were changed since the last step, while masks train."""
+        before, self._left = self._left, None
+        if before is None or before == self._weight_versions():
+            return
+        if changed := driver.changed_since_last_step(together=False):
+            warnings.warn(
+                f"{changed} changed since the last step, and while masks train, the next step overwrites such changes. "
+                "If a wrapper of the optimizer changes the weights after its step, as Lookahead does, pass that "
+                "wrapper to the Sparsifier. Change weights yourself before masks train, or in the fine-tune phase",
+                stacklevel=5,
+            )
+
     def _after_change_of_mode(self, optimizer: Optimizer) -> None:
         """A schedule-free optimizer has exchanged the weights of training and of evaluation."""
         if self._driver is None or self.phase is Phase.WARMUP:
@@ -550,6 +577,7 @@ class Sparsifier:
         if self.phase.masks_train:
             with torch.no_grad():
                 if leads:
+                    self._warn_of_changes(self._driver)
                     self._learn(optimizer, self._driver)
                     others = [index for _, indices in self._owned[1:] for index in indices]
                     if others:
@@ -560,9 +588,15 @@ class Sparsifier:
         return changed
 
     def _learn(self, optimizer: Optimizer, driver: Driver) -> None:
+        rate = learning_rate(optimizer.param_groups[0])
+        if rate is None and self._kind.needs_rate:
+            raise ValueError(
+                f"method={self._kind.name!r} needs the learning rate of the weights, which {type(optimizer).__name__} "
+                "does not have: give it one (lr=), or use another method"
+            )
         try:
             driver.update_masks(
-                optimizer.param_groups[0].get("lr", 0.0),
+                0.0 if rate is None else rate,
                 unscale=unscaling(optimizer),
                 found_inf=getattr(optimizer, "found_inf", None),
                 loss_scale=None if self._loss_scale is None else self._loss_scale(),
@@ -592,6 +626,7 @@ class Sparsifier:
             self._driver.read_back(owned, last=last)
             if last and not capturing():
                 self._update_topology()
+                self._left = self._weight_versions()
                 if self.plan.at(self.step).phase is Phase.FINETUNE:
                     self._warn_of_skipped_steps(at_last=True)
                     self._driver.finalize()  # so that the next forward pass uses the final weights
@@ -652,6 +687,10 @@ class Sparsifier:
 
         return evaluate
 
+    def _weight_versions(self) -> list[int]:
+        """Version counters that change with every write to the weights."""
+        return [local(weight.parameter)._version for weight in self.weights]
+
     def _versions_of(self, owned: Sequence[int]) -> list[tuple[int, int, int]]:
         """Version counters that change with every write to the weights or to their gradients."""
         parameters = [self.weights[index].parameter for index in owned]
@@ -698,6 +737,7 @@ class Sparsifier:
             if self._driver is not None:
                 self._driver.freeze()  # removes its hooks from the model
             self._driver, self.plan, self.phase, self.step = driver, plan, phase, state["step"]
+            self._left = None
             self._topology_done = state["topology_done"]
             if driver is not None:
                 if phase is not Phase.WARMUP:

@@ -457,6 +457,7 @@ class Method(ABC, Generic[S]):
     penalizes: ClassVar[bool] = False  # changes the gradient of parameters that are not prunable
     usual_phases: ClassVar[Mapping[str, str]] = MappingProxyType({})  # durations that suit it better than the default
     rewinds: ClassVar[bool] = False  # rewinds the learning rate after pruning
+    needs_rate: ClassVar[bool] = False  # uses the learning rate of the weights
     shardable: ClassVar[bool] = False  # supports weights that are sharded over processes (FSDP2)
     solves_targets: ClassVar[bool] = False  # supports flops= and decay= besides sparsity=
     patterned: ClassVar[bool] = False  # supports pattern=: its budget is made by `make_budget`

@@ -25,7 +25,7 @@ TRUNK = "trunk"  # the teacher that is a copy of the network after the warm-up
 AUTO = "auto"
 CHOICES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
-        "optimizer": ("sgd", "adamw"),
+        "optimizer": ("sgd", "adam", "adamw"),
         "schedule": ("constant", "cosine", "steps", "phases", "phases_cosine", "restart", "plateau"),
         "precision": (AUTO, "float32", "bf16"),
         "sharding": ("ddp", "fsdp2"),

@@ -86,7 +86,7 @@ class Run:
     """Seed of the initial weights, the order of the data and its augmentation."""
 
     optimizer: str = "sgd"
-    """The optimizer."""
+    """The optimizer: adam has weight decay as a penalty (L2), adamw decoupled."""
     lr: float = 0.1
     """Learning rate, before its schedule."""
     momentum: float = 0.9
