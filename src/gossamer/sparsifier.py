@@ -295,15 +295,15 @@ class Sparsifier:
         if self._group is None:  # otherwise, the count needs all processes
             progress += f", {self.sparsity:.2%} zeros"
         tensors = [f"{weight.name} {'×'.join(map(str, weight.parameter.shape))}" for weight in self.weights]
-        lines = (
+        lines = [
             f"Sparsifier(method={self._kind.name!r})",
             f"target    {self._target}",
             f"phases    {', '.join(f'{phase} {steps:,}' for phase, steps in lengths.items())} steps",
             f"progress  {progress}",
             f"tensors   {some(tensors)}",
-        )
+        ]
         if self._patterns is not None:
-            lines += (f"pattern   {described(self._patterns, [weight.name for weight in self.weights])}",)
+            lines.append(f"pattern   {described(self._patterns, [weight.name for weight in self.weights])}")
         return "\n  ".join(lines)
 
     # --- the steps ---
