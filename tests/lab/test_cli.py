@@ -59,7 +59,7 @@ def test_the_quick_start_compares_dense_and_sparse(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = cli.train._train
-    monkeypatch.setattr(cli.train, "_train", lambda recipe, out, changes=(): whole(recipe, out, ["epochs=4"]))
+    monkeypatch.setattr(cli.train, "_train", lambda name, run, out: whole(name, replace(run, epochs=4), out))
     assert run("quickstart", "--out", str(tmp_path)) == 0
     shown = capsys.readouterr().out
     assert re.search(r"digits-dense .* 0\.00% +58,144 ", shown)
@@ -239,6 +239,17 @@ def test_a_run_that_has_finished_before_says_so(tmp_path: Path, capsys: pytest.C
     assert said in capsys.readouterr().out
     assert run(*command, "--set", "seed=1") == 2
     assert f"gossamer train {tmp_path / 'run.json'} --out {tmp_path} resumes" in capsys.readouterr().err
+
+
+def test_without_a_folder_a_run_has_one_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for seed in ("0", "1", "0"):
+        assert run("train", "digits", "--epochs", "1", "--sparsity", "0.9", "--seed", seed) == 0
+    assert capsys.readouterr().out.count("This run had already finished in runs/digits-") == 1
+    runs = [json.loads(path.read_text()) for path in (tmp_path / "runs").glob("digits-*/run.json")]
+    assert sorted((each["epochs"], each["sparsity"], each["seed"]) for each in runs) == [(1, 0.9, 0), (1, 0.9, 1)]
 
 
 @pytest.mark.filterwarnings("always:this run has finished")
