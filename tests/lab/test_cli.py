@@ -158,7 +158,7 @@ def test_signs_that_a_terminal_does_not_know_are_no_error() -> None:
         (["train", "digits", "--out", "OUT", "--epochs", "2.5"], "epochs: expected a whole number, got '2.5'"),
         (["train", "digits", "--out", "OUT", "--epochs="], "expected a value after --epochs, got an empty one"),
         (["train", "digits", "--out", "OUT", "--nesterov=2"], "nesterov: expected true or false, got '2'"),
-        (["train", "digits", "--out", "OUT", "--optimizer", "sdg"], "expected one of sgd, adamw, got 'sdg'"),
+        (["train", "digits", "--out", "OUT", "--optimizer", "sdg"], "expected one of sgd, adam, adamw, got 'sdg'"),
         (
             ["train", "digits", "--out", "OUT", "--flops", "0.1"],
             "set what you do not mean to none, such as",
@@ -412,7 +412,7 @@ def test_the_help_shows_every_field_with_its_text(capsys: pytest.CaptureFixture[
         assert f"--{name.replace('_', '-')} " in swept
     assert "The defaults, here and below, are those of the recipe." in shown
     assert "--epochs INT Passes over the training set. --batch-size INT Samples per step" in shown
-    assert "--optimizer sgd|adamw The optimizer." in shown
+    assert "--optimizer sgd|adam|adamw The optimizer." in shown
 
 
 @pytest.mark.filterwarnings("always:method=dense does not take")
