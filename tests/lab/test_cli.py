@@ -412,7 +412,7 @@ def test_the_help_shows_every_field_with_its_text(capsys: pytest.CaptureFixture[
         assert f"--{name.replace('_', '-')} " in swept
     assert "The defaults, here and below, are those of the recipe." in shown
     assert "--epochs INT Passes over the training set. --batch-size INT Samples per step" in shown
-    assert "--optimizer sgd|adam|adamw The optimizer." in shown
+    assert "--optimizer sgd|adam|adamw The optimizer" in shown
 
 
 @pytest.mark.filterwarnings("always:method=dense does not take")
