@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
+from fuzz.limits import Bounds, judge
 from torch import Tensor, nn
 from torch.nn.utils import prune
 
 import gossamer
-from fuzz.limits import Bounds, judge
 from gossamer.io.checkpoints import is_checkpoint, read_checkpoint
 
 

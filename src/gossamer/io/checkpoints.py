@@ -112,7 +112,7 @@ def _read_file(path: Path, max_bytes: int) -> dict[str, Tensor]:
     except ValueError as error:
         raise ValueError(
             f"expected a file of torch.save with only tensors, got {path}, which holds other objects, claims more than "
-            f"it has, or is damaged ({error}). It is not read, because it could run code: save model.state_dict() instead"
+            f"it has, or is damaged ({error}). It is not read, as it could run code: save model.state_dict() instead"
         ) from error
     return {name: each if each.layout is torch.strided else each.to_dense() for name, each in _tensors_in(content)}
 
@@ -134,6 +134,6 @@ def _tensors_in(content: Any) -> Iterator[tuple[str, Tensor]]:
 
 def _unwrapped(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The tensors without the prefixes of wrappers that all of them have."""
-    prefix = _WRAPPERS.match(os.path.commonprefix([*tensors]))
+    prefix = _WRAPPERS.match(os.path.commonprefix([*tensors]))  # noqa: RUF071 (names, not paths)
     length = prefix.end() if prefix else 0
     return {name[length:]: value for name, value in tensors.items()}

@@ -36,8 +36,8 @@ _DEPTH = 100
 def read_torch_file(path: Path, *, allowed: re.Pattern[str] = PLAIN, max_bytes: int | None = None) -> Any:
     """The content of a file of torch.save, on the CPU.
 
-    A `ValueError` refuses globals other than the `allowed` ones, and tensors of more than `max_bytes` in all, by default
-    64 times the size of the file: tensors may be expanded and shared.
+    A `ValueError` refuses globals other than the `allowed` ones, and tensors of more than `max_bytes` in all, by
+    default 64 times the size of the file: tensors may be expanded and shared.
     """
     size = path.stat().st_size
     try:

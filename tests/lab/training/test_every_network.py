@@ -11,7 +11,7 @@ from gossamer.lab.models import MODELS, ModelEntry
 from gossamer.lab.training import Run, task, train
 
 # Where the full size would take minutes on a CPU, a smaller one of the same build.
-SMALLER = {"lstm_lm": {"hidden": 16}}
+SMALLER = {"lstm_lm": {"hidden": 16}, "transformer_lm": {"width": 16, "layers": 2}}
 LEFT_OUT = {"map_fit"}  # it fits a map instead of classes; benchmarks/throughput.py takes steps of it
 NETWORKS = [entry for entry in MODELS if entry.name not in LEFT_OUT]
 

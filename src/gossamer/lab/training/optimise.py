@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.optim import SGD, AdamW, Optimizer
+from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from gossamer.lab.training.durations import PHASES
 from gossamer.lab.training.run import Run
@@ -44,8 +44,9 @@ def make_optimizer(run: Run, model: nn.Module) -> Optimizer:
     fused = all(each.is_cuda and not isinstance(each, DTensor) for each in parameters)
     captured = fused and bool(run.capture)
     lr = torch.tensor(run.lr, device=parameters[0].device) if fused else run.lr
-    if run.optimizer == "adamw":
-        return AdamW(parameters, lr=lr, weight_decay=run.weight_decay, fused=fused or None, capturable=captured)
+    if run.optimizer in ("adam", "adamw"):
+        kind = Adam if run.optimizer == "adam" else AdamW
+        return kind(parameters, lr=lr, weight_decay=run.weight_decay, fused=fused or None, capturable=captured)
     return SGD(
         parameters,
         lr=lr,
