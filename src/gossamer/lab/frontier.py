@@ -156,7 +156,8 @@ def _load(folder: Path, model: nn.Module) -> tuple[dict[str, Tensor], str]:
         raise ValueError(f"expected the tensors of this run in {source}, got others: {error}") from error
     weights = {weight.name: weight.parameter.detach() for weight in select(model)}
     if variables:
-        if {name: each.shape for name, each in variables.items()} != {name: each.shape for name, each in weights.items()}:
+        shapes = [{name: each.shape for name, each in tensors.items()} for tensors in (variables, weights)]
+        if shapes[0] != shapes[1]:
             raise ValueError(
                 f"expected a mask variable for each of {len(weights)} prunable tensors in {source}, got others: train "
                 "the run again with --keep-mask-variables"
