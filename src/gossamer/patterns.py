@@ -49,9 +49,11 @@ class NM:
         """(groups, weights of a group), from (features, positions, inputs)."""
         return values.reshape(-1, self.of)
 
-    def broken(self, kept: Tensor) -> int:
-        """The number of groups that do not have this pattern. `kept` is a mask."""
-        return int((self.grouped(kept).sum(1) != self.keep).sum())
+    def broken(self, kept: Tensor, *, exactly: bool = True) -> int:
+        """The number of groups that do not have this pattern. `kept` is a mask or, unless `exactly`, of the weights
+        that are not zero, as a kept weight may be zero, too."""
+        counts = self.grouped(kept).sum(1)
+        return int((counts != self.keep if exactly else counts > self.keep).sum())
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,7 @@ class Block:
             return blocks.reshape(features // self.rows, -1)
         return blocks.permute(0, 2, 3, 1, 4).reshape(-1, self.rows * columns)
 
-    def broken(self, kept: Tensor) -> int:
+    def broken(self, kept: Tensor, *, exactly: bool = True) -> int:
         """The number of groups that do not have this pattern. `kept` is a mask."""
         groups = self.grouped(kept)
         return int((groups.any(1) & ~groups.all(1)).sum())

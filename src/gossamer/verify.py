@@ -146,7 +146,7 @@ def _pattern_differences(
     differences = []
     for weight, each in zip(weights, assigned, strict=True):
         kept = canonical(_plain(weight.parameter) != 0, weight.feature_axis, weight.groups)
-        broken = 0 if each is None else each.broken(kept)
+        broken = 0 if each is None else each.broken(kept, exactly=False)
         if broken:
             differences.append(f"{weight.name}: {broken:,} groups do not have the pattern {each}")
     return differences, described(assigned, [weight.name for weight in weights])

@@ -1,12 +1,13 @@
 """The budget of patterned masks: one mask variable per group, or N of M weights in every group.
 
-`PatternBudget` is a `GlobalBudget` to the methods: they learn one score per weight, as without a pattern.
+Methods have one score per weight, as without a pattern, and `PatternBudget` takes the place of `GlobalBudget`.
 
 Blocks, rows and filters. The score of a group is the mean of its weights' scores. The budget is met over groups, each
 as expensive as its weights, and every weight gets the score and the mask of its group. From then on, the scores of a
 group are equal, so the next step moves the group by the mean of ∂L/∂w ⊙ w̃ · σ'(m̃): this is gradient descent on one
-mask variable per group, whose gradient is the sum over the group divided by the group's size. With flops=, a group
-costs its multiply-adds.
+mask variable per group, whose gradient is the sum over the group divided by the group's size. SCL takes this mean first
+(`share_over_groups_`), so that its scale is that of the groups' gradients: the noise of single weights averages out in
+large groups. With flops=, a group costs its multiply-adds.
 
 N:M. Every weight has its own mask variable. The N largest of each group are never pruned, and the others share one
 budget, which falls from all of them to none. So groups become constrained in the order of their weakest weights, and in
@@ -27,7 +28,7 @@ from torch import Tensor
 from gossamer.budget import Costs, Met
 from gossamer.methods.base import Context, Layout
 from gossamer.methods.budgets import Budget, GlobalBudget
-from gossamer.patterns import NM, Pattern, canonical
+from gossamer.patterns import NM, Block, Pattern, canonical
 from gossamer.target import Target
 
 
@@ -37,6 +38,26 @@ def make_budget(
     """The budget of a method that supports patterns: a `PatternBudget` if the run has patterns."""
     kind = GlobalBudget if context.patterns is None else PatternBudget
     return kind(context, score, min_density=min_density, ramp=ramp)
+
+
+def tied_groups(context: Context[Any]) -> list[tuple[int, Tensor]]:
+    """The tensors whose groups are kept or pruned as a whole, and the columns of each group within the tensor."""
+    patterns, layout = context.patterns or (), context.layout
+    return [
+        (index, _groups(layout, index, pattern).to(context.weights.device))
+        for index, pattern in enumerate(patterns)
+        if isinstance(pattern, Block)
+    ]
+
+
+def share_over_groups_(views: Sequence[Tensor], tied: Sequence[tuple[int, Tensor]]) -> None:
+    """Give every weight the mean of its group. `views` are the tensors as (runs, *shape), dense in memory."""
+    for index, groups in tied:
+        view = views[index]
+        flat = view.as_strided((len(view), groups.numel()), (view.stride(0), 1), view.storage_offset())
+        columns = groups.flatten()
+        means = flat.index_select(1, columns).view(len(view), *groups.shape).mean(2)
+        flat.index_copy_(1, columns, means.repeat_interleave(groups.shape[1], dim=1))
 
 
 class PatternBudget(Budget):
@@ -108,17 +129,8 @@ class _Tensor:
 
     @staticmethod
     def of(layout: Layout, index: int, pattern: Pattern | None) -> "_Tensor":
-        numbers = torch.arange(layout.sizes[index])
-        shape = layout.shapes[index]
-        if layout.views:  # in the order of the parameter's memory
-            view = layout.views[index]
-            weights = canonical(numbers.as_strided(view.shape, view.strides), view.feature_axis, view.groups)
-        elif len(shape) == 4:  # features first, inputs last
-            weights = numbers.view(shape[0], -1, shape[3])
-        else:
-            weights = canonical(numbers.view(shape))
-        groups = weights.reshape(-1, 1) if pattern is None else pattern.grouped(weights)
-        return _Tensor(index, layout.names[index], pattern, groups + sum(layout.sizes[:index]))
+        groups = _groups(layout, index, pattern) + sum(layout.sizes[:index])
+        return _Tensor(index, layout.names[index], pattern, groups)
 
     @property
     def size(self) -> int:
@@ -129,6 +141,19 @@ class _Tensor:
     def fixed(self) -> int:
         """The nonzeros that an N:M pattern keeps."""
         return self.pattern.keep * len(self.groups) if isinstance(self.pattern, NM) else 0
+
+
+def _groups(layout: Layout, index: int, pattern: Pattern | None) -> Tensor:
+    """The columns of each group of a tensor, counted from the tensor's first: (groups, weights of a group)."""
+    numbers, shape = torch.arange(layout.sizes[index]), layout.shapes[index]
+    if layout.views:  # in the order of the parameter's memory
+        view = layout.views[index]
+        weights = canonical(numbers.as_strided(view.shape, view.strides), view.feature_axis, view.groups)
+    elif len(shape) == 4:  # features first, inputs last
+        weights = numbers.view(shape[0], -1, shape[3])
+    else:
+        weights = canonical(numbers.view(shape))
+    return weights.reshape(-1, 1) if pattern is None else pattern.grouped(weights)
 
 
 class _Pool(ABC):

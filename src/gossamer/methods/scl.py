@@ -55,7 +55,7 @@ from gossamer.methods.base import (
 )
 from gossamer.methods.blocks import Blocks
 from gossamer.methods.budgets import GlobalThreshold, magnitude
-from gossamer.methods.patterned import make_budget
+from gossamer.methods.patterned import make_budget, share_over_groups_, tied_groups
 from gossamer.prunable import along_features, by_feature
 from gossamer.schedule import ANNEALS
 
@@ -331,6 +331,8 @@ class SCL(GlobalThreshold[SCLOptions]):
         usual = self._options.estimator == "identity" and self._options.scale in ("none", "global")
         self._can_fuse = usual and not self._options.l2 and self._velocity is None and self._budget.costs is None
         self._can_fuse = self._can_fuse and context.group is None
+        self._tied = tied_groups(context)
+        self._can_fuse = self._can_fuse and not self._tied
         self._blocks = self._lay_out_blocks() if self._can_fuse and _on_gpu(self.mask_variable) else None
 
     @classmethod
@@ -384,6 +386,9 @@ class SCL(GlobalThreshold[SCLOptions]):
         gradients."""
         options, group = self._options, self._context.group
         squares = torch.cat([self._mask_gradients(part, step) for part in step.parts], dim=1)
+        if self._tied:  # the gradient of the mask variable of a group, divided by its size
+            share_over_groups_(step.work_views, self._tied)
+            squares = torch.stack([view.flatten(1).square().sum(1) for view in step.work_views], dim=1)
         self._context.total(squares)
         finite = _finite(squares, step, group)
         divide = None

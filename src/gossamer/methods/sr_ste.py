@@ -1,10 +1,10 @@
 """SR-STE: magnitude masks, chosen again in every step, with a decay of the pruned weights.
 
-Rule: the N largest |w̃| of every M are used, from the first step on. w̃ follows the gradient of the masked weights
+Rule: the N largest |w̃| of every M are used, from the start. w̃ follows the gradient of the masked weights
 straight through, plus λ·(1 - m) ⊙ w̃, which keeps pruned weights small, so that masks settle.
 Reference: Zhou et al. 2021, Learning N:M Fine-grained Structured Sparse Neural Networks From Scratch.
-Ours: it also serves other patterns and single weights, where the largest of the network are used. Masks change until
-the end, as published, unless phases are given.
+Ours: the first step is dense. It also serves other patterns and single weights, where the largest of the network are
+used. Masks change until the end, as published, unless phases are given.
 """
 
 from collections.abc import Mapping
@@ -39,7 +39,6 @@ class SRSTE(GlobalThreshold[SRSTEOptions]):
     def __init__(self, context: Context[SRSTEOptions]) -> None:
         self._decay = context.column("decay")
         self._begin(make_budget(context, magnitude(context.weights), ramp="at_once"))
-        self._budget.cut_()
 
     def update_masks(self, step: Step) -> None:
         self.weight_gradient(step.gradient, step.weights)

@@ -263,11 +263,8 @@ def _pattern(entry: _Entry) -> str:
     """The pattern of the zeros; unknown for shards, for tensors on the meta device and for unknown layers."""
     tensor = entry.tensor
     convolves = tensor.ndim > 2
-    if (
-        is_sharded(tensor)
-        or tensor.is_meta
-        or (convolves and entry.weight and not Shape.of_weight(entry.weight).convolves)
-    ):
+    unknown = convolves and entry.weight is not None and not Shape.of_weight(entry.weight).convolves
+    if is_sharded(tensor) or tensor.is_meta or unknown:
         return ""
     with torch.no_grad():
         return detect(canonical(tensor != 0, entry.feature_axis, entry.groups), convolves=convolves)

@@ -14,25 +14,26 @@ from gossamer.lab.data.digits import load_digits, locate_digits
 from gossamer.lab.data.folder import FolderSet, load_folder, locate_folder
 from gossamer.lab.data.idx import FASHION_MNIST, MNIST, IdxSpec, idx_layouts, load_idx
 from gossamer.lab.data.locate import locate
-from gossamer.lab.data.sets import ImageSet, TextSet
+from gossamer.lab.data.sentences import load_sst2, locate_sst2
+from gossamer.lab.data.sets import ImageSet, SentenceSet, TextSet
 from gossamer.lab.data.text import PTB, WIKITEXT2, TextSpec, load_text, text_layouts
 
 __all__ = ["DATA_SETS", "DataEntry", "DataSet", "kind_of", "load", "names", "table", "training_images"]
 
-DataSet: TypeAlias = ImageSet | TextSet | FolderSet
+DataSet: TypeAlias = ImageSet | TextSet | FolderSet | SentenceSet
 
 
 @dataclasses.dataclass(frozen=True)
 class DataEntry:
     """A registered set: its name, a description, a reader for a root (None: the first place that has it), a function
-    that finds that place without reading it, and its kind: images that fit the device, a streamed folder of images, or
-    text."""
+    that finds that place without reading it, and its kind: images that fit the device, a streamed folder of images,
+    text, or sentences to classify."""
 
     name: str
     description: str
     load: Callable[[Path | str | None], DataSet]
     locate: Callable[[], Path | None]
-    kind: Literal["images", "folder", "text"] = "images"
+    kind: Literal["images", "folder", "text", "sentences"] = "images"
     training_images: int | None = None  # of a set with fewer than 10,000
 
 
@@ -67,6 +68,9 @@ DATA_SETS: tuple[DataEntry, ...] = (
     DataEntry("imagefolder", "colour images in train/<class>/ and val/<class>/", load_folder, locate_folder, "folder"),
     _text(WIKITEXT2, "2,088,628 training words, 33,278 different"),
     _text(PTB, "929,589 training words, 10,000 different"),
+    DataEntry(
+        "sst2", "60,614 + 6,735 + 872 sentences of film reviews, good or bad", load_sst2, locate_sst2, "sentences"
+    ),
 )
 
 
@@ -74,7 +78,7 @@ def names() -> tuple[str, ...]:
     return tuple(entry.name for entry in DATA_SETS)
 
 
-def kind_of(name: str) -> Literal["images", "folder", "text"] | None:
+def kind_of(name: str) -> Literal["images", "folder", "text", "sentences"] | None:
     """The kind of a set; None for an unknown one."""
     return next((entry.kind for entry in DATA_SETS if entry.name == name), None)
 
@@ -95,6 +99,8 @@ def load(
 ) -> ImageSet: ...
 @overload
 def load(name: Literal["wikitext2", "ptb"], root: Path | str | None = None) -> TextSet: ...
+@overload
+def load(name: Literal["sst2"], root: Path | str | None = None) -> SentenceSet: ...
 @overload
 def load(name: Literal["imagefolder"], root: Path | str | None = None) -> FolderSet: ...
 @overload
