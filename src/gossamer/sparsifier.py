@@ -29,7 +29,7 @@ from gossamer.deprecation import renamed
 from gossamer.diagnostics import Counters, Health, HealthLog
 from gossamer.driver import Driver, not_finite
 from gossamer.flops import positions
-from gossamer.methods import Method, Request, load
+from gossamer.methods import METHODS, Method, Request, load
 from gossamer.methods.base import min_nonzeros
 from gossamer.methods.budgets import BudgetedMethod
 from gossamer.methods.slimming import gains_of
@@ -45,6 +45,7 @@ from gossamer.optimizers import (
     unscaling,
     unwrapped,
 )
+from gossamer.patterns import Patterns, Shape, assign, described, target_of
 from gossamer.per_sample.capture import check_layers
 from gossamer.prunable import Use, Weight, select
 from gossamer.schedule import Phase, Plan, make_plan
@@ -71,7 +72,9 @@ class Sparsifier:
     its masks. The target is one of `sparsity` (fraction of zeros, met exactly), `flops` (fraction of the multiply-adds
     to keep, met exactly; needs `example_input`) and `decay` (the paper's fixed λ1; `leave_at` ends the sparsify phase
     as soon as that sparsity is reached). `total_steps` is the number of optimizer steps of the whole run; the phases
-    divide it. Durations in epochs need `steps_per_epoch`. `include` and `exclude` select tensors by name pattern,
+    divide it. `pattern` groups weights: "2:4" (any N:M), "block:1x4" (any size), "row" or "filter", for all tensors it
+    fits, or a mapping from name patterns to patterns. N:M fixes the sparsity of its tensors, so `sparsity` may be
+    omitted. Durations in epochs need `steps_per_epoch`. `include` and `exclude` select tensors by name pattern,
     module class or module. `seed` is for methods that draw random numbers. `loss_scale=scaler.get_scale` is needed if
     a scaled loss is combined with scale="per_sample". `learning_rate(plan, step)` is for methods that rewind the
     learning rate after pruning. Phases and settings of the method are keyword arguments that override the `preset`.
@@ -90,6 +93,7 @@ class Sparsifier:
         flops: float | None = None,
         decay: float | None = None,
         leave_at: float | None = None,
+        pattern: Patterns = None,
         steps_per_epoch: int | None = None,
         preset: str = "default",
         seed: int = 0,
@@ -126,6 +130,8 @@ class Sparsifier:
             sharded=self._group is not None,
             replicated=self._replicas is not None,
         )
+        shapes = [Shape.of_weight(weight) for weight in self.weights]
+        self._patterns = assign(pattern, shapes)
         self._check_kind(flops, decay)
         plan = make_plan(
             total_steps,
@@ -141,14 +147,11 @@ class Sparsifier:
             found = positions(model, self.weights, example_input)
             costs = [found[weight.name] for weight in self.weights]
         floor = self.phases.min_density if issubclass(self._kind, BudgetedMethod) else 0.0
-        self._target = make_target(
-            sizes,
-            sparsity=sparsity,
-            flops=flops,
-            decay=decay,
-            positions=costs,
-            floors=min_nonzeros(sizes, floor),
-        )
+        asked: dict[str, Any] = {"sparsity": sparsity, "flops": flops, "decay": decay, "positions": costs}
+        if self._patterns is None:
+            self._target = make_target(sizes, floors=min_nonzeros(sizes, floor), **asked)
+        else:
+            self._target = target_of(self._patterns, shapes, min_density=floor, **asked)
         if leave_at is not None and decay is None:
             raise ValueError(
                 "leave_at= requires decay=: a sparsity= or flops= budget is met at the end of the sparsify phase"
@@ -158,7 +161,7 @@ class Sparsifier:
         self._leave_at, self._loss_scale, self._steps_per_epoch = leave_at, loss_scale, steps_per_epoch
         self._learning_rate = learning_rate if self._kind.rewinds else None
         self._total, self._epoch = sum(sizes), steps_per_epoch or total_steps
-        self._request: Request[Any] = Request(sparsity or 0.0, int(seed), self.settings, self._target)
+        self._request: Request[Any] = Request(sparsity or 0.0, int(seed), self.settings, self._target, self._patterns)
         taken = {id(weight.parameter) for weight in self.weights}
         others = [(name, each) for name, each in model.named_parameters() if id(each) not in taken]
         self._model: nn.Module | None = model
@@ -188,6 +191,14 @@ class Sparsifier:
             raise ValueError(
                 f"method={name!r} needs whole weights in every process, got {self.weights[0].name} in shards: use DDP, "
                 "or a method that supports shards, such as method='scl'"
+            )
+        if self._patterns is not None and not self._kind.patterned:
+            able = ", ".join(each for each, method in METHODS.items() if method.patterned)
+            raise ValueError(f"method={name!r} does not support pattern=: the methods that do are {able}")
+        if self._patterns is not None and self._group is not None:
+            raise ValueError(
+                f"pattern= needs whole weights in every process, got {self.weights[0].name} in shards: use DDP, or "
+                "omit pattern="
             )
         if not self._kind.solves_targets and (flops is not None or decay is not None):
             raise ValueError(f"method={name!r} supports only sparsity=: flops= and decay= need method='scl'")
@@ -286,13 +297,15 @@ class Sparsifier:
         if self._group is None:  # otherwise, the count needs all processes
             progress += f", {self.sparsity:.2%} zeros"
         tensors = [f"{weight.name} {'×'.join(map(str, weight.parameter.shape))}" for weight in self.weights]
-        lines = (
+        lines = [
             f"Sparsifier(method={self._kind.name!r})",
             f"target    {self._target}",
             f"phases    {', '.join(f'{phase} {steps:,}' for phase, steps in lengths.items())} steps",
             f"progress  {progress}",
             f"tensors   {some(tensors)}",
-        )
+        ]
+        if self._patterns is not None:
+            lines.append(f"pattern   {described(self._patterns, [weight.name for weight in self.weights])}")
         return "\n  ".join(lines)
 
     # --- the steps ---
@@ -710,6 +723,8 @@ class Sparsifier:
             "plan": asdict(self.plan),
             "topology_done": self._topology_done,
         }
+        if self._patterns is not None:
+            state["pattern"] = self._pattern_names()
         return state if self._driver is None else {**state, **self._driver.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -722,7 +737,7 @@ class Sparsifier:
                 "finish() was called, so this Sparsifier has no hooks: create a new one to load the state"
             )
         self._check_values()
-        check_state(state, self.weights, method=self._kind.name, target=self._target)
+        check_state(state, self.weights, method=self._kind.name, target=self._target, pattern=self._pattern_names())
         plan, phase, driver = Plan(**state["plan"]), Phase(state["phase"]), None
         with torch.no_grad():
             if "mask" in state:
@@ -744,6 +759,11 @@ class Sparsifier:
                 self._warned_of_skipped = int(driver.log.skipped)
         if self.phase is Phase.FINISHED:
             self._remove_hooks()
+
+    def _pattern_names(self) -> dict[str, str]:
+        """The pattern of each tensor that has one."""
+        pairs = zip(self.weights, self._patterns or (), strict=False)
+        return {weight.name: str(pattern) for weight, pattern in pairs if pattern is not None}
 
     def __del__(self) -> None:
         """Warn if masks never became final. An unused object is no problem."""

@@ -17,7 +17,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from gossamer.forward import arguments, undisturbed
-from gossamer.prunable import Weight, select
+from gossamer.patterns import Patterns, Shape, assign, canonical, described
+from gossamer.prunable import select
+from gossamer.report import report
 from gossamer.selectors import Selectors, clean_name, some
 from gossamer.sharding import whole
 
@@ -44,6 +46,8 @@ class Verification:
     """The same, relative to the largest value of the output tensor."""
     ignored: tuple[str, ...]
     """Outputs that were not compared, because they are neither tensors nor numbers."""
+    patterns: str = ""
+    """The patterns that were checked."""
 
     def __bool__(self) -> bool:
         return not self.differences
@@ -54,6 +58,8 @@ class Verification:
             compared.append(
                 f"{self.outputs} outputs (largest difference {self.max_absolute:.3g}, relative {self.max_relative:.3g})"
             )
+        if self.patterns:
+            compared.append(f"patterns ({self.patterns})")
         verdict = f"{len(self.differences)} differences" if self.differences else "same"
         lines = [f"{verdict}; compared {' and '.join(compared) or 'nothing'}"]
         lines += [f"  - {difference}" for difference in self.differences]
@@ -68,11 +74,12 @@ class Verification:
 
 
 def verify(
-    model: nn.Module,
+    model: nn.Module | Mapping[str, Tensor],
     other: Other,
     example_input: object = None,
     *,
     tolerance: float = 0.0,
+    pattern: Patterns = None,
     include: Selectors = None,
     exclude: Selectors = None,
 ) -> Verification:
@@ -81,21 +88,29 @@ def verify(
     Zeros have to be at exactly the same positions. An output may differ by ``tolerance`` times the largest absolute
     value of that output tensor; 0 requires equal values (NaN equals NaN). Both models run in evaluation mode and in
     their own precision, on copies of ``example_input`` (a tensor, a tuple of inputs or a mapping of keyword inputs).
-    Neither is changed. ``include`` and ``exclude`` are as in ``select``.
+    Neither is changed. With ``pattern``, as in ``Sparsifier``, tensors of ``model`` without it are differences, too.
+    ``include`` and ``exclude`` are as in ``select``.
+
+    ``model`` may also be a state dict. Its weights are those that ``report`` counts; it has no outputs, and takes
+    neither ``example_input`` nor ``pattern``.
     """
     if not tolerance >= 0:
         raise ValueError(f"expected a tolerance (relative to the largest output) of at least 0, got {tolerance}")
     if isinstance(other, torch.export.ExportedProgram):
         other = other.module()
-    differences: list[str] = []
+    differences, patterns = list[str](), ""
+    if isinstance(model, nn.Module):
+        differences, patterns = _pattern_differences(model, pattern, include, exclude)
+    elif example_input is not None or pattern is not None or not isinstance(other, nn.Module | Mapping):
+        raise TypeError("expected a model whose outputs can be compared, got a state dict: pass the model itself")
     tensors = 0
     runnable: Callable[..., Any] | None
     if isinstance(other, nn.Module | Mapping):
-        weights = select(model, include=include, exclude=exclude, for_training=False)
+        weights = [*_weights_of(model, include, exclude)]
         tensors = len(weights)
-        differences += _zero_differences(model, weights, _tensors_of(other))
+        differences += _zero_differences(weights, _tensors_of(other))
         runnable = other if isinstance(other, nn.Module) else None
-        if example_input is not None and isinstance(other, Mapping):
+        if example_input is not None and isinstance(other, Mapping) and isinstance(model, nn.Module):
             runnable = _filled(model, other, differences)
     elif callable(other):
         if example_input is None:
@@ -105,7 +120,7 @@ def verify(
         raise TypeError(f"expected a module, a state dict or a function to compare with, got {type(other).__name__}")
 
     found = _Outputs((), 0, 0.0, 0.0, ())
-    if example_input is not None and runnable is not None:
+    if example_input is not None and runnable is not None and isinstance(model, nn.Module):
         expected = _run(model, example_input)
         found = _compare_outputs(expected, _run(runnable, example_input), tolerance)
     return Verification(
@@ -115,7 +130,26 @@ def verify(
         max_absolute=found.max_absolute,
         max_relative=found.max_relative,
         ignored=found.ignored,
+        patterns=patterns,
     )
+
+
+def _pattern_differences(
+    model: nn.Module, pattern: Patterns, include: Selectors, exclude: Selectors
+) -> tuple[list[str], str]:
+    """The tensors that do not have their pattern, and the patterns in a line."""
+    if pattern is None:
+        return [], ""
+    weights = select(model, include=include, exclude=exclude, for_training=False)
+    assigned = assign(pattern, [Shape.of_weight(weight) for weight in weights])
+    assert assigned is not None
+    differences = []
+    for weight, each in zip(weights, assigned, strict=True):
+        kept = canonical(_plain(weight.parameter) != 0, weight.feature_axis, weight.groups)
+        broken = 0 if each is None else each.broken(kept, exactly=False)
+        if broken:
+            differences.append(f"{weight.name}: {broken:,} groups do not have the pattern {each}")
+    return differences, described(assigned, [weight.name for weight in weights])
 
 
 def _tensors_of(other: nn.Module | Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -128,17 +162,30 @@ def _tensors_of(other: nn.Module | Mapping[str, Tensor]) -> dict[str, Tensor]:
     return dict(other)
 
 
-def _zero_differences(model: nn.Module, weights: Sequence[Weight], others: Mapping[str, Tensor]) -> Iterator[str]:
-    for weight in weights:
+def _weights_of(
+    model: nn.Module | Mapping[str, Tensor], include: Selectors, exclude: Selectors
+) -> Iterator[tuple[list[str], Tensor]]:
+    """The weights to compare, each with the names that it may have elsewhere, its own first."""
+    if not isinstance(model, nn.Module):
+        yield from (
+            ([name], tensor) for name, tensor in report(model, include=include, exclude=exclude).tensors.items()
+        )
+        return
+    for weight in select(model, include=include, exclude=exclude, for_training=False):
         names = [weight.name, *(f"{use.module_name}.{use.attribute}" for use in weight.uses)]
-        names += [clean_name(name, model) for name in names]
-        other = next((others[name] for name in names if name in others), None)
+        yield [*names, *(clean_name(name, model) for name in names)], weight.parameter
+
+
+def _zero_differences(weights: Sequence[tuple[list[str], Tensor]], others: Mapping[str, Tensor]) -> Iterator[str]:
+    for names, weight in weights:
+        name = names[0]
+        other = next((others[each] for each in names if each in others), None)
         if other is None:
-            yield f"{weight.name} is missing"
+            yield f"{name} is missing"
             continue
-        here, there = _plain(weight.parameter), _plain(other)
+        here, there = _plain(weight), _plain(other)
         if here.shape != there.shape:
-            yield f"{weight.name} has shape {tuple(there.shape)}, expected {tuple(here.shape)}"
+            yield f"{name} has shape {tuple(there.shape)}, expected {tuple(here.shape)}"
             continue
         is_zero, is_other_zero = here == 0, there.to(here.device) == 0
         lost, new = is_zero & ~is_other_zero, is_other_zero & ~is_zero
@@ -146,7 +193,7 @@ def _zero_differences(model: nn.Module, weights: Sequence[Weight], others: Mappi
             count = int(mask.sum())
             if count:
                 first = tuple(torch.nonzero(mask)[0].tolist())
-                yield f"{weight.name}: {count:,} {what} of {int(is_zero.sum()):,}, the first at {first}"
+                yield f"{name}: {count:,} {what} of {int(is_zero.sum()):,}, the first at {first}"
 
 
 def _plain(tensor: Tensor) -> Tensor:

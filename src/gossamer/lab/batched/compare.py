@@ -15,7 +15,7 @@ import torch
 
 from gossamer.hints import did_you_mean
 from gossamer.lab import data
-from gossamer.lab.batched.supported import OWN, check_filters, check_min_density
+from gossamer.lab.batched.supported import OWN, check_filters, check_min_density, check_pattern
 from gossamer.lab.batched.sweeps import Record, layout_of, missing_in, read_record_of, record_path, sweep
 from gossamer.lab.results import comparison_page
 from gossamer.lab.results.plot import accuracy_against_sparsity, can_draw, check
@@ -150,6 +150,7 @@ def compare(
     save_models: bool = False,
     plot: Path | None = None,
     progress: Callable[[str], None] = lambda line: None,
+    moved: Callable[[float], None] = lambda share: None,
     finished: Callable[[list[Record]], None] = lambda records: None,
 ) -> list[Record]:
     """Train the runs without a record in `out`, `together` at a time, and return all the records.
@@ -169,6 +170,7 @@ def compare(
         together=together,
         save_models=save_models,
         progress=progress,
+        moved=moved,
         further=lambda run, network: {"tier": comparison.tier},
         batch_done=lambda: finished(_publish(runs, out, comparison.tier, plot)),
     )
@@ -180,14 +182,15 @@ def compare(
 
 
 def possible_runs(comparison: Comparison, progress: Callable[[str], None] = lambda line: None) -> list[Run]:
-    """The runs of a comparison without those that whole filters are too coarse for, or whose network lacks the gains
-    that slimming needs; `progress` names these. A budget below `min_density` is an error."""
+    """The runs of a comparison without those that whole filters or a pattern do not allow, or whose network lacks the
+    gains that slimming needs; `progress` names these. A budget below `min_density` is an error."""
     layout = layout_of(networks.create(Run(model=comparison.net), num_classes=10))
     found, problems = dict[str, Run](), dict[str, None]()
     for run in comparison.runs():
         check_min_density(run, layout)
         try:
             check_filters(run, layout)
+            check_pattern(run, layout)
         except ValueError as error:
             problems[f"{run.method}: {error}"] = None  # once for all seeds
         else:
