@@ -39,7 +39,8 @@ def main() -> None:
         for x, y in loader:
             with accelerator.accumulate(model):
                 accelerator.backward(F.cross_entropy(model(x), y))
-                accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                if accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(model.parameters(), 1.0)
                 optimizer.step()
                 optimizer.zero_grad()
     with tempfile.TemporaryDirectory() as folder:

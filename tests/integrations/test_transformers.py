@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from accelerate import Accelerator
 from torch import Tensor, nn
 
 import gossamer
@@ -257,38 +256,3 @@ def test_metrics_reach_tensorboard(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     values = [event.value for event in events.Scalars("train/sparsifier/sparsity")]
     assert len(values) >= STEPS // 4
     assert values[-1] == pytest.approx(0.9, abs=1e-3)
-
-
-def test_accelerate_before_and_after_prepare(tmp_path: Path) -> None:
-    def run(after: bool, stop: int | None = None, resume: bool = False) -> nn.Module:
-        torch.manual_seed(0)
-        model: nn.Module = nn.Sequential(nn.Linear(10, 24), nn.ReLU(), nn.Linear(24, 4))
-        optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        accelerator = Accelerator(cpu=True)
-        asked: dict[str, Any] = {"sparsity": 0.8, "total_steps": 40}
-        if not after:
-            sparsifier = gossamer.Sparsifier(model, optimizer, **asked)
-        model, optimizer = accelerator.prepare(model, optimizer)
-        if after:
-            sparsifier = gossamer.Sparsifier(model, optimizer, **asked)
-        accelerator.register_for_checkpointing(sparsifier)
-        first = 0
-        if resume:
-            accelerator.load_state(str(tmp_path / "state"))
-            first = sparsifier.step
-        for step in range(first, 40):
-            if step == stop:
-                accelerator.save_state(str(tmp_path / "state"))
-            inputs = torch.randn(16, 10, generator=torch.Generator().manual_seed(step))
-            accelerator.backward(nn.functional.mse_loss(model(inputs), inputs[:, :4]))
-            optimizer.step()
-            optimizer.zero_grad()
-        sparsifier.finish()
-        return accelerator.unwrap_model(model)
-
-    before, after = run(after=False), run(after=True, stop=17)
-    resumed = run(after=True, resume=True)
-    for one, two, three in zip(before.parameters(), after.parameters(), resumed.parameters(), strict=True):
-        assert torch.equal(one, two)
-        assert torch.equal(one, three)
-    assert sum(int((each == 0).sum()) for each in before.parameters()) == int(0.8 * 336 + 0.5)
