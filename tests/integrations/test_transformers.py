@@ -166,6 +166,26 @@ def test_the_best_checkpoint_is_one_with_its_final_masks(tmp_path: Path) -> None
     assert found == asked
 
 
+def test_early_stopping_waits_for_the_final_masks(tmp_path: Path) -> None:
+    """The metric is worse after every evaluation, so that training would stop in the warm-up."""
+
+    class Worse(transformers.TrainerCallback):
+        def on_evaluate(self, args: Any, state: Any, control: Any, metrics: dict[str, float], **kwargs: Any) -> None:
+            metrics["eval_score"] = -float(state.global_step)
+
+    model, callback = network(), SparsifierCallback(sparsity=0.9)
+    trainer_of(
+        transformers.Trainer, model, tmp_path, eval_strategy="steps", eval_steps=2, save_strategy="steps", save_steps=2,
+        load_best_model_at_end=True, metric_for_best_model="score", greater_is_better=True,
+        callbacks=[callback, Worse(), transformers.EarlyStoppingCallback(early_stopping_patience=2)],
+    ).train()  # fmt: skip
+    found, asked = counts(callback, model)
+    assert found == asked
+    assert callback.sparsifier is not None
+    plan = callback.sparsifier.plan
+    assert plan.total - plan.finetune < callback.sparsifier.step < plan.total
+
+
 class OutOfMemory(transformers.TrainerCallback):
     """Fails once, in the second step, as a batch that is too large for the memory."""
 
