@@ -117,6 +117,8 @@ class Sparsifier:
         self.weights: tuple[Weight, ...] = tuple(
             replace(weight, name=clean_name(weight.name, model)) for weight in selected
         )
+        if include is None and exclude is None:
+            _warn_of_frozen(model, self.weights)
         optimizers = [unwrapped(each) for each in (optimizer if isinstance(optimizer, Sequence) else [optimizer])]
         # An optimizer that updates none of the weights (AdamW next to Muon, say) is ignored.
         self._owned = [(owner, indices) for owner, indices in owned_by(optimizers, self.weights) if indices]
@@ -379,6 +381,18 @@ class Sparsifier:
             self._check_finite("the run ended with")
         finally:
             self._remove_hooks()
+
+    def detach(self) -> None:
+        """Remove the hooks and discard the masks, so that the run can start again with a new Sparsifier.
+
+        The weights stay as they are. A finished one stays as it is.
+        """
+        if self.phase is Phase.FINISHED:
+            return
+        if self._driver is not None:
+            self._driver.freeze()
+            self._driver = None
+        self._remove_hooks()
 
     def _remove_hooks(self) -> None:
         for handle in self._handles:
@@ -781,6 +795,20 @@ def _is_plain(parameter: nn.Parameter) -> bool:
     """Whether this is a trained parameter of numbers that torch can check, not those of a quantization library."""
     plain = type(parameter) is nn.Parameter or is_sharded(parameter)
     return plain and parameter.requires_grad and parameter.dtype.itemsize > 1
+
+
+def _warn_of_frozen(model: nn.Module, weights: Sequence[Weight]) -> None:
+    """Warn if most of the prunable weights are frozen, as under LoRA, where the target would hold for the adapters."""
+    every = select(model, for_training=False)
+    frozen = [weight for weight in every if not weight.parameter.requires_grad]
+    left, taken = (sum(weight.parameter.numel() for weight in each) for each in (frozen, weights))
+    if left > taken:
+        warnings.warn(
+            f"the target holds for the {taken:,} weights in training, such as {weights[0].name}, while {left:,} others "
+            f"are frozen (requires_grad=False) and stay as they are, such as {clean_name(frozen[0].name, model)}. To "
+            "prune those, unfreeze them before creating the Sparsifier. If this is what you want, say so with include=",
+            stacklevel=3,
+        )
 
 
 def _check_weights(weights: Sequence[Weight], *, needs_samples: bool, sharded: bool, replicated: bool) -> None:

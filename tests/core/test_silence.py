@@ -518,6 +518,41 @@ def test_an_optimizer_without_hooks_is_refused_with_a_reason() -> None:
     sparsify(model, inner)
 
 
+# --- frozen weights ---
+
+
+def test_a_target_that_holds_for_a_small_rest_is_noticed() -> None:
+    """As with LoRA: the base is frozen, and 80 % zeros in the adapters are not what was meant."""
+    model = network()
+    model[0].requires_grad_(False)
+    optimizer = sgd(model[2].parameters())
+    with pytest.warns(
+        UserWarning,
+        match=r"holds for the 96 weights in training, such as 2\.weight, while 240 others are frozen",
+    ):
+        sparsify(model, optimizer).detach()
+    sparsify(model, optimizer, include="2.*").detach()
+    model[0].requires_grad_(True)
+    model[2].requires_grad_(False)  # the smaller part: an ordinary frozen head
+    sparsify(model, sgd(model[0].parameters()))
+
+
+def test_detach_lets_another_sparsifier_begin() -> None:
+    model = network()
+    optimizer = sgd(model.parameters())
+    first = sparsify(model, optimizer)
+    train(model, optimizer, 0, 20)
+    first.detach()
+    first.detach()
+    weights = [parameter.clone() for parameter in model.parameters()]
+    assert all(torch.equal(*each) for each in zip(weights, model.parameters(), strict=True))
+    assert first.phase is Phase.FINISHED
+    second = sparsify(model, optimizer, warmup="0it")
+    train(model, optimizer)
+    second.finish()
+    assert (first.step, zeros(model)) == (20, EXACT)
+
+
 # --- keep_zeros ---
 
 

@@ -52,6 +52,8 @@ class StoredModel:
         """A random batch."""
         if self.tokens:
             return torch.randint(0, self.tokens, (*self.input_shape, batch))
+        if self.name in models.names() and models.entry(self.name).sentences:
+            return models.example_input(self.name, batch)
         return torch.randn(batch, *self.input_shape)
 
 
@@ -97,6 +99,8 @@ def open_network(
 
 def knows_its_network(path: Path) -> bool:
     """Whether a safetensors file, or the run.json next to it, names a network of the registry."""
+    if path.suffix != ".safetensors" or not path.is_file():
+        return False
     name, _ = _named(path, None, ("", {}))
     return name in models.names()
 

@@ -11,13 +11,15 @@ from torch import Tensor
 
 from gossamer.io.checkpoints import read_checkpoint
 from gossamer.lab.frontier import FRONTIER, WITHIN, frontier_table, read_frontier
-from gossamer.lab.json_files import read_object
+from gossamer.lab.json_files import MOST_BYTES, read_object
 from gossamer.lab.results.comparisons import by_epochs, displayed, subjects
 from gossamer.lab.results.plot import Line, Panel, lowest, panels
-from gossamer.lab.training.result import HEALTH, MODEL, SPARSE_MODEL, is_number, read_layers, read_result_file
+from gossamer.lab.training.result import HEALTH, MODEL, RESULT, SPARSE_MODEL, is_number, read_layers, read_result_file
 from gossamer.methods import METHODS
 from gossamer.report.page import Chart, Page, View, facts_of, sizes_of, thinned
+from gossamer.report.style import style_of
 
+_MOST_NEIGHBOURS = 200
 SPEED = "speed.json"  # what `gossamer speed --out` writes, beside the model
 _LOG = "log.jsonl"
 _PHASES = {
@@ -26,25 +28,31 @@ _PHASES = {
     "stabilise": ("stabilise", "var(--accent-soft)"),
     "fine-tune": ("fine-tune", "var(--page)"),
 }
-_COLORS, _DASHES, _SYMBOLS = 9, ("solid", "dash", "dot", "dashdot"), ("circle", "square", "diamond", "triangle-up")
+_LONGEST = 1e9  # milliseconds
 
 
 # --- one run ---
 
 
 def page_of_run(folder: Path, dense: Mapping[str, Any] | None = None) -> Page:
-    """The page of a finished run. `dense` is the result of the same run without masks, to compare with."""
+    """The page of a finished run. `dense` is the result of the same run without masks, to compare with. Without it, a
+    dense run in a folder beside this one serves. Finished runs there of the same network, data and epochs are shown
+    together with this one."""
     result, rows = read_result_file(folder), read_layers(folder).rows
     model = folder / MODEL
     tensors: dict[str, Tensor] = read_checkpoint(model) if model.is_file() else {}
     tensors = {row.name: tensors[row.name] for row in rows if row.name in tensors}
     page = Page(f"{result.get('model', 'Run')} on {result.get('data', 'its data')}", _about(result))
-    speed = _speed(folder / SPEED)
+    speed = read_speed(folder / SPEED)
+    others = _neighbours(folder, result)
+    if dense is None:
+        dense = next((each for each in others if each.get("method") == "dense"), None)
     metric = "perplexity" if "perplexity" in result else "accuracy"
-    sparsity, *others = facts_of(rows, _file_sizes(folder))
-    page.add_facts([sparsity, _metric_fact(metric, result, dense), *others, *_speed_facts(speed)])
+    sparsity, *sizes = facts_of(rows, _file_sizes(folder))
+    page.add_facts([sparsity, _metric_fact(metric, result, dense), *sizes, *_speed_facts(speed)])
     health = _health(folder / HEALTH)
     _add_training(page, _log(folder / _LOG), health, metric)
+    _add_neighbours(page, [result, *others])
     _add_frontier(page, folder / FRONTIER)
     gradients = {layer["name"]: layer["gradient_scale"] for layer in health.get("layers", ())}
     page.add_layers(rows, tensors, sizes_of(rows, tensors), gradients)
@@ -53,9 +61,10 @@ def page_of_run(folder: Path, dense: Mapping[str, Any] | None = None) -> Page:
 
 
 def _about(result: Mapping[str, Any]) -> str:
-    name = result.get("method", "")
+    name = str(result.get("method", ""))
     method = METHODS[name].title if name in METHODS else name
-    hardware = result.get("hardware", {})
+    hardware = result.get("hardware")
+    hardware = hardware if isinstance(hardware, dict) else {}
     parts = [
         method,
         f"{result['epochs']} epochs" if "epochs" in result else "",
@@ -73,7 +82,7 @@ def _metric_fact(metric: str, result: Mapping[str, Any], dense: Mapping[str, Any
     remarks = [] if dense is None else [f"{said(dense[metric])} dense"]
     validation = result.get(f"validation_{metric}")
     remarks += [] if validation is None else [f"{said(validation)} on the validation set"]
-    return f"Test {metric}", said(result[metric]), ", ".join(remarks)
+    return f"Test {metric}", said(result[metric]) if metric in result else "–", ", ".join(remarks)
 
 
 def _file_sizes(folder: Path) -> tuple[int, int] | None:
@@ -84,6 +93,8 @@ def _file_sizes(folder: Path) -> tuple[int, int] | None:
 def _log(path: Path) -> list[dict[str, Any]]:
     """The lines of a log; what a kill has left incomplete is skipped."""
     found = []
+    if path.is_file() and (size := path.stat().st_size) > MOST_BYTES:
+        raise ValueError(f"expected a log of at most {MOST_BYTES} bytes in {path}, got {size} bytes: delete it")
     for line in path.read_text("utf-8", errors="replace").splitlines() if path.is_file() else ():
         try:
             values = json.loads(line)
@@ -102,13 +113,18 @@ def _health(path: Path) -> dict[str, Any]:
     traces = [found.get(name) for name in ("steps", "decay", "nonzeros", "flips")]
     layers = found.get("layers")
     if (
-        not all(isinstance(each, list) and all(value is None or is_number(value) for value in each) for each in traces)
+        not all(isinstance(each, list) and all(map(_is_number_or_none, each)) for each in traces)
         or len({len(each) for each in traces if each is not None}) != 1
         or not isinstance(layers, list)
         or not all(isinstance(each, dict) and {"name", "gradient_scale"} <= each.keys() for each in layers)
+        or not all(isinstance(each["name"], str) and _is_number_or_none(each["gradient_scale"]) for each in layers)
     ):
         raise ValueError(f"expected the diagnostics of a run in {path}, got something else: delete it")
     return found
+
+
+def _is_number_or_none(value: object) -> bool:
+    return value is None or is_number(value)
 
 
 def _add_training(page: Page, log: Sequence[Mapping[str, Any]], health: Mapping[str, Any], metric: str) -> None:
@@ -194,6 +210,37 @@ def _bands(log: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], list
     return bands, [(label, color) for _, (label, color) in known] if len(known) > 1 else []
 
 
+# --- the runs beside it ---
+
+
+def _neighbours(folder: Path, result: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The results in folders beside that of a run, of the same network, data and epochs."""
+    same = ("model", "data", "epochs")
+    found = []
+    for path in sorted(folder.resolve().parent.glob(f"*/{RESULT}"))[:_MOST_NEIGHBOURS]:
+        if path.parent == folder.resolve():
+            continue
+        try:
+            other = read_result_file(path)
+        except (ValueError, OSError):  # no result of a run, or a damaged one, which is not what was asked about
+            continue
+        if all(other.get(name) == result.get(name) and name in other for name in same):
+            found.append(other)
+    return found
+
+
+def _add_neighbours(page: Page, results: Sequence[Mapping[str, Any]]) -> None:
+    if len(results) < 2 or any("accuracy" not in each for each in results):
+        return
+    panel = panel_of_sweep(results)
+    if not panel.sparse:
+        return
+    page.add_heading("Accuracy against sparsity", "This run and the finished runs in the folders beside it.")
+    lines = [*panel.dense, *panel.sparse]
+    page.add_legend([(line.label, _style(line.method)[0]) for line in lines])
+    page.add_charts([_chart_of(panel)])
+
+
 # --- its frontier ---
 
 
@@ -243,14 +290,31 @@ def _add_frontier(page: Page, path: Path) -> None:
 # --- its speed ---
 
 
-def _speed(path: Path) -> list[dict[str, Any]]:
+def read_speed(path: Path) -> list[dict[str, Any]]:
     """The cases that `gossamer speed` has measured; none without its file."""
     if not path.is_file():
         return []
     cases = read_object(path, "a measurement of gossamer speed", ": delete it").get("cases")
-    if not isinstance(cases, list) or not all(isinstance(each, dict) and "rows" in each for each in cases):
+    if not isinstance(cases, list) or not all(map(_is_case, cases)):
         raise ValueError(f"expected a measurement of gossamer speed in {path}, got something else: delete it")
     return cases
+
+
+def _is_case(case: object) -> bool:
+    return (
+        isinstance(case, dict)
+        and {"batch", "threads", "rows"} <= case.keys()
+        and isinstance(case["rows"], list)
+        and all(map(_is_timing, case["rows"]))
+    )
+
+
+def _is_timing(row: object) -> bool:
+    if not isinstance(row, dict) or not {"engine", "kind", "note", "median", "lower", "upper"} <= row.keys():
+        return False
+    times = [row[name] for name in ("median", "lower", "upper")]
+    named = all(isinstance(row[name], str) for name in ("engine", "kind"))
+    return named and (times == [None] * 3 or all(is_number(each) and 0 <= each < _LONGEST for each in times))
 
 
 def speed_ratios(case: Mapping[str, Any]) -> dict[str, float]:
@@ -291,6 +355,32 @@ def _add_speed(page: Page, cases: Sequence[Mapping[str, Any]]) -> None:
                 ]
             )
     page.add_table(head, rows)
+    _add_kernels(page, cases)
+
+
+def _add_kernels(page: Page, cases: Sequence[Mapping[str, Any]]) -> None:
+    """What gossamer.deploy chose for each layer, at the first batch size."""
+    case = cases[0]
+    layers = next((row.get("layers", ()) for row in case["rows"] if row["kind"] == "sparse"), ())
+    if not layers:
+        return
+    page.add_heading(
+        "Kernels",
+        f"What gossamer.deploy runs for each operation at batch {case['batch']}. It has timed them "
+        "where there was a choice.",
+    )
+    rows = [
+        [
+            each["name"],
+            f"{each['kind']} {each['shape']}",
+            each["kernel"],
+            each["reason"] or "–",
+            f"{each['nonzeros']:,} of {each['weights']:,}" if each["weights"] else "–",
+            f"{each['multiplications']:,}" if each["multiplications"] else "–",
+        ]
+        for each in layers
+    ]
+    page.add_table(["layer", "operation, output", "kernel", "timed", "nonzeros", "multiplications"], rows, words=4)
 
 
 # --- many runs ---
@@ -315,6 +405,8 @@ def panel_of_sweep(records: Sequence[Mapping[str, Any]]) -> Panel:
     """The records of a sweep as lines: one for every combination of settings that differ, apart from the seed and what
     asks for a sparsity."""
     sound = [record for record in records if not record.get("diverged")]
+    if not all("accuracy" in record for record in sound):
+        raise ValueError("expected runs with an accuracy to draw, got others, such as those of language models")
     settings = [_settings(record) for record in sound]
     varying = [name for name in dict.fromkeys(name for each in settings for name in each)
                if len({json.dumps(each.get(name)) for each in settings}) > 1]  # fmt: skip
@@ -325,7 +417,7 @@ def panel_of_sweep(records: Sequence[Mapping[str, Any]]) -> Panel:
         title = METHODS[method].title if method in METHODS else method
         asked = record.get("config", {}).get("sparsity")
         points = groups.setdefault((method, ", ".join([title, *said])), {})
-        at = round(100 * (record["sparsity"] if asked is None else asked), 2)
+        at = round(100 * (asked if is_number(asked) else record["sparsity"]), 2)
         points.setdefault(at, []).append(100 * record["accuracy"])
     lines = [_line(method, label, points) for (method, label), points in groups.items()]
     sparse = tuple(sorted((each for each in lines if each.method != "dense"), key=lambda each: -max(each.accuracy)))
@@ -368,11 +460,8 @@ def _style(method: str) -> tuple[str, str, str]:
     """Color, dash and symbol of a method, the same on every page."""
     if method == "dense":
         return "var(--dense)", "dot", "circle"
-    if method == "scl":
-        return "var(--c0)", "solid", "circle"  # a color of its own
-    names = [name for name in METHODS if name not in ("scl", "dense")]
-    again, color = divmod(names.index(method) if method in names else len(names), _COLORS)
-    return f"var(--c{color + 1})", _DASHES[again % len(_DASHES)], _SYMBOLS[again % len(_SYMBOLS)]
+    style = style_of(method)
+    return f"var(--c{style.color})", style.dash, style.symbol
 
 
 def _chart_of(panel: Panel) -> Chart:
@@ -443,14 +532,27 @@ def _rows_chart(panel: Panel) -> Chart:
         }
         for line in panel.dense
     ]  # fmt: skip
+    lines = [*panel.dense, *panel.sparse]
     layout = {
         "height": 130 + 30 * len(labels),
         "shapes": dense,
-        "xaxis": {"title": {"text": "test accuracy, %"}},
+        "xaxis": {"title": {"text": "test accuracy, %"}, "range": _around(lines)},
         "yaxis": {"tickvals": list(range(len(labels))), "ticktext": [_safe(each[:40]) for each in labels]},
     }
     note = f"at {panel.sparsity[0]:g}% sparsity{'; dotted: dense' if panel.dense else ''}"
     return Chart("Test accuracy", [View("", traces, layout)], note)
+
+
+def _around(lines: Sequence[Line]) -> list[float]:
+    """An axis of percentages around the points of some lines, which ends at 100 at the latest."""
+    ends = [
+        mean + sign * spread
+        for line in lines
+        for mean, spread in zip(line.accuracy, line.spread, strict=True)
+        for sign in (-1, 1)
+    ]
+    margin = 0.05 * (max(ends) - min(ends)) or 0.5
+    return [max(0.0, min(ends) - margin), min(100.0, max(ends) + margin)]
 
 
 def _table_of(panel: Panel) -> tuple[list[str], list[list[str]]]:

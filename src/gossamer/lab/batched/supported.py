@@ -45,7 +45,7 @@ def unsupported(run: Run) -> list[str]:
         found.append(f"teacher={run.teacher!r}")
     if run.model == "indrnn":  # whose recurrence is bounded after every step of the optimizer
         found.append("model='indrnn'")
-    if kind_of(run.data) in ("folder", "text"):
+    if kind_of(run.data) in ("folder", "text", "sentences"):
         found.append(f"data={run.data!r}")
     options = run.options
     if run.method == "scl" and isinstance(options, SCLOptions):

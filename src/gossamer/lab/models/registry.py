@@ -27,6 +27,7 @@ from gossamer.lab.models.indrnn import indrnn
 from gossamer.lab.models.lenet import lenet5, lenet300
 from gossamer.lab.models.lstm_lm import lstm_lm
 from gossamer.lab.models.map_fit import map_fit
+from gossamer.lab.models.minilm import minilm
 from gossamer.lab.models.mobilenet import mobilenet_cifar
 from gossamer.lab.models.resnet import resnet20, resnet56, resnet110
 from gossamer.lab.models.transformer import transformer_lm, vit
@@ -53,6 +54,7 @@ class ModelEntry:
     weights: int
     description: str
     tokens: bool = False
+    sentences: bool = False  # the input is token ids, a sentence per row
     recurrent: bool = False  # has layers of torch's own for which cuDNN has no bfloat16
 
     connections = renamed("connections", "weights")
@@ -118,6 +120,7 @@ MODELS: tuple[ModelEntry, ...] = (
     ),
     ModelEntry("gru", gru, "mnist", _GREY, 10, 202_240, "a GRU of 256, images 4 pixels at a time", recurrent=True),
     ModelEntry("indrnn", indrnn, "mnist", _GREY, 10, 86_784, "six IndRNN layers of 128, images row by row"),
+    ModelEntry("minilm", minilm, "sst2", (64,), 2, 22_338_048, "MiniLM-L6, encoder of 6 layers of 384", sentences=True),
     ModelEntry("map_fit", map_fit, "random", (64,), 64, 12_288, "three layers of 64, for the map-fitting test"),
 )
 
@@ -153,6 +156,7 @@ def create(name: str, num_classes: int | None = None, **options: Any) -> nn.Modu
     return model.builder(num_classes=classes, **options)
 
 
+_FEWEST_TOKENS = 1000  # every vocabulary of sentences has as many
 _LARGEST_OPTION = 1 << 20  # a width or a number of layers
 
 
@@ -196,4 +200,6 @@ def example_input(name: str, batch: int = 2, *, num_classes: int | None = None) 
     if model.tokens:
         words = model.num_classes if num_classes is None else num_classes
         return torch.randint(words, (*model.input_shape, batch))
+    if model.sentences:
+        return torch.randint(1, _FEWEST_TOKENS, (batch, *model.input_shape))
     return torch.randn(batch, *model.input_shape)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-__all__ = ["Decoder", "VisionTransformer", "transformer_lm", "vit"]
+__all__ = ["Attention", "Decoder", "VisionTransformer", "initialise_", "transformer_lm", "vit"]
 
 _SCALE = 0.02
 
@@ -27,12 +27,14 @@ class Attention(nn.Module):
         self.inputs = nn.Linear(width, 3 * width)
         self.output = nn.Linear(width, width)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x is (batch, tokens, width)."""
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        """x is (batch, tokens, width); `mask` broadcasts to (batch, heads, tokens, tokens), and hides where False."""
         batch, tokens, width = x.shape
         query, key, value = self.inputs(x).view(batch, tokens, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
         dropout = self.dropout if self.training else 0.0
-        mixed = functional.scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=self.causal)
+        mixed = functional.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, dropout_p=dropout, is_causal=self.causal
+        )
         result: Tensor = self.output(mixed.transpose(1, 2).reshape(batch, tokens, width))
         return result
 
@@ -68,7 +70,7 @@ class VisionTransformer(nn.Module):
         self.blocks = nn.Sequential(*(Block(width, heads, causal=False, dropout=dropout) for _ in range(layers)))
         self.norm = nn.LayerNorm(width)
         self.classifier = nn.Linear(width, num_classes)
-        _initialise_(self)
+        initialise_(self)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.patches(x).flatten(2).transpose(1, 2) + self.positions
@@ -95,7 +97,7 @@ class Decoder(nn.Module):
         self.norm = nn.LayerNorm(width)
         self.decoder = nn.Linear(width, vocabulary)
         self.decoder.weight = self.embedding.weight
-        _initialise_(self)
+        initialise_(self)
 
     def forward(self, tokens: Tensor, state: tuple[Tensor, ...] | None = None) -> tuple[Tensor, tuple[Tensor, ...]]:
         steps, most = len(tokens), self.positions.shape[1]
@@ -105,7 +107,8 @@ class Decoder(nn.Module):
         return self.decoder(self.dropout(self.norm(self.blocks(x)))).transpose(0, 1), ()
 
 
-def _initialise_(module: nn.Module) -> None:
+def initialise_(module: nn.Module) -> None:
+    """Draw all weights and positions from the normal distribution, and zero the biases."""
     for name, parameter in module.named_parameters():
         if parameter.ndim > 1:
             nn.init.normal_(parameter, 0.0, _SCALE)

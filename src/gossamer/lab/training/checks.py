@@ -155,7 +155,7 @@ def _wrong_data(run: "Run") -> list[str]:
     """Fields that have no effect for the data of a run and would only change its run_id."""
     kind = kind_of(run.data)
     table = (
-        ("validation", ("images", "folder"), "text has its own validation set"),
+        ("validation", ("images", "folder"), "this set has its own validation set"),
         ("augment", ("images",), "text is not augmented, and the images of a folder always are"),
         ("image_size", ("folder",), "only the images of a folder are resized"),
         ("bptt", ("text",), "only text has windows of time steps"),
