@@ -130,7 +130,7 @@ def batched_run(run: Run, steps_per_epoch: int) -> BatchedRun:
             f"teacher={TRUNK}: expected a warm-up in which the teacher learns, got one of no steps: raise "
             "settings.warmup, or train longer"
         )
-    followed = replace(_DEFAULT, **{name: getattr(run, name) for name in (*_REQUEST, *_RATES)})
+    followed = replace(_DEFAULT, **{name: getattr(run, name) for name in (*_REQUEST, "pattern", *_RATES)})
     rates = _rates(followed, plan, total, steps_per_epoch, method.rewinds)
     return BatchedRun(run, None if method is Dense else plan, rates)
 
