@@ -21,6 +21,7 @@ from gossamer.lab.report_pages import (
     panels_of_comparison,
     speed_ratios,
 )
+from gossamer.lab.results import plot
 from gossamer.lab.training import train
 from gossamer.methods import METHODS
 from gossamer.report.page import Page
@@ -181,6 +182,11 @@ def test_axes_of_percentages_end_at_one_hundred() -> None:
     lines, rows = (page_of_panels("", "", [("", panel_of_sweep(each))]).charts[0].views[0] for each in (high, one))
     assert lines.layout["yaxis"]["range"][1] <= 100
     assert rows.layout["xaxis"]["range"][1] <= 100
+    figure = pytest.importorskip("matplotlib.figure").Figure()
+    for axes, draw, drawn in zip(figure.subplots(1, 2), (plot._draw, plot._draw_rows), (high, one), strict=True):
+        draw(axes, panel_of_sweep(drawn))
+    assert figure.axes[0].get_ylim()[1] <= 100
+    assert figure.axes[1].get_xlim()[1] <= 100
 
 
 def records() -> list[dict[str, Any]]:
