@@ -111,9 +111,9 @@ def _remedy(error: Exception) -> str:
 
 def _afterwards(command: Executable) -> str:
     """What the same command would do after an immediate stop (a second Ctrl-C, or before the first step), in words."""
-    if isinstance(command, Train):
+    if isinstance(command, Train) and command.out is not None:
         return f" at once; if the same command is run again, {Checkpoints(at_home(command.out)).next_time()}"
-    if isinstance(command, Quickstart | Sweep | Compare | Reproduce):
+    if isinstance(command, Train | Quickstart | Sweep | Compare | Reproduce):
         return "; finished runs are kept, and the same command resumes the rest, from a checkpoint if there is one"
     return ""
 

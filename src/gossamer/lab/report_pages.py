@@ -314,7 +314,19 @@ def _is_timing(row: object) -> bool:
         return False
     times = [row[name] for name in ("median", "lower", "upper")]
     named = all(isinstance(row[name], str) for name in ("engine", "kind"))
+    layers = row.get("layers", [])
+    if not isinstance(layers, list) or not all(map(_is_layer, layers)):
+        return False
     return named and (times == [None] * 3 or all(is_number(each) and 0 <= each < _LONGEST for each in times))
+
+
+def _is_layer(layer: object) -> bool:
+    words, counts = ("name", "kind", "shape", "kernel", "reason"), ("weights", "nonzeros", "multiplications")
+    return (
+        isinstance(layer, dict)
+        and all(isinstance(layer.get(name), str) for name in words)
+        and all(is_number(layer.get(name)) for name in counts)
+    )
 
 
 def speed_ratios(case: Mapping[str, Any]) -> dict[str, float]:
