@@ -175,7 +175,8 @@ def descend_on_gpu_(
     pruned_scale: Tensor | float,
 ) -> None:
     """Update the mask variables, scale the gradients of pruned weights, and copy w̃ to the parameters. `divide`, `rate`,
-    `decay`, `mask_decay`, `caps` and `pruned_scale` are columns with one number per run; `pruned_scale` may be a scalar."""
+    `decay`, `mask_decay`, `caps` and `pruned_scale` are columns with one number per run; `pruned_scale` may be a
+    scalar."""
     same = None if isinstance(pruned_scale, Tensor) or pruned_scale == 1.0 else pruned_scale
     with torch.cuda.device_of(mask):
         for grid, first, these in launches(blocks):

@@ -138,8 +138,9 @@ def leave_sparsify(each: BatchedRun, step: int, steps_per_epoch: int) -> Batched
 
 
 def _followed(run: Run) -> Run:
-    """What the learning rate of a run depends on, as a run."""
-    return replace(_DEFAULT, **{name: getattr(run, name) for name in (*_REQUEST, *_RATES)})
+    """What the learning rate of a run depends on, besides its plan, as a run: many runs share it."""
+    any_request = _DEFAULT if run.method == "dense" else replace(_DEFAULT, method="scl", sparsity=0.5)
+    return replace(any_request, **{name: getattr(run, name) for name in _RATES})
 
 
 def _plan(phases: Phases, total: int, steps_per_epoch: int) -> Plan:

@@ -38,7 +38,13 @@ class Recipe:
     tolerance: float = 0.005
 
     def expected(self) -> Published | None:
-        """The published number for the sparsity or λ1 of this run, if the paper has one."""
+        """The published number for the sparsity or λ1 of this run, if the paper has one.
+
+        A run that leaves the sparsify phase at some sparsity aims at the next one of the paper.
+        """
+        if self.run.leave_at is not None:
+            above = [each for each in self.published if (each.sparsity or 0.0) >= self.run.leave_at]
+            return min(above, key=lambda each: each.sparsity or 0.0, default=None)
         wanted = 0.0 if self.run.method == "dense" else self.run.sparsity
         for each in self.published:
             if self.run.decay is not None and each.decay == self.run.decay:
