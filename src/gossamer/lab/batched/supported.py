@@ -31,7 +31,7 @@ _TEACHING = ("distil", "temperature", "teacher")
 OWN = ("preset", "settings", *_DECAY, *_TEACHING, *_RATES)
 """What runs of one batch may differ in, besides their request and their seed. All else is shared."""
 # What has to stay as it is by default.
-_NOT_IN_A_BATCH = ("flops", "include", "exclude", "optimizer", "nesterov", "clip", "sharding")
+_NOT_IN_A_BATCH = ("flops", "include", "exclude", "nesterov", "sharding")
 
 
 def unsupported(run: Run) -> list[str]:
