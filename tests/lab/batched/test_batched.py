@@ -1,4 +1,4 @@
-"""Runs trained in a batch give what each gives alone with a Sparsifier and torch's SGD."""
+"""Runs trained in a batch give what each gives alone with a Sparsifier and an optimizer of torch."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -145,6 +145,15 @@ def test_a_batch_without_warm_ups_and_one_with_seeds_of_both_kinds() -> None:
     check_against_runs_alone([run_of(name, seed, 0.6) for name in ("rigl", "snip") for seed in (2, 1)])
     mixed = [("l0", 3), ("rigl", 1), ("dense", 1), ("l0", 1), ("rigl", 4)]
     check_against_runs_alone([run_of(name, seed, 0.6) for name, seed in mixed])
+
+
+def test_adamw_and_clipping_equal_those_of_torch() -> None:
+    """Also where moments are reset, as by RigL, and where a dense warm-up is shared."""
+    names = ("dense", "scl", "rigl", "gradual", "acdc", "feather")
+    small = replace(BASE, optimizer="adamw", lr=0.01, weight_decay=0.1, clip=0.5)
+    runs = [run_of(name, seed) for name in names for seed in (1, 2)]
+    wanted = ("optimizer", "lr", "weight_decay", "clip")
+    check_against_runs_alone([replace(run, **{each: getattr(small, each) for each in wanted}) for run in runs])
 
 
 def test_weight_decay_follows_the_density() -> None:

@@ -15,7 +15,6 @@ from torch import Tensor
 from gossamer.lab.batched.stack import NetworkStack
 from gossamer.methods.base import MatrixStep, Method, Timeline
 
-
 _BETAS, _EPSILON = (0.9, 0.999), 1e-8  # of AdamW, torch's defaults
 
 
