@@ -32,6 +32,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from types import MappingProxyType
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -62,6 +63,7 @@ from gossamer.schedule import ANNEALS
 EPSILON = 1e-12
 SCALES = ("none", "global", "batch", "per_sample")
 STARTS = ("magnitude", "constant")
+Alpha: TypeAlias = float | Tensor
 _MANY = 64  # from this many tensors on, one pass over all is faster than a call per tensor
 
 
@@ -81,32 +83,32 @@ def masked_weight(weight: Tensor, mask: Tensor) -> Tensor:
 # --- the straight-through estimators: σ' stands in for the derivative of the unit step ------------------------------
 
 
-def _identity(m: Tensor, alpha: float) -> Tensor:
+def _identity(m: Tensor, alpha: Alpha) -> Tensor:
     """Eq. (identity): σ(x) = x. Also Eq. (step_redefine3)."""
     return torch.ones_like(m)
 
 
-def _leaky_relu(m: Tensor, alpha: float) -> Tensor:
+def _leaky_relu(m: Tensor, alpha: Alpha) -> Tensor:
     """Eq. (lrelu): σ(x) = max(x, αx)."""
     return torch.where(m > 0, torch.ones_like(m), alpha)
 
 
-def _softplus(m: Tensor, alpha: float) -> Tensor:
+def _softplus(m: Tensor, alpha: Alpha) -> Tensor:
     """Eq. (softplus): σ(x) = log(1 + exp x)."""
     return torch.sigmoid(m)
 
 
-def _relu(m: Tensor, alpha: float) -> Tensor:
+def _relu(m: Tensor, alpha: Alpha) -> Tensor:
     """Eq. (relu): σ(x) = max(0, x). A mask variable that falls to 0 or below never moves again."""
     return (m > 0).to(m.dtype)
 
 
-def _clipped_relu(m: Tensor, alpha: float) -> Tensor:
+def _clipped_relu(m: Tensor, alpha: Alpha) -> Tensor:
     """Eq. (crelu): σ(x) = min(max(0, x), α). Dead below 0 and above α."""
     return ((m > 0) & (m <= alpha)).to(m.dtype)
 
 
-ESTIMATORS: Mapping[str, Callable[[Tensor, float], Tensor]] = MappingProxyType(
+ESTIMATORS: Mapping[str, Callable[[Tensor, Alpha], Tensor]] = MappingProxyType(
     {
         "identity": _identity,
         "leaky_relu": _leaky_relu,
@@ -150,7 +152,7 @@ def mask_gradient(
     mask_variable: Tensor,
     *,
     estimator: str = "identity",
-    alpha: float = 0.1,
+    alpha: Alpha = 0.1,
     l2: float = 0.0,
     out: Tensor | None = None,
 ) -> Tensor:
