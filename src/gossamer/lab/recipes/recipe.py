@@ -14,6 +14,7 @@ class Published:
     perplexity: float | None = None
     sparsity: float | None = None
     decay: float | None = None  # the λ1 that it belongs to, if the paper gives one
+    flops_reduction: float | None = None
 
     @property
     def value(self) -> float:
@@ -36,6 +37,11 @@ class Recipe:
     run: Run
     published: tuple[Published, ...] = ()
     tolerance: float = 0.005
+
+    @property
+    def exhibit(self) -> str:
+        """The short name of its network and data set, which all its recipes share: resnet20, cifar100-wrn28-10, …"""
+        return self.name.removeprefix("cifar10-").removesuffix("-paper").removesuffix("-dense")
 
     def expected(self) -> Published | None:
         """The published number for the sparsity or λ1 of this run, if the paper has one.

@@ -43,7 +43,8 @@ def main(arguments: list[str] | None = None) -> int:
         settings = record["config"]["settings"]
         kind = f"{settings.get('estimator', 'identity')}, scale {settings.get('scale', 'batch')}"
         zeros = f"{record['paper_sparsity']:.1%} ({record['sparsity']:.1%})"
-        accuracy = f"{100 * record['accuracy']:.2f}, paper {100 * record['paper_accuracy']:.2f}"
+        paper = "" if record["paper_accuracy"] is None else f", paper {100 * record['paper_accuracy']:.2f}"
+        accuracy = f"{100 * record['accuracy']:.2f}{paper}"
         tell(f"{zeros}, seed {record['seed']}, {kind}: {accuracy}")
     return 0
 

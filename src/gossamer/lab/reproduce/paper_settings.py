@@ -11,21 +11,13 @@ from pathlib import Path
 import torch
 
 from gossamer.lab.batched.sweeps import Record, sweep
-from gossamer.lab.recipes import find
+from gossamer.lab.recipes import cifar, find
 from gossamer.lab.recipes.cifar import ESTIMATORS
 from gossamer.lab.short_runs import DECAYS, Found, find_decay, short_run
 from gossamer.lab.training.parsing import Scalar
 from gossamer.lab.training.run import Run
 
-RECIPES = {
-    "resnet20": "cifar10-resnet20-paper",
-    "resnet110": "cifar10-resnet110-paper",
-    "vgg16": "cifar10-vgg16-paper",
-    "densenet40": "cifar10-densenet40-paper",
-    "densenet-bc100": "cifar10-densenet-bc100-paper",
-    "wrn28-10": "cifar10-wrn28-10-paper",
-    "wrn28-10-cifar100": "cifar100-wrn28-10-paper",
-}
+RECIPES = {recipe.exhibit: recipe.name for recipe in cifar.RECIPES if recipe.name.endswith("-paper")}
 SHORT_RUNS = "short-runs"  # the folder of their records
 # Raw mask gradients are about 1e-5 of normalised ones; a mask rate of 30 lets them move masks, and λ1 is as small.
 RAW_RATE = 30.0
@@ -37,7 +29,7 @@ class Cell:
     """One number of the paper: a target sparsity, an estimator, and whether mask gradients are normalised."""
 
     sparsity: float
-    accuracy: float
+    accuracy: float | None
     estimator: str = "identity"
     normalised: bool = True
 
@@ -57,6 +49,8 @@ def cells(recipe: str) -> list[Cell]:
     """The cells of a recipe, the paper's method first."""
     found = find(recipe)
     own = [Cell(each.sparsity, each.value) for each in found.published if each.sparsity]
+    if not own:  # VGG-19: a figure without numbers, up to the sparsity of the recipe
+        own = [Cell(find(recipe.removesuffix("-paper")).run.sparsity or 0.0, None)]
     others = ESTIMATORS.get((found.run.data, found.run.model), {})
     sparsity = max((cell.sparsity for cell in own), default=0.0)
     return own + [

@@ -27,11 +27,21 @@ from gossamer.methods import find
 from gossamer.schedule import steps_of
 from gossamer.settings import Phases
 
-_NAMES = {
+NAMES = {
     "resnet20": "ResNet-20",
     "resnet110": "ResNet-110",
     "vgg16_cifar": "VGG-16",
+    "vgg19_cifar": "VGG-19",
+    "densenet40": "DenseNet-40",
+    "densenet_bc100": "DenseNet-BC-100",
+    "wrn28_10": "WRN-28-10",
     "fc_densenet_mnist": "Fully connected DenseNet",
+    "lstm_lm": "LSTM",
+    "vgg16": "VGG-16",
+    "resnet50": "ResNet-50",
+    "efficientnet_b0": "EfficientNet-B0",
+    "wikitext2": "WikiText-2",
+    "imagefolder": "ImageNet",
     "mnist": "MNIST",
     "cifar10": "CIFAR-10",
     "cifar100": "CIFAR-100",
@@ -301,11 +311,11 @@ def _of_network(folder: Path, name: str, records: Sequence[Record]) -> str:
     net, data = config["model"], config["data"]
     on_gpu = "gpu" in records[0]["hardware"]
     parts = [
-        f"## {_NAMES.get(net, net)} on {_NAMES.get(data, data)}",
+        f"## {NAMES.get(net, net)} on {NAMES.get(data, data)}",
         f"Test accuracy in percent at the last epoch by sparsity, {_over(seeds)} (or their number in brackets). Batch "
         f"64, cosine learning rate from 0.1 to 0, weight decay 5e-4, runs batched on one "
         f"{machine(records[0]) if on_gpu else 'CPU'}; settings were chosen on held-out images"
-        f"{'' if net == _CHOSEN_ON else f', with {_NAMES[_CHOSEN_ON]}'}. A row names what differs from the defaults.",
+        f"{'' if net == _CHOSEN_ON else f', with {NAMES[_CHOSEN_ON]}'}. A row names what differs from the defaults.",
     ]
     parts += filter(None, [over_lengths(records), published(net, data)])
     for number, (epochs, every) in enumerate(by_epochs(records, "final")):
