@@ -23,7 +23,7 @@ from gossamer.cli.arguments import at_home, nameless_folder, repeated
 from gossamer.cli.console import tell
 from gossamer.cli.deploy import Export, Speed
 from gossamer.cli.many import Compare, Sweep
-from gossamer.cli.paper import Reproduce
+from gossamer.cli.paper import Reproduce, TuneDecay
 from gossamer.cli.run_options import with_values
 from gossamer.cli.show import Frontier, List, Report
 from gossamer.cli.train import Quickstart, Train, leads
@@ -40,6 +40,7 @@ Command = (
     | Annotated[Sweep, tyro.conf.subcommand("sweep")]
     | Annotated[Compare, tyro.conf.subcommand("compare")]
     | Annotated[Reproduce, tyro.conf.subcommand("reproduce")]
+    | Annotated[TuneDecay, tyro.conf.subcommand("tune-decay")]
     | Annotated[List, tyro.conf.subcommand("list")]
     | Annotated[Report, tyro.conf.subcommand("report")]
     | Annotated[Frontier, tyro.conf.subcommand("frontier")]
@@ -131,7 +132,7 @@ def _afterwards(command: Executable) -> str:
     """What the same command would do after an immediate stop (a second Ctrl-C, or before the first step), in words."""
     if isinstance(command, Train):
         return f" at once; if the same command is run again, {Checkpoints(at_home(command.out)).next_time()}"
-    if isinstance(command, Quickstart | Sweep | Compare | Reproduce):
+    if isinstance(command, Quickstart | Sweep | Compare | Reproduce | TuneDecay):
         return "; finished runs are kept, and the same command resumes the rest, from a checkpoint if there is one"
     return ""
 

@@ -21,6 +21,7 @@ DECAYS = (0.0, 0.0001, 0.0003, 0.001, 0.002, 0.004, 0.006, 0.01, 0.016, 0.025, 0
 SETTLING = 2  # epochs at the full rate in which masks move as far as in the 20 that follow at a tenth of it
 _SOONEST = 0.25  # epochs after which the sparsify phase may be left
 _ROUNDING = 1e-6
+_COLUMNS = 6  # of a table of traces
 _FINE = 1000  # assumed steps per epoch
 
 
@@ -48,6 +49,23 @@ def short_run(run: Run, decay: float, *, epochs: int | None = None) -> Run:
 def trace(record: Mapping[str, Any]) -> list[float]:
     """The sparsity of a short run after each epoch in which its masks trained."""
     return [float(each) for each in record["sparsity_by_epoch"]]
+
+
+def rows_of_traces(records: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[str]]]:
+    """A table with the trace of each λ1, the smallest first."""
+    runs = sorted((float(record["config"]["decay"]), trace(record)) for record in records)
+    most = max(len(of) for _, of in runs)
+    head = ["λ1", *(f"zeros after mask epoch {epoch + 1}" for epoch in range(most))]
+    if most > _COLUMNS:
+        head = ["λ1", f"zeros after mask epoch {most // 4}", f"{most // 2}", f"{most}"]
+        return head, [
+            [f"{decay:g}", *(_zeros(of[at - 1]) for at in (most // 4, most // 2, most))] for decay, of in runs
+        ]
+    return head, [[f"{decay:g}", *map(_zeros, of)] for decay, of in runs]
+
+
+def _zeros(share: float) -> str:
+    return f"{100 * share:.1f} %"
 
 
 def find_decay(records: Sequence[Mapping[str, Any]], sparsity: float) -> Found:

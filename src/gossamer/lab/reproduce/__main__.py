@@ -39,13 +39,9 @@ def main(arguments: list[str] | None = None) -> int:
     except Interrupted as stopped:
         tell(str(stopped))
         return 130
-    for record in sorted(records, key=lambda each: (each["paper_sparsity"], str(each["config"]["settings"]))):
-        settings = record["config"]["settings"]
-        kind = f"{settings.get('estimator', 'identity')}, scale {settings.get('scale', 'batch')}"
-        zeros = f"{record['paper_sparsity']:.1%} ({record['sparsity']:.1%})"
-        paper = "" if record["paper_accuracy"] is None else f", paper {100 * record['paper_accuracy']:.2f}"
-        accuracy = f"{100 * record['accuracy']:.2f}{paper}"
-        tell(f"{zeros}, seed {record['seed']}, {kind}: {accuracy}")
+    head, found = paper_settings.rows(records)
+    for row in (head, *found):
+        tell("  ".join(row))
     return 0
 
 

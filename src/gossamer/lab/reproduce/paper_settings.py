@@ -71,6 +71,20 @@ def whole_run(run: Run, cell: Cell, found: Found, *, seed: int = 0) -> Run:
     return replace(run, decay=found.decay, leave_at=found.leave_at, settings=settings, seed=seed)
 
 
+def rows(records: Sequence[Record]) -> tuple[list[str], list[list[str]]]:
+    """A table with one row per run."""
+    head = ["zeros", "reached", "seed", "estimator", "scale", "λ1", "paper", "accuracy"]
+    found = []
+    for record in sorted(records, key=lambda each: (each["paper_sparsity"], str(each["config"]["settings"]))):
+        config, paper = record["config"], record["paper_accuracy"]
+        settings = config["settings"]
+        kind = [settings.get("estimator", "identity"), settings.get("scale", "batch"), f"{config['decay']:g}"]
+        zeros = [f"{100 * record[name]:.1f} %" for name in ("paper_sparsity", "sparsity")]
+        accuracies = ["–" if each is None else f"{100 * each:.2f}" for each in (paper, record["accuracy"])]
+        found.append([*zeros, str(record["seed"]), *kind, *accuracies])
+    return head, found
+
+
 def reproduce(
     recipe: str,
     out: Path,

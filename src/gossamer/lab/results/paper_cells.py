@@ -270,7 +270,8 @@ def _flops_reduction(record: Record) -> float | None:
     classes = 100 if config["data"] == "cifar100" else 10
     costs, sizes = _costs(config["model"], config["data"], classes)
     kept = sum(cost * count for cost, count in zip(costs, record["nonzeros_by_tensor"], strict=True))
-    return 1.0 - kept / sum(cost * size for cost, size in zip(costs, sizes, strict=True))
+    everything = sum(cost * size for cost, size in zip(costs, sizes, strict=True))
+    return 1.0 - float(kept) / everything
 
 
 @cache

@@ -3,7 +3,8 @@
 import importlib.util
 import statistics
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -119,6 +120,17 @@ def map_fitting_curves(records: Sequence[Record], path: Path) -> None:
         axes.grid(alpha=0.3)
         axes.set_ylabel("mean squared error" if anneal == "constant" else "")
     axes.legend(fontsize="small", loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
+    _write(figure, path)
+
+
+@contextmanager
+def save_figure(path: Path, *, width: float, height: float) -> Iterator[Any]:
+    """A figure, which is written when the block ends."""
+    check(path)
+    from matplotlib.figure import Figure  # optional
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    yield figure
     _write(figure, path)
 
 
