@@ -19,23 +19,23 @@ from gossamer.lab.training.optimise import make_optimizer
 from gossamer.lab.training.step import Meter, Step
 from gossamer.lab.training.task import ImageTask, TextTask
 
-FLAT = ("fc_densenet_mnist", "lenet300", "indrnn")  # they take images as vectors
-TINY_WORDS = 16  # vocabulary and units of the language model in a check
+FLAT = ("fc_densenet_mnist", "lenet300", "gru", "indrnn")  # they take images as vectors
+TINY_WORDS = 16  # vocabulary and units of a language model in a check
 
 
 def modes_of(entry: models.ModelEntry, *, compiled: bool) -> list[Mode]:
-    """The modes that make sense for a network: layouts for images; compiled, what is captured, but for cuDNN's LSTM."""
+    """The modes that make sense for a network: layouts for images; compiled, what is captured, but cuDNN's layers."""
     bf16 = Mode("bf16")
-    convolutions = not entry.tokens and len(entry.input_shape) == 3 and entry.name not in FLAT
-    if entry.tokens:
-        kinds = [Mode()]  # under autocast torch would compute its LSTM in float16, whose small gradients vanish
+    convolutions = len(entry.input_shape) == 3 and entry.name not in FLAT
+    if entry.recurrent:
+        kinds = [Mode()]  # under autocast torch would compute them in float16, whose small gradients vanish
     elif convolutions:
         kinds = [Mode(), bf16, replace(bf16, channels_last=True)]
     else:
         kinds = [Mode(), bf16]
     if not compiled:
         return [replace(kind, capture=captured) for kind in kinds for captured in (False, True)]
-    if entry.tokens:
+    if entry.recurrent:
         return []
     kinds = kinds[-1:] if convolutions else kinds
     return [replace(kind, compile=True, capture=True) for kind in kinds]
@@ -91,7 +91,7 @@ class Case:
 
     @property
     def classes(self) -> int:
-        return TINY_WORDS if self.run.model_options.get("hidden") == TINY_WORDS else self.entry.num_classes
+        return TINY_WORDS if TINY_WORDS in self.run.model_options.values() else self.entry.num_classes
 
     def build(self) -> nn.Module:
         options = {key: value for key, value in self.run.model_options.items() if key != "pretrained"}
@@ -104,7 +104,7 @@ def case_of(name: str, device: torch.device, *, tiny: bool) -> Case:
     recipes = (recipe.run for recipe in RECIPES if recipe.run.model == name and recipe.run.sparsity is not None)
     run = next(recipes, Run(model=name, data=entry.data, method="scl", sparsity=0.95))
     if tiny:
-        words: dict[str, Any] = {"bptt": 5, "model_options": {"hidden": TINY_WORDS}}
+        words: dict[str, Any] = {"bptt": 5, "model_options": {"hidden" if entry.recurrent else "width": TINY_WORDS}}
         run = replace(run, batch_size=4, **(words if entry.tokens else {"model_options": {}}))
     return Case(entry, run, device)
 

@@ -17,6 +17,7 @@ OptionalFolder = Annotated[Path | None, arg(metavar="DIR")]
 OptionalFile = Annotated[Path | None, arg(metavar="FILE")]
 NetworkFile = Annotated[tyro.conf.Positional[Path], arg(metavar="FILE")]
 OptionalName = Annotated[str | None, arg(metavar="NAME")]
+OptionalNames = Annotated[tuple[str, ...] | None, arg(metavar="[NAME [NAME ...]]")]
 OptionalNumber = Annotated[int | None, arg(metavar="INT")]
 _REPEATABLE = ("--set", "--grid")
 

@@ -11,6 +11,7 @@ from gossamer.cli.arguments import (
     Folder,
     OptionalFile,
     OptionalFolder,
+    OptionalNames,
     OptionalNumber,
     RecipeName,
     at_home,
@@ -24,7 +25,8 @@ from gossamer.lab.batched.compare import TIERS, Comparison, compare
 from gossamer.lab.batched.sweeps import record_path
 from gossamer.lab.batched.tuned import tuned
 from gossamer.lab.recipes import find
-from gossamer.lab.results import about, blocks_of, sweep_table, table_of
+from gossamer.lab.results import about, blocks_of, problem_table, sweep_table, table_of
+from gossamer.lab.suite import REPORTED, SuiteComparison, compare_suite, unstructured
 from gossamer.methods import METHODS
 
 _OF_A_METHOD = ("sparsity=", "flops=", "decay=", "settings.")  # options that only some methods take
@@ -83,19 +85,26 @@ class Sweep:
 
 @dataclass(frozen=True)
 class Compare:
-    """Compare methods under the same rules, all runs batched in one process, and show the table."""
+    """Compare methods under the same rules, all runs batched in one process, and show the table. With --suite, on
+    problems of several kinds."""
 
     out: OptionalFolder = None
-    """Folder for records, table and plot (default: results/compare-NET); runs with a record are not trained again."""
+    """Folder for records, table and plot (default: results/compare-NET, or results/general); runs with a record are not
+    trained again."""
+    suite: Literal["general"] | None = None
+    """general: compare on the problems of the general suite, each with the data and recipe that it has there."""
+    problem: tuple[str, ...] = ()
+    """With --suite: problems by name, from `gossamer list`. Default: all of them."""
     net: str = "resnet20"
     """Network from `gossamer list`, for images like those of the data set."""
     data: str = "cifar10"
     """Image set from `gossamer list`."""
-    methods: tuple[str, ...] = ("scl", "dpf")
+    methods: OptionalNames = None
     """Names from `gossamer list`, also with settings: autoprune:two_pass=True; all: every method with its defaults;
-    tuned: every method with the settings of the published table. dense is always included."""
-    sparsity: tuple[float, ...] = (0.9, 0.95, 0.98)
-    """Sparsities: 0.95 is 95 % zeros."""
+    tuned: every method with the settings of the published table. dense is always included. Default: scl dpf, or with
+    --suite those of its report, each with its tuned settings."""
+    sparsity: tuple[float, ...] | None = None
+    """Sparsities: 0.95 is 95 % zeros. Default: 0.9 0.95 0.98, or with --suite those of each problem."""
     seeds: int = 3
     """Runs of each kind, with seeds 0, 1, …"""
     tier: Literal["screening", "final"] = "screening"
@@ -110,6 +119,8 @@ class Compare:
     """Plot accuracy against sparsity into this file instead of TIER.svg in OUT; needs matplotlib."""
     together: int = 32
     """Runs trained at the same time."""
+    jobs: int = 1
+    """With --suite: processes of problems that cannot be trained as a batch."""
     save_models: bool = False
     """Save each network next to its record, for `gossamer.load`."""
     device: str = "auto"
@@ -118,14 +129,18 @@ class Compare:
     """Show the traceback of an error."""
 
     def carry_out(self, console: Console) -> None:
+        if self.suite is not None:
+            self._compare_suite(console)
+            return
+        if self.problem:
+            raise ValueError("problems are those of a suite: add --suite general")
         tier = TIERS[self.tier]
+        methods = ("scl", "dpf") if self.methods is None else self.methods
         comparison = Comparison(
             self.net,
             self.data,
-            tuple(dict.fromkeys(name for each in ("dense", *self.methods) for name in _named(each)))
-            if self.methods
-            else (),
-            self.sparsity,
+            tuple(dict.fromkeys(name for each in ("dense", *methods) for name in _named(each))) if methods else (),
+            (0.9, 0.95, 0.98) if self.sparsity is None else self.sparsity,
             self.seeds,
             tier.epochs if self.epochs is None else self.epochs,
             tier.validation if self.validation is None else self.validation,
@@ -149,6 +164,28 @@ class Compare:
             progress=lines_to(console),
             finished=show,
         )
+
+    def _compare_suite(self, console: Console) -> None:
+        fixed = ("net", "data", "tier", "validation", "weight_decay", "plot")
+        wrong = [name for name in fixed if getattr(self, name) != getattr(Compare, name)]
+        if wrong:
+            options = ", ".join(f"--{name.replace('_', '-')}" for name in wrong)
+            raise ValueError(f"the problems of a suite have recipes of their own: omit {options}")
+        given = REPORTED if self.methods is None else self.methods
+        methods = tuple(name for each in given for name in (unstructured() if each == "all" else (each,)))
+        comparison = SuiteComparison(self.problem, methods, self.sparsity or (), self.seeds, self.epochs)
+        rows = compare_suite(
+            comparison,
+            at_home(self.out or Path("results") / "general"),
+            device=self.device,
+            together=self.together,
+            jobs=self.jobs,
+            save_models=self.save_models,
+            progress=lines_to(console),
+        )
+        for problem in comparison.chosen:
+            own = [row for row in rows if row["problem"] == problem.name and row["n"]]
+            console.print(tables.of_rows(*problem_table(own), problem.about))
 
 
 def _has_several(assignment: str) -> bool:

@@ -52,6 +52,8 @@ class StoredModel:
         """A random batch."""
         if self.tokens:
             return torch.randint(0, self.tokens, (*self.input_shape, batch))
+        if self.name in models.names() and models.entry(self.name).sentences:
+            return models.example_input(self.name, batch)
         return torch.randn(batch, *self.input_shape)
 
 

@@ -25,8 +25,9 @@ def train_alone(run: Run, images: ImageSet, make_network: Callable[[], nn.Module
     per_epoch = len(batches)
     total = run.epochs * per_epoch
     optimizer: torch.optim.Optimizer
-    if run.optimizer == "adamw":
-        optimizer = torch.optim.AdamW(network.parameters(), lr=1.0, weight_decay=run.weight_decay)
+    if run.optimizer in ("adam", "adamw"):
+        kind = torch.optim.Adam if run.optimizer == "adam" else torch.optim.AdamW
+        optimizer = kind(network.parameters(), lr=1.0, weight_decay=run.weight_decay)
     else:
         optimizer = torch.optim.SGD(network.parameters(), lr=1.0, momentum=run.momentum, weight_decay=run.weight_decay)
 

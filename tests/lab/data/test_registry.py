@@ -17,6 +17,7 @@ def test_all_sets_are_registered() -> None:
         "imagefolder",
         "wikitext2",
         "ptb",
+        "sst2",
     }
     assert [row[0] for row in data.table()] == list(data.names())
 

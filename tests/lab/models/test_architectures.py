@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 from torch.nn import functional
 
@@ -77,7 +79,7 @@ def test_language_model_ties_its_weights_and_carries_its_state() -> None:
     assert model.embedding.weight.abs().max() <= 0.1
     assert not model.decoder.bias.any()
     tokens = torch.randint(20, (8, 3))
-    whole, (h, c) = model(tokens, model.zero_state(3))
+    whole, (h, c) = model(tokens)
     first, state = model(tokens[:5])
     second, (h2, c2) = model(tokens[5:], detach_state(state))
     torch.testing.assert_close(torch.cat((first, second)), whole)
@@ -215,3 +217,48 @@ def test_a_few_steps_of_training_lower_the_loss() -> None:
             optimizer.step()
             losses.append(loss.item())
         assert losses[-1] < 0.7 * losses[0], (name, losses)
+
+
+def test_attention_hides_the_future_of_a_decoder_and_the_padding_of_a_sentence() -> None:
+    torch.manual_seed(0)
+    decoder = models.create("transformer_lm", num_classes=50, width=16, layers=2).eval()
+    words = torch.randint(50, (7, 2))
+    changed = words.clone()
+    changed[4:] = (changed[4:] + 1) % 50
+    with torch.no_grad():
+        torch.testing.assert_close(decoder(words)[0][:4], decoder(changed)[0][:4])
+        assert not torch.allclose(decoder(words)[0][4:], decoder(changed)[0][4:])
+        encoder = models.create("minilm", layers=1).eval()
+        sentence = torch.randint(1, 50, (2, 6))
+        padded = torch.cat([sentence, torch.zeros(2, 3, dtype=torch.int64)], dim=1)
+        torch.testing.assert_close(encoder(sentence), encoder(padded))
+
+
+def test_pretrained_weights_of_an_encoder_find_their_places(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """In half precision, under the names of BERT, with the projections of queries, keys and values apart."""
+    torch.manual_seed(0)
+    network = models.create("minilm")
+    state = {name: tensor.half() for name, tensor in network.state_dict().items() if "classifier" not in name}
+    stored = {"embeddings.word_embeddings.weight": state["embedding.weight"]}
+    stored["embeddings.position_embeddings.weight"] = state["positions"][0].clone()
+    stored["embeddings.token_type_embeddings.weight"] = torch.zeros(2, 384).half()
+    names = {
+        "attention.output": "attention.output.dense",
+        "norm1": "attention.output.LayerNorm",
+        "mlp.0": "intermediate.dense",
+        "mlp.2": "output.dense",
+        "norm2": "output.LayerNorm",
+    }
+    for kind in ("weight", "bias"):
+        stored[f"embeddings.LayerNorm.{kind}"] = state[f"norm.{kind}"]
+        for layer in range(6):
+            for ours, theirs in names.items():
+                stored[f"encoder.layer.{layer}.{theirs}.{kind}"] = state[f"blocks.{layer}.{ours}.{kind}"]
+            parts = state[f"blocks.{layer}.attention.inputs.{kind}"].chunk(3)
+            for name, part in zip(("query", "key", "value"), parts, strict=True):
+                stored[f"encoder.layer.{layer}.attention.self.{name}.{kind}"] = part.clone()
+    save_file(stored, tmp_path / "model.safetensors")
+    monkeypatch.setattr("gossamer.lab.models.minilm.minilm_folder", lambda: tmp_path)
+    loaded = models.create("minilm", pretrained=True).state_dict()
+    for name, tensor in state.items():
+        torch.testing.assert_close(loaded[name], tensor.float(), rtol=0, atol=0)

@@ -6,27 +6,30 @@ import pytest
 import torch
 
 from gossamer.lab import models
-from gossamer.lab.data import ImageSet, Labelled, TextSet
+from gossamer.lab.data import ImageSet, Labelled, Sentences, SentenceSet, TextSet
 from gossamer.lab.models import MODELS, ModelEntry
 from gossamer.lab.training import Run, task, train
 
 # Where the full size would take minutes on a CPU, a smaller one of the same build.
-SMALLER = {"lstm_lm": {"hidden": 16}}
+SMALLER = {"lstm_lm": {"hidden": 16}, "transformer_lm": {"width": 16, "layers": 2}}
 LEFT_OUT = {"map_fit"}  # it fits a map instead of classes; benchmarks/throughput.py takes steps of it
 NETWORKS = [entry for entry in MODELS if entry.name not in LEFT_OUT]
 
 
-def random_set(entry: ModelEntry) -> ImageSet | TextSet:
+def random_set(entry: ModelEntry) -> ImageSet | TextSet | SentenceSet:
     generator = torch.Generator().manual_seed(0)
     if entry.tokens:
         stream = torch.randint(50, (140,), generator=generator)
         return TextSet(entry.data, stream, stream[:40], stream[:40], tuple(map(str, range(50))))
+    if entry.sentences:
+        part = Sentences(torch.randint(1, 50, (6, 8), generator=generator), torch.arange(6) % 2)
+        return SentenceSet(entry.data, part, part, part, ("no", "yes"))
     # Smaller images will do for ImageNet's networks, but not so small that a batch norm sees one position per image.
     channels, side = entry.input_shape[0], min(64, entry.input_shape[1])
     images = torch.randint(256, (6, channels, side, side), dtype=torch.uint8, generator=generator)
-    part = Labelled(images, torch.arange(6))
+    images_part = Labelled(images, torch.arange(6))
     names = tuple(map(str, range(entry.num_classes)))
-    return ImageSet(entry.data, part, part, names, (0.5,) * channels, (0.25,) * channels)
+    return ImageSet(entry.data, images_part, images_part, names, (0.5,) * channels, (0.25,) * channels)
 
 
 @pytest.mark.parametrize("method", ["dense", "scl"])

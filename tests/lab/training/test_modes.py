@@ -119,7 +119,7 @@ def test_what_cannot_be_captured_is_left_eager_or_refused(run: Run, context: Dis
 def test_an_lstm_is_not_computed_in_float16_unasked() -> None:
     words = Run(model="lstm_lm", data="wikitext2", precision="bf16")
     assert modes.resolve(words, CPU).precision == "bf16"
-    with pytest.raises(ValueError, match=r"computes cuDNN's LSTM of lstm_lm in float16.*: set precision=float32"):
+    with pytest.raises(ValueError, match=r"computes cuDNN's layers of lstm_lm in float16.*: set precision=float32"):
         modes.resolve(words, GPU)
 
 

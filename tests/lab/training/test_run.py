@@ -97,7 +97,7 @@ def test_several_settings_add_up() -> None:
         ("settings=3", "expected settings.key=value"),
         ("settings.=3", "expected settings.key=value"),
         ("settings.lr=0.2", "lr is a key of the run, not of its settings: lr=0.2"),
-        ("optimizer=sdg", "optimizer: expected one of sgd, adamw, got 'sdg'"),
+        ("optimizer=sdg", "optimizer: expected one of sgd, adam, adamw, got 'sdg'"),
         ("epochs=0", "epochs: expected at least 1 and below 2^31, got 0"),
         ("epochs=9999999999", "epochs: expected at least 1 and below 2^31, got 9999999999"),
         ("seed=9223372036854775808", "seed: expected a whole number from 0 to below 2^63, got 9223372036854775808"),
@@ -165,7 +165,7 @@ def test_settings_of_the_method_and_of_the_network_are_known(texts: list[str], m
         (
             "wikitext2",
             "validation=100",
-            "validation: expected 0 with data=wikitext2, got 100: text has its own validation set",
+            "validation: expected 0 with data=wikitext2, got 100: this set has its own validation set",
         ),
         ("ptb", "augment=false", "augment: expected True with data=ptb, got False: text is not augmented"),
         ("ptb", "image_size=32", "image_size: expected 224 with data=ptb, got 32: only the images of a folder"),

@@ -1,4 +1,4 @@
-"""The step of all runs at once: SGD or AdamW on the dense weights, and for each method group its method.
+"""The step of all runs at once: SGD, Adam or AdamW on the dense weights, and for each method group its method.
 
 The matrices have a row for each network, as in stack.py; the rows of a group are adjacent, and its method (see
 gossamer.methods) works on those alone. Everything a step needs is read from tensors on the device, so that a captured
@@ -15,7 +15,7 @@ from torch import Tensor
 from gossamer.lab.batched.stack import NetworkStack
 from gossamer.methods.base import MatrixStep, Method, Timeline
 
-_BETAS, _EPSILON = (0.9, 0.999), 1e-8  # of AdamW, torch's defaults
+_BETAS, _EPSILON = (0.9, 0.999), 1e-8  # of Adam and AdamW, torch's defaults
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,10 +40,10 @@ class BatchedOptimizer:
     """Weight variables, momentum and masks of all runs."""
 
     def __init__(self, stack: NetworkStack, kind: str = "sgd") -> None:
-        """`kind` is "sgd" or "adamw"."""
-        self.stack = stack
+        """`kind` is "sgd", "adam" or "adamw"."""
+        self.stack, self._decoupled = stack, kind == "adamw"
         self.velocity = torch.zeros_like(stack.variables)
-        self.squares = torch.zeros_like(stack.variables) if kind == "adamw" else None
+        self.squares = torch.zeros_like(stack.variables) if kind in ("adam", "adamw") else None
         self.groups: list[MethodGroup] = []
         self.step = torch.zeros(1, dtype=torch.int64, device=stack.device)
 
@@ -135,10 +135,13 @@ class BatchedOptimizer:
         self.stack.variables.addcmul_(self.velocity, rate, value=-1.0)
 
     def _descend_with_adam(self, gradient: Tensor, squares: Tensor, rate: Tensor, parameters: Hyperparameters) -> None:
-        """AdamW, as in torch."""
+        """Adam or AdamW, as in torch."""
         first, second = _BETAS
         variables, count = self.stack.variables, (self.step + 1).to(rate.dtype)
-        variables.mul_(1.0 - rate * parameters.weight_decay)
+        if self._decoupled:
+            variables.mul_(1.0 - rate * parameters.weight_decay)
+        else:
+            gradient = torch.addcmul(gradient, variables, parameters.weight_decay)
         self.velocity.lerp_(gradient, 1.0 - first)
         squares.mul_(second).addcmul_(gradient, gradient, value=1.0 - second)
         size = squares.sqrt().div_((1.0 - second**count).sqrt()).add_(_EPSILON)

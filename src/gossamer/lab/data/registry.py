@@ -12,23 +12,24 @@ from gossamer.lab.data.cifar import CIFAR10, CIFAR100, load_cifar
 from gossamer.lab.data.digits import load_digits
 from gossamer.lab.data.folder import FolderSet, load_folder
 from gossamer.lab.data.idx import FASHION_MNIST, MNIST, load_idx
-from gossamer.lab.data.sets import ImageSet, TextSet
+from gossamer.lab.data.sentences import load_sst2
+from gossamer.lab.data.sets import ImageSet, SentenceSet, TextSet
 from gossamer.lab.data.text import PTB, WIKITEXT2, load_text
 
 __all__ = ["DATA_SETS", "DataEntry", "DataSet", "kind_of", "load", "names", "table", "training_images"]
 
-DataSet: TypeAlias = ImageSet | TextSet | FolderSet
+DataSet: TypeAlias = ImageSet | TextSet | FolderSet | SentenceSet
 
 
 @dataclasses.dataclass(frozen=True)
 class DataEntry:
     """A registered set: its name, a description, a reader for a root (None: the first place that has it), and its kind:
-    images that fit the device, a streamed folder of images, or text."""
+    images that fit the device, a streamed folder of images, text, or sentences to classify."""
 
     name: str
     description: str
     load: Callable[[Path | str | None], DataSet]
-    kind: Literal["images", "folder", "text"] = "images"
+    kind: Literal["images", "folder", "text", "sentences"] = "images"
     training_images: int | None = None  # of a set with fewer than 10,000
 
 
@@ -43,6 +44,7 @@ DATA_SETS: tuple[DataEntry, ...] = (
         "wikitext2", "2,088,628 training words, 33,278 different", lambda root: load_text(WIKITEXT2, root), "text"
     ),
     DataEntry("ptb", "929,589 training words, 10,000 different", lambda root: load_text(PTB, root), "text"),
+    DataEntry("sst2", "60,614 + 6,735 + 872 sentences of film reviews, good or bad", load_sst2, "sentences"),
 )
 
 
@@ -50,7 +52,7 @@ def names() -> tuple[str, ...]:
     return tuple(entry.name for entry in DATA_SETS)
 
 
-def kind_of(name: str) -> Literal["images", "folder", "text"] | None:
+def kind_of(name: str) -> Literal["images", "folder", "text", "sentences"] | None:
     """The kind of a set; None for an unknown one."""
     return next((entry.kind for entry in DATA_SETS if entry.name == name), None)
 
@@ -71,6 +73,8 @@ def load(
 ) -> ImageSet: ...
 @overload
 def load(name: Literal["wikitext2", "ptb"], root: Path | str | None = None) -> TextSet: ...
+@overload
+def load(name: Literal["sst2"], root: Path | str | None = None) -> SentenceSet: ...
 @overload
 def load(name: Literal["imagefolder"], root: Path | str | None = None) -> FolderSet: ...
 @overload

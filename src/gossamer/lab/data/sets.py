@@ -11,7 +11,7 @@ import dataclasses
 import torch
 from torch import Tensor
 
-__all__ = ["ImageSet", "Labelled", "TextSet"]
+__all__ = ["ImageSet", "Labelled", "SentenceSet", "Sentences", "TextSet"]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -102,3 +102,32 @@ class TextSet:
     validation: Tensor
     test: Tensor
     vocabulary: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Sentences:
+    """Token ids (int64, N × tokens, padded) and their labels (int64, N)."""
+
+    tokens: Tensor
+    labels: Tensor
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def to(self, device: torch.device | str) -> Sentences:
+        return Sentences(self.tokens.to(device), self.labels.to(device))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class SentenceSet:
+    """A set of sentences to classify."""
+
+    name: str
+    train: Sentences
+    validation: Sentences
+    test: Sentences
+    class_names: tuple[str, ...]
+
+    @property
+    def num_classes(self) -> int:
+        return len(self.class_names)

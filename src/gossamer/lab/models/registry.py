@@ -21,14 +21,18 @@ from gossamer.hints import did_you_mean
 from gossamer.lab.models.densenet import densenet40, densenet_bc100
 from gossamer.lab.models.digits_cnn import QUICK_START, DigitsNet
 from gossamer.lab.models.fc_densenet import fc_densenet_mnist
+from gossamer.lab.models.gru import gru
 from gossamer.lab.models.imagenet import efficientnet_b0, resnet50, vgg16
 from gossamer.lab.models.indrnn import indrnn
 from gossamer.lab.models.lenet import lenet5, lenet300
 from gossamer.lab.models.lstm_lm import lstm_lm
 from gossamer.lab.models.map_fit import map_fit
+from gossamer.lab.models.minilm import minilm
+from gossamer.lab.models.mobilenet import mobilenet_cifar
 from gossamer.lab.models.resnet import resnet20, resnet56, resnet110
+from gossamer.lab.models.transformer import transformer_lm, vit
 from gossamer.lab.models.vgg import vgg16_cifar, vgg19_cifar
-from gossamer.lab.models.wide_resnet import wrn28_10
+from gossamer.lab.models.wide_resnet import wrn16_4, wrn28_10
 
 __all__ = ["MODELS", "ModelEntry", "at_most", "create", "entry", "example_input", "names", "table"]
 
@@ -50,6 +54,8 @@ class ModelEntry:
     weights: int
     description: str
     tokens: bool = False
+    sentences: bool = False  # the input is token ids, a sentence per row
+    recurrent: bool = False  # has layers of torch's own for which cuDNN has no bfloat16
 
     connections = renamed("connections", "weights")
 
@@ -76,6 +82,9 @@ MODELS: tuple[ModelEntry, ...] = (
     ModelEntry("resnet110", resnet110, "cifar10", _CIFAR, 10, 1_719_856, "ResNet-110, zero-pad shortcuts"),
     ModelEntry("densenet40", densenet40, "cifar10", _CIFAR, 10, 1_040_568, "DenseNet-40, growth 12"),
     ModelEntry("densenet_bc100", densenet_bc100, "cifar10", _CIFAR, 10, 745_164, "DenseNet-BC-100, growth 12"),
+    ModelEntry("mobilenet_cifar", mobilenet_cifar, "cifar100", _CIFAR, 100, 849_344, "MobileNet of eight blocks"),
+    ModelEntry("vit", vit, "cifar10", _CIFAR, 10, 2_665_344, "vision transformer, 6 layers of 192, patches of 4 × 4"),
+    ModelEntry("wrn16_4", wrn16_4, "cifar100", _CIFAR, 100, 2_768_304, "wide ResNet, depth 16, width 4"),
     ModelEntry("wrn28_10", wrn28_10, "cifar10", _CIFAR, 10, 36_461_232, "wide ResNet, depth 28, width 10"),
     ModelEntry("vgg16", vgg16, "imagefolder", _IMAGENET, 1000, 138_344_128, "VGG-16 of torchvision"),
     ModelEntry("resnet50", resnet50, "imagefolder", _IMAGENET, 1000, 25_502_912, "ResNet-50 of torchvision"),
@@ -97,8 +106,21 @@ MODELS: tuple[ModelEntry, ...] = (
         85_917_000,
         "word language model, 2 × LSTM 1500, tied embedding",
         tokens=True,
+        recurrent=True,
     ),
+    ModelEntry(
+        "transformer_lm",
+        transformer_lm,
+        "wikitext2",
+        (128,),
+        33_278,
+        13_237_760,
+        "word language model, decoder of 6 layers of 256, tied embedding",
+        tokens=True,
+    ),
+    ModelEntry("gru", gru, "mnist", _GREY, 10, 202_240, "a GRU of 256, images 4 pixels at a time", recurrent=True),
     ModelEntry("indrnn", indrnn, "mnist", _GREY, 10, 86_784, "six IndRNN layers of 128, images row by row"),
+    ModelEntry("minilm", minilm, "sst2", (64,), 2, 22_338_048, "MiniLM-L6, encoder of 6 layers of 384", sentences=True),
     ModelEntry("map_fit", map_fit, "random", (64,), 64, 12_288, "three layers of 64, for the map-fitting test"),
 )
 
@@ -134,6 +156,7 @@ def create(name: str, num_classes: int | None = None, **options: Any) -> nn.Modu
     return model.builder(num_classes=classes, **options)
 
 
+_FEWEST_TOKENS = 1000  # every vocabulary of sentences has as many
 _LARGEST_OPTION = 1 << 20  # a width or a number of layers
 
 
@@ -177,4 +200,6 @@ def example_input(name: str, batch: int = 2, *, num_classes: int | None = None) 
     if model.tokens:
         words = model.num_classes if num_classes is None else num_classes
         return torch.randint(words, (*model.input_shape, batch))
+    if model.sentences:
+        return torch.randint(1, _FEWEST_TOKENS, (batch, *model.input_shape))
     return torch.randn(batch, *model.input_shape)

@@ -1,7 +1,7 @@
-"""The wide residual network WRN-28-10 for 32 × 32 images (Zagoruyko & Komodakis 2016).
+"""The wide residual networks WRN-28-10 and WRN-16-4 for 32 × 32 images (Zagoruyko & Komodakis 2016).
 
-Pre-activation blocks of two 3 × 3 convolutions, three stages of 160, 320 and 640 channels, depth 6n + 4.
-If the number of channels changes, the shortcut is a 1 × 1 convolution of the activated input. 36,461,232
+Pre-activation blocks of two 3 × 3 convolutions, three stages of 16, 32 and 64 times the width, depth 6n + 4.
+If the number of channels changes, the shortcut is a 1 × 1 convolution of the activated input. WRN-28-10 has 36,461,232
 prunable weights.
 """
 
@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from gossamer.lab.models.initialise import he_initialise_
 
-__all__ = ["WideResNet", "wrn28_10"]
+__all__ = ["WideResNet", "wrn16_4", "wrn28_10"]
 
 
 class WideBlock(nn.Module):
@@ -77,3 +77,7 @@ class WideResNet(nn.Module):
 
 def wrn28_10(num_classes: int = 10, dropout: float = 0.0) -> WideResNet:
     return WideResNet(28, 10, num_classes, dropout)
+
+
+def wrn16_4(num_classes: int = 100, dropout: float = 0.0) -> WideResNet:
+    return WideResNet(16, 4, num_classes, dropout)

@@ -1,9 +1,9 @@
-"""Recipes by name: every exhibit of the paper as a value, with the numbers of the paper."""
+"""Recipes by name: every exhibit of the paper as a value, with the numbers of the paper, and the general suite."""
 
 from pathlib import Path
 
 from gossamer.hints import did_you_mean
-from gossamer.lab.recipes import cifar, digits, imagenet, mnist, wikitext
+from gossamer.lab.recipes import cifar, digits, general, imagenet, mnist, wikitext
 from gossamer.lab.recipes.recipe import Published, Recipe
 from gossamer.lab.training.result import RESULT, RUN, read_run
 
@@ -15,6 +15,7 @@ RECIPES: tuple[Recipe, ...] = (
     *cifar.RECIPES,
     *wikitext.RECIPES,
     *imagenet.RECIPES,
+    *general.RECIPES,
 )
 
 

@@ -26,7 +26,7 @@ from gossamer.lab.training.distributed import DistributedContext
 from gossamer.lab.training.run import Run
 
 _MEASURED = Path(__file__).with_name("modes.json")
-_RECURRENT = tuple(entry.name for entry in MODELS if entry.tokens)
+_RECURRENT = tuple(entry.name for entry in MODELS if entry.recurrent)
 _CAPTURED_METHODS = ("dense", "scl")  # whose steps need no Python and can be replayed
 
 
@@ -62,8 +62,8 @@ def resolve(run: Run, context: DistributedContext) -> Run:
         raise ValueError(f"capture=true was requested, but {obstacle}: set capture=auto or capture=false")
     if run.precision == "bf16" and context.device.type == "cuda" and run.model in _RECURRENT:
         raise ValueError(
-            f"precision=bf16 was requested, but under autocast torch computes cuDNN's LSTM of {run.model} in float16, "
-            "whose small gradients vanish: set precision=float32"
+            f"precision=bf16 was requested, but under autocast torch computes cuDNN's layers of {run.model} in "
+            "float16, whose small gradients vanish: set precision=float32"
         )
     best = measured(run.model, context.device)
     return replace(
@@ -76,8 +76,7 @@ def resolve(run: Run, context: DistributedContext) -> Run:
 
 def resolve_compile(resolved: Run, context: DistributedContext, steps: int) -> Run:
     """Resolve `compile` for a run of this many steps. By default, steps are compiled only if there is a compiler, and
-    only
-    in the measured configuration."""
+    only in the measured configuration."""
     if resolved.compile is not None:
         return resolved
     best = measured(resolved.model, context.device)

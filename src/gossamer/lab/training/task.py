@@ -1,14 +1,15 @@
 """The task of a run: batches, the loss of a batch, and the metric.
 
-There are two tasks: image classification and next-word prediction. The same loop trains both. A task owns the state
-that is carried from step to step (the hidden state of a language model), and saves and restores it. A teacher, if any,
-adds its term to the loss of a batch.
+There are two tasks: classification, of images or sentences, and next-word prediction. The same loop trains both. A
+task owns the state that is carried from step to step (the hidden state of a language model), and saves and restores it.
+A teacher, if any, adds its term to the loss of a batch.
 """
 
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -16,7 +17,17 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from gossamer.lab import data
-from gossamer.lab.data import Batches, FolderBatches, FolderSet, ImageSet, Position, TextBatches, TextSet
+from gossamer.lab.data import (
+    Batches,
+    FolderBatches,
+    FolderSet,
+    ImageSet,
+    Position,
+    SentenceBatches,
+    SentenceSet,
+    TextBatches,
+    TextSet,
+)
 from gossamer.lab.training.distributed import DistributedContext, autocast
 from gossamer.lab.training.rnn_state import RNNState
 from gossamer.lab.training.run import Run
@@ -53,7 +64,7 @@ class Task(Protocol):
     streamed: bool  # from files, so an evaluation is slow
 
     def example(self) -> Tensor:
-        """A batch of zeros with the shape of the data."""
+        """A batch with the shape of the data: zeros, or sentences."""
         ...
 
     def requirements(self) -> TeacherRequirements:
@@ -90,11 +101,11 @@ def make_task(run: Run, context: DistributedContext) -> Task:
 
 
 class ImageTask:
-    """Image classification, with a set on the device or a streamed folder."""
+    """Classification, with a set of images or sentences on the device, or a streamed folder of images."""
 
     metric = "accuracy"
 
-    def __init__(self, run: Run, context: DistributedContext, dataset: ImageSet | FolderSet) -> None:
+    def __init__(self, run: Run, context: DistributedContext, dataset: ImageSet | FolderSet | SentenceSet) -> None:
         self._run, self._context = run, context
         self.num_classes = dataset.num_classes
         self.source: Source
@@ -103,15 +114,21 @@ class ImageTask:
             self.source, self._parts = _of_folder(run, context, dataset)
             self._shape: tuple[int, ...] = (3, run.image_size, run.image_size)
             self._mine: Callable[[int], slice] = slice  # all: the source decodes only the images of this process
+        elif isinstance(dataset, SentenceSet):
+            self.source, self._parts = _of_sentences(run, context, dataset)
+            self._mine = context.slice_of
         else:
             self.source, self._parts = _of_images(run, context, dataset)
             self._shape = dataset.input_shape
             self._mine = context.slice_of
         self.has_validation = "validation" in self._parts
         self.streamed = isinstance(dataset, FolderSet)
+        self._sentences = dataset.test.tokens[:2] if isinstance(dataset, SentenceSet) else None
         self._digest = dataset.digest() if isinstance(dataset, FolderSet) else None  # others have checksums
 
     def example(self) -> Tensor:
+        if self._sentences is not None:
+            return self._sentences.to(self._context.device)
         return torch.zeros(2, *self._shape, device=self._context.device)
 
     def requirements(self) -> TeacherRequirements:
@@ -173,6 +190,14 @@ def _of_images(run: Run, context: DistributedContext, dataset: ImageSet) -> tupl
         name: Batches.evaluation(dataset, part, _EVALUATION_BATCH, channels_last=bool(run.channels_last))
         for name, part in named.items()
         if part is not None
+    }
+
+
+def _of_sentences(run: Run, context: DistributedContext, dataset: SentenceSet) -> tuple[Source, dict[str, Source]]:
+    batches = partial(SentenceBatches, device=context.device)
+    named = {"test": dataset.test, "validation": dataset.validation}
+    return batches(dataset.train, run.batch_size, training=True, seed=run.seed), {
+        name: batches(part, _EVALUATION_BATCH, training=False) for name, part in named.items()
     }
 
 

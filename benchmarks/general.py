@@ -1,0 +1,67 @@
+"""The general suite where only PyTorch is installed: what `gossamer compare --suite general` does, without tyro.
+
+    python benchmarks/general.py --problem vit-cifar10 --methods scl feather --seeds 1 --jobs 12 --out results/general
+    python benchmarks/general.py --out results/general --jobs 12          # the whole report
+    python benchmarks/general.py --list
+    python benchmarks/general.py --problem vit-cifar10 --jobs 12 --minutes 9 --archive records.tar.gz   # a part of it
+
+The same command resumes what it has not finished: runs that have their record are not trained again.
+"""
+
+import argparse
+import sys
+import tarfile
+from pathlib import Path
+
+from gossamer.lab.recipes.general import PROBLEMS
+from gossamer.lab.suite import REPORTED, SuiteComparison, compare_suite, unstructured
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--list", action="store_true", help="show the problems, and how many minutes each may take")
+    parser.add_argument("--problem", nargs="+", default=[], metavar="NAME", help="default: all")
+    parser.add_argument("--methods", nargs="+", default=REPORTED, metavar="METHOD", help="all: every unstructured one")
+    parser.add_argument("--sparsity", nargs="+", type=float, default=[], help="default: those of each problem")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--epochs", type=int, help="default: those of each problem")
+    parser.add_argument("--jobs", type=int, default=1, help="processes of problems that are not trained in batches")
+    parser.add_argument("--together", type=int, default=32, help="runs of a batch")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no run that would end later")
+    parser.add_argument("--archive", type=Path, help="write all records into one file, too: NAME.tar.gz")
+    parser.add_argument("--out", type=Path, default=Path("results/general"))
+    options = parser.parse_args()
+    if options.list:
+        for problem in PROBLEMS:
+            kind = "development" if problem.development else "report only"
+            print(f"{problem.name}: {problem.about}, {problem.minutes:g} min, {kind}")
+        return
+    methods = [name for each in options.methods for name in (unstructured() if each == "all" else [each])]
+    try:
+        comparison = SuiteComparison(
+            tuple(options.problem), tuple(methods), tuple(options.sparsity), options.seeds, options.epochs
+        )
+        rows = compare_suite(
+            comparison,
+            options.out,
+            device=options.device,
+            together=options.together,
+            jobs=options.jobs,
+            minutes=options.minutes,
+            progress=lambda line: print(line, flush=True),
+        )
+    except (ValueError, RuntimeError) as error:
+        sys.exit(f"general.py: {error}")
+    finally:
+        if options.archive is not None and options.out.is_dir():
+            with tarfile.open(options.archive, "w:gz") as archive:
+                for path in sorted(options.out.glob("*/*.json")):
+                    archive.add(path, path.relative_to(options.out))
+    for row in rows:
+        spread = "" if row["stderr"] is None else f" ± {row['stderr']:.4f}"
+        print(f"{row['problem']} {row['sparsity']:.0%} {row['method']}: {row['mean']}{spread}, n = {row['n']}")
+
+
+if __name__ == "__main__":
+    main()

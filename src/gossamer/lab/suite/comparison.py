@@ -1,0 +1,135 @@
+"""Methods on the problems of the general suite: `gossamer compare --suite general`.
+
+Every problem has a folder with one record per run. Problems that batched training supports are trained as one batch,
+the others in several processes. A run that has its record is not trained again. Each method has the phases that suit it
+and its frozen settings, if tuning has chosen any.
+"""
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from gossamer.lab.batched.compare import parse_variant
+from gossamer.lab.batched.supported import unsupported
+from gossamer.lab.batched.sweeps import missing_in, sweep
+from gossamer.lab.recipes.general import PROBLEMS, Problem, problem_named
+from gossamer.lab.results.general import write_summary
+from gossamer.lab.suite.pool import train_in_processes
+from gossamer.lab.training.run import Run
+from gossamer.methods import METHODS, find
+
+_RIVALS = ("feather", "movement", "acdc", "autoprune", "gradual", "str", "dpf", "platon")
+REPORTED = ("scl", *_RIVALS)
+"""The methods of the report."""
+
+
+@dataclass(frozen=True)
+class SuiteComparison:
+    """What is compared: problems by name (none: all), methods with or without settings, seeds 0, 1, …"""
+
+    problems: tuple[str, ...] = ()
+    methods: tuple[str, ...] = REPORTED
+    sparsity: tuple[float, ...] = ()  # none: those of each problem
+    seeds: int = 3
+    epochs: int | None = None  # None: those of each problem
+
+    def __post_init__(self) -> None:
+        for name in self.problems:
+            problem_named(name)
+        if self.seeds < 1 or not self.methods:
+            raise ValueError(
+                f"expected methods and at least 1 seed, got {len(self.methods)} methods, {self.seeds} seeds"
+            )
+
+    @property
+    def chosen(self) -> tuple[Problem, ...]:
+        return tuple(map(problem_named, self.problems)) or PROBLEMS
+
+    def runs(self, problem: Problem) -> list[Run]:
+        """The runs on a problem: the dense network once per seed, then every method at every sparsity."""
+        if self.epochs is not None:
+            problem = replace(problem, run=replace(problem.run, epochs=self.epochs))
+        found = [replace(problem.run, seed=seed) for seed in range(self.seeds)]
+        for variant in dict.fromkeys(self.methods):
+            method, changes = parse_variant(variant)
+            if method == "dense":
+                continue
+            for sparsity in self.sparsity or problem.sparsities:
+                run = problem.sparse_run(method, sparsity, changes or None)
+                found += [replace(run, seed=seed) for seed in range(self.seeds)]
+        return found
+
+
+def unstructured() -> tuple[str, ...]:
+    """All methods that prune single weights."""
+    return tuple(name for name in METHODS if name != "dense" and not find(name).structured)
+
+
+def compare_suite(
+    comparison: SuiteComparison,
+    out: Path,
+    *,
+    device: str = "auto",
+    together: int = 32,
+    jobs: int = 1,
+    save_models: bool = False,
+    minutes: float = math.inf,
+    progress: Callable[[str], None] = lambda line: None,
+) -> list[dict[str, Any]]:
+    """Train the runs that have no record in `out` yet, and return the rows of the summary of all that have one.
+
+    After `minutes` no more runs begin; the same call goes on with them.
+    """
+    until = time.monotonic() + 60.0 * minutes
+    planned = [(problem, comparison.runs(problem)) for problem in comparison.chosen]  # wrong settings are refused first
+    problems = list[str]()
+    for problem, runs in planned:
+        folder = out / problem.name
+        missing = len(missing_in(folder, runs))
+        progress(f"{problem.name} ({problem.about}): {len(runs)} runs, {missing} to train")
+        started = time.monotonic()
+        if not missing or started > until:
+            continue
+        try:
+            problems += _train(runs, folder, device, together, jobs, save_models, until, progress)
+        except (ValueError, RuntimeError, ArithmeticError) as error:  # of a batch; the next problem may work
+            problems.append(f"{problem.name}: {error}")
+        trained, took = missing - len(missing_in(folder, runs)), time.monotonic() - started
+        progress(f"{problem.name}: {trained} of {missing} runs trained in {took / 60:.1f} min")
+        write_summary(out)
+    rows = write_summary(out)
+    if problems:
+        raise RuntimeError(
+            f"{len(problems)} of the runs could not be trained; the others have their records in {out}:\n  "
+            + "\n  ".join(problems)
+        )
+    return rows
+
+
+def _train(
+    runs: list[Run],
+    folder: Path,
+    device: str,
+    together: int,
+    jobs: int,
+    save_models: bool,
+    until: float,
+    progress: Callable[[str], None],
+) -> list[str]:
+    if any(unsupported(run) for run in runs):
+        return train_in_processes(
+            runs, folder, device=device, jobs=jobs, save_models=save_models, until=until, progress=progress
+        )
+    missing, took = missing_in(folder, runs), 0.0
+    for first in range(0, len(missing), together):
+        started = time.monotonic()
+        if started + took > until:
+            progress(f"{len(missing) - first} runs are left: run the same command again")
+            break
+        batch = missing[first : first + together]
+        sweep(batch, folder, device=device, together=together, save_models=save_models, progress=progress)
+        took = time.monotonic() - started
+    return []
