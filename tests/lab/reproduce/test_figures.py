@@ -12,8 +12,9 @@ from torch import nn
 from gossamer import cli
 from gossamer.lab import models
 from gossamer.lab.data.sets import ImageSet, Labelled
-from gossamer.lab.reproduce import figures, indrnn, short_decay
+from gossamer.lab.reproduce import figures, indrnn
 from gossamer.lab.reproduce.registry import EXHIBITS, exhibit, mask_gradients_of
+from gossamer.lab.results.exhibits import short_decay_table
 from gossamer.lab.short_runs import rows_of_traces
 from gossamer.methods.scl import ESTIMATORS
 
@@ -96,7 +97,7 @@ def test_short_runs_beside_whole_ones() -> None:
         {"part": "decay", "sparsity": end, "config": {"decay": 0.03, "settings": {"sparsify": f"{epochs}ep"}}}
         for end, epochs in ((0.5, 2), (0.9, 25), (0.8, 25))
     ]
-    rows = short_decay.rows([record(0.03, [0.1, 0.7]), record(0.0, [0.1, 0.2])], whole)
+    _, rows = short_decay_table([record(0.03, [0.1, 0.7]), record(0.0, [0.1, 0.2])], whole)
     assert rows == [["0", "20.0 %", "–", "34.0 %"], ["0.03", "70.0 %", "85.0 %", "96.2 %"]]
     head, traces = rows_of_traces([record(0.03, [0.1, 0.7]), record(0.0, [0.1, 0.2])])
     assert head == ["λ1", "zeros after mask epoch 1", "zeros after mask epoch 2"]

@@ -171,7 +171,7 @@ def test_the_program_resumes(
         return [(each["run_id"], each["train_loss"], each["left_sparsify_at"], each["sparsity"]) for each in read]
 
     assert told(tmp_path / "cut") == told(tmp_path / "whole")
-    assert "paper 94.39" in capsys.readouterr().out
+    assert "  94.39  " in capsys.readouterr().out
 
 
 def test_the_program_needs_no_command_line_tools() -> None:

@@ -20,7 +20,7 @@ ESTIMATOR_TABLE = {
     ("softplus", True): 0.9835,
     ("identity", True): 0.9839,
 }
-_PUBLISHED = (
+PUBLISHED = (
     Published(DECAY_TABLE, accuracy=0.9835, sparsity=0.0),
     Published(DECAY_TABLE, accuracy=0.9847, sparsity=0.340, decay=0.0),
     Published(DECAY_TABLE, accuracy=0.9824, sparsity=0.913, decay=0.01),
@@ -45,6 +45,6 @@ RECIPES: tuple[Recipe, ...] = variants(
     "MNIST, fully connected DenseNet",
     sparsity=0.95,
     paper=_PAPER,
-    published=_PUBLISHED,
+    published=PUBLISHED,
     tolerance=0.003,
 )

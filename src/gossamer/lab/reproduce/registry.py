@@ -12,6 +12,7 @@ from gossamer.lab.data.sets import ImageSet
 from gossamer.lab.recipes import find
 from gossamer.lab.reproduce import figures, indrnn, map_fitting, mnist, paper_settings, short_decay
 from gossamer.lab.results import map_fitting_rows, mnist_decay_table, mnist_estimator_table
+from gossamer.lab.results.exhibits import indrnn_table, short_decay_table
 from gossamer.lab.results.plot import can_draw
 from gossamer.lab.results.records import Record, read_records
 from gossamer.lab.training.distributed import join
@@ -113,17 +114,14 @@ def _mnist(asked: Asked) -> Reproduced:
 def _short_decay(asked: Asked) -> Reproduced:
     short = short_decay.reproduce(asked.out, device=join(asked.device).device, progress=asked.progress)
     whole = read_records(asked.out.parent / "mnist", ("part",)) if (asked.out.parent / "mnist").is_dir() else []
-    return Reproduced([(short_decay.HEAD, short_decay.rows(short, whole))], [f"the records are in {asked.out}"])
+    return Reproduced([short_decay_table(short, whole)], [f"the records are in {asked.out}"])
 
 
 def _indrnn(asked: Asked) -> Reproduced:
     curves = indrnn.reproduce(asked.out, seeds=asked.seeds)
-    rows = [
-        [each["pruned"], f"{each['sparsity']:.0%}", f"{each['norms'][0]:.2e}", f"{each['reached'][0]:.0%}"]
-        for each in curves
-    ]
-    head = ("pruned", "zeros", "norm of the gradient at the first step", "neurons that it reaches")
-    return Reproduced([(head, rows)], [f"the record and, if matplotlib is installed, its picture are in {asked.out}"])
+    return Reproduced(
+        [indrnn_table(curves)], [f"the record and, if matplotlib is installed, its picture are in {asked.out}"]
+    )
 
 
 def _density(asked: Asked) -> Reproduced:
