@@ -17,7 +17,7 @@ from gossamer.lab.training.run import Run
 from gossamer.schedule import steps_of
 
 SHARE = 0.1  # of the epochs of the whole run
-DECAYS = (0.0, 0.0001, 0.0003, 0.001, 0.002, 0.004, 0.006, 0.01, 0.016, 0.025, 0.04)
+DECAYS = (0.0, 0.0001, 0.0003, 0.001, 0.002, 0.004, 0.006, 0.01, 0.016, 0.025, 0.04, 0.07)
 SETTLING = 2  # epochs at the full rate in which masks move as far as in the 20 that follow at a tenth of it
 _SOONEST = 0.25  # epochs after which the sparsify phase may be left
 _ROUNDING = 1e-6

@@ -42,7 +42,7 @@ class Cell:
     def decays(self) -> Sequence[float]:
         if not self.normalised:
             return RAW_DECAYS
-        return DECAYS if self.estimator == "identity" else DECAYS[-7:]  # others are wanted at 95 % only
+        return DECAYS if self.estimator == "identity" else DECAYS[-8:]  # others are wanted at 95 % only
 
 
 def cells(recipe: str) -> list[Cell]:
