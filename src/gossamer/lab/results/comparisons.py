@@ -228,7 +228,7 @@ def _changes(record: Record, usual_phases: tuple[float, ...]) -> list[str]:
         changed.pop("mask_decay_cap", None)  # without effect
     if config["preset"] != "default":
         changed = {name: value for name, value in settings.items() if name not in _PHASES}
-        changed = {"preset": config["preset"], **changed}
+        changed = {"preset": config["preset"], **_not_of_paper(config), **changed}
     elif settings.get("min_density", Phases.min_density) != Phases.min_density:
         changed["min_density"] = settings["min_density"]
     changed |= {name: config[name] for name, value in _USUAL.items() if config.get(name, value) != value}
@@ -236,6 +236,13 @@ def _changes(record: Record, usual_phases: tuple[float, ...]) -> list[str]:
     if config["preset"] == "default" and (phases := _phases(record)) not in ((), usual_phases):
         changed["phases"] = "+".join(f"{share:.2f}" for share in phases)
     return [f"{name}={_text(value)}" for name, value in changed.items()]
+
+
+def _not_of_paper(config: Mapping[str, Any]) -> dict[str, str]:
+    """In what a run with the preset of the paper differs from the paper: it has a fixed λ1 and a staged schedule."""
+    return ({} if config["decay"] is not None else {"λ1": "solved for"}) | (
+        {} if config["schedule"] == "phases" else {"schedule": config["schedule"]}
+    )
 
 
 def _text(value: Any) -> str:

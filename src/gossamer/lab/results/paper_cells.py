@@ -63,7 +63,7 @@ def section(checkout: Path) -> str:
     """The rows as Markdown."""
     found = rows(checkout)
     head = ["network", "zeros", "paper", "its settings", "difference", "our defaults", "difference"]
-    head += ["seeds", "epochs", "FLOPs saved: paper", "its settings", "our defaults", "state"]
+    head += ["seeds", "epochs", "FLOPs saved: paper", "its settings", "our defaults", "GPU minutes", "command", "state"]
     measured = sum(row["paper_settings"] is not None or row["ours"] is not None for row in found)
     return "\n\n".join(
         [
@@ -94,6 +94,8 @@ def _cells_of(row: Row) -> list[str]:
         _difference(ours, paper),
         *(" / ".join("–" if each is None else str(each) for each in pair) for pair in pairs),
         *(_percent(row[f"flops_reduction{of}"]) for of in ("_paper", "_paper_settings", "")),
+        "–" if row["gpu_minutes"] is None else f"{row['gpu_minutes']:.1f}",
+        f"`{row['command']}`",
         row["state"],
     ]
 
@@ -160,8 +162,25 @@ def _row(cell: _Cell, root: Path, waiting: Mapping[str, float]) -> Row:
         "flops_reduction_paper": cell.flops_reduction,
         "flops_reduction_paper_settings": _average(theirs, _flops_reduction),
         "flops_reduction": _average(ours, _flops_reduction),
+        "gpu_minutes": _gpu_minutes([*theirs, *ours]),
+        "command": _command(cell),
         "state": state or ("its settings but for λ1, which is solved for" if solved else "measured"),
     }
+
+
+def _gpu_minutes(records: Sequence[Record]) -> float | None:
+    """Of all runs of a row, each with its share of its batch."""
+    seconds = [float(each["seconds"]) for each in records if "gpu" in each["hardware"]]
+    return round(sum(seconds) / 60, 1) if seconds else None
+
+
+def _command(cell: _Cell) -> str:
+    run = cell.recipe.run
+    if run.data == "mnist":
+        return "gossamer reproduce mnist"
+    if run.data in ("imagefolder", "wikitext2"):
+        return f"gossamer train {cell.recipe.name.removesuffix('-dense')}"
+    return f"gossamer reproduce {cell.recipe.exhibit}"
 
 
 def _metric(cell: _Cell) -> str:
