@@ -1,6 +1,6 @@
 """Experiments of the paper: `gossamer reproduce`, and its search for λ1, `gossamer tune-decay`."""
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -18,13 +18,13 @@ from gossamer.cli.arguments import (
     at_home,
     joined,
 )
-from gossamer.cli.console import lines_to
+from gossamer.cli.console import Answer, live_bar
 from gossamer.lab import tables
 from gossamer.lab.batched import sweep
 from gossamer.lab.recipes import find
 from gossamer.lab.reproduce import map_fitting
 from gossamer.lab.reproduce.registry import EXHIBITS, Asked, exhibit
-from gossamer.lab.short_runs import DECAYS, find_decay, rows_of_traces, short_run
+from gossamer.lab.short_runs import DECAYS, find_decay, rows_of_traces, short_run, trace
 from gossamer.lab.training.distributed import check_one_process
 
 
@@ -50,34 +50,39 @@ class Reproduce:
     """File with the trained network of mask-gradients."""
     set: Assignments = ()
     """Changes to all runs of a network as key=value."""
+    json: bool = False
+    """Print JSON instead of tables."""
     debug: bool = False
     """Show the traceback of an error."""
 
-    def carry_out(self, console: Console) -> None:
+    def carry_out(self, console: Console) -> Answer:
         if self.list:
             rows = [[each.name, each.about, each.cost, _state(each.default_out)] for each in EXHIBITS]
             console.print(tables.of_rows(("exhibit", "of the paper", "takes", "records here"), rows, left=4))
-            return
+            return Answer([{"exhibit": name, "about": about, "takes": cost} for name, about, cost, _ in rows])
         if not self.exhibit:
             raise ValueError("expected the name of an exhibit, got none: gossamer reproduce --list shows all of them")
         chosen = exhibit(self.exhibit)
         check_one_process()
-        found = chosen.reproduce(
-            Asked(
-                out=at_home(self.out or chosen.default_out),
-                seeds=self.seeds,
-                steps=self.steps,
-                epochs=self.epochs,
-                device=self.device,
-                network=None if self.network is None else at_home(self.network),
-                changes=joined(self.set),
-                progress=lines_to(console),
+        with live_bar(console, self.exhibit) as bar:
+            found = chosen.reproduce(
+                Asked(
+                    out=at_home(self.out or chosen.default_out),
+                    seeds=self.seeds,
+                    steps=self.steps,
+                    epochs=self.epochs,
+                    device=self.device,
+                    network=None if self.network is None else at_home(self.network),
+                    changes=joined(self.set),
+                    progress=bar.line,
+                    moved=bar.move,
+                )
             )
-        )
         for head, cells in found.tables:
             console.print(tables.of_rows(head, cells))
         for note in found.notes:
             console.print(note)
+        return Answer(found.records)
 
 
 def _state(folder: Path) -> str:
@@ -101,17 +106,21 @@ class TuneDecay:
     """Epochs of a short run (default: a tenth of those of the recipe)."""
     set: Assignments = ()
     """Changes to the recipe as key=value."""
+    json: bool = False
+    """Print JSON instead of tables."""
     debug: bool = False
     """Show the traceback of an error."""
 
-    def carry_out(self, console: Console) -> None:
+    def carry_out(self, console: Console) -> Answer:
         if not 0 < self.sparsity < 1:
             raise ValueError(f"expected --sparsity between 0 and 1, such as 0.95, got {self.sparsity}")
         run = find(self.recipe).run.with_settings(joined(self.set))
         runs = [short_run(run, decay, epochs=self.epochs) for decay in self.decays]
-        records = sweep(runs, at_home(self.out), device=run.device, progress=lines_to(console))
+        with live_bar(console, self.recipe) as bar:
+            records = sweep(runs, at_home(self.out), device=run.device, progress=bar.line, moved=bar.move)
         console.print(tables.of_rows(*rows_of_traces(records)))
         found = find_decay(records, self.sparsity)
         if not found.reached:
             console.print(f"No two of these λ1 end below and above {self.sparsity:.1%}: try others with --decays.")
         console.print(f"--decay {found.decay:g} --leave-at {found.leave_at:g}")
+        return Answer({**asdict(found), "trace": {each["config"]["decay"]: trace(each) for each in records}})

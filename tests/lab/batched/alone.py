@@ -47,6 +47,7 @@ def train_alone(run: Run, images: ImageSet, make_network: Callable[[], nn.Module
             sparsity=run.sparsity,
             decay=run.decay,
             leave_at=run.leave_at,
+            pattern=run.pattern,
             total_steps=total,
             steps_per_epoch=per_epoch,
             preset=run.preset,

@@ -94,6 +94,7 @@ def reproduce(
     device: torch.device,
     changes: Sequence[str] = (),
     progress: Callable[[str], None] = lambda line: None,
+    moved: Callable[[float], None] = lambda share: None,
 ) -> list[Record]:
     """Train what has no record under `out` yet, and return the records of the whole runs.
 
@@ -120,4 +121,4 @@ def reproduce(
         return {"exhibit": recipe, "paper_accuracy": cell.accuracy, "paper_sparsity": cell.sparsity}
 
     runs = [run for _, run in wanted.values()]
-    return sweep(runs, out, device=device, together=len(runs), progress=progress, further=further)
+    return sweep(runs, out, device=device, together=len(runs), progress=progress, further=further, moved=moved)

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -33,6 +34,7 @@ class Asked:
     network: Path | None = None
     changes: Sequence[str] = ()
     progress: Callable[[str], None] = lambda line: None
+    moved: Callable[[float], None] = lambda share: None
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,7 @@ class Reproduced:
 
     tables: Sequence[Table] = ()
     notes: Sequence[str] = ()
+    records: Sequence[Any] = ()
 
 
 @dataclass(frozen=True)
@@ -96,7 +99,8 @@ def _map_fitting(asked: Asked) -> Reproduced:
         "similar, and normalisation reduces all errors.",
         f"the records and, if matplotlib is installed, their curves are in {asked.out}",
     ]
-    return Reproduced([(("estimator", "mask gradient", "rate 0.1", "best constant", "best cosine"), rows)], notes)
+    head = ("estimator", "mask gradient", "rate 0.1", "best constant", "best cosine")
+    return Reproduced([(head, rows)], notes, records)
 
 
 def _mnist(asked: Asked) -> Reproduced:
@@ -106,15 +110,16 @@ def _mnist(asked: Asked) -> Reproduced:
         epochs=mnist.EPOCHS if asked.epochs is None else asked.epochs,
         device=join(asked.device).device,
         progress=asked.progress,
+        moved=asked.moved,
     )
     note = f"the records and, if matplotlib is installed, the picture {mnist.PICTURE} are in {asked.out}"
-    return Reproduced([mnist_decay_table(records), mnist_estimator_table(records)], [note])
+    return Reproduced([mnist_decay_table(records), mnist_estimator_table(records)], [note], records)
 
 
 def _short_decay(asked: Asked) -> Reproduced:
     short = short_decay.reproduce(asked.out, device=join(asked.device).device, progress=asked.progress)
     whole = read_records(asked.out.parent / "mnist", ("part",)) if (asked.out.parent / "mnist").is_dir() else []
-    return Reproduced([short_decay_table(short, whole)], [f"the records are in {asked.out}"])
+    return Reproduced([short_decay_table(short, whole)], [f"the records are in {asked.out}"], short)
 
 
 def _indrnn(asked: Asked) -> Reproduced:
@@ -189,8 +194,9 @@ def _paper_settings(exhibit: str) -> Callable[[Asked], Reproduced]:
             device=join(asked.device).device,
             changes=asked.changes,
             progress=asked.progress,
+            moved=asked.moved,
         )
-        return Reproduced([paper_settings.rows(records)], [f"the records are in {asked.out}"])
+        return Reproduced([paper_settings.rows(records)], [f"the records are in {asked.out}"], records)
 
     return reproduce
 
