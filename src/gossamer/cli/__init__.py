@@ -27,6 +27,7 @@ from gossamer.cli.paper import Reproduce
 from gossamer.cli.run_options import with_values
 from gossamer.cli.show import Frontier, List, Report
 from gossamer.cli.train import Quickstart, Train, leads
+from gossamer.cli.tune import Tune
 from gossamer.lab.checkpoint import Checkpoints
 from gossamer.lab.training import Interrupted
 from gossamer.lab.training.distributed import end_process
@@ -39,6 +40,7 @@ Command = (
     | Annotated[Train, tyro.conf.subcommand("train")]
     | Annotated[Sweep, tyro.conf.subcommand("sweep")]
     | Annotated[Compare, tyro.conf.subcommand("compare")]
+    | Annotated[Tune, tyro.conf.subcommand("tune")]
     | Annotated[Reproduce, tyro.conf.subcommand("reproduce")]
     | Annotated[List, tyro.conf.subcommand("list")]
     | Annotated[Report, tyro.conf.subcommand("report")]
@@ -131,7 +133,7 @@ def _afterwards(command: Executable) -> str:
     """What the same command would do after an immediate stop (a second Ctrl-C, or before the first step), in words."""
     if isinstance(command, Train):
         return f" at once; if the same command is run again, {Checkpoints(at_home(command.out)).next_time()}"
-    if isinstance(command, Quickstart | Sweep | Compare | Reproduce):
+    if isinstance(command, Quickstart | Sweep | Compare | Tune | Reproduce):
         return "; finished runs are kept, and the same command resumes the rest, from a checkpoint if there is one"
     return ""
 

@@ -7,7 +7,7 @@ and its frozen settings, if tuning has chosen any.
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -83,23 +83,18 @@ def compare_suite(
 
     After `minutes` no more runs begin; the same call goes on with them.
     """
-    until = time.monotonic() + 60.0 * minutes
-    planned = [(problem, comparison.runs(problem)) for problem in comparison.chosen]  # wrong settings are refused first
-    problems = list[str]()
-    for problem, runs in planned:
-        folder = out / problem.name
-        missing = len(missing_in(folder, runs))
-        progress(f"{problem.name} ({problem.about}): {len(runs)} runs, {missing} to train")
-        started = time.monotonic()
-        if not missing or started > until:
-            continue
-        try:
-            problems += _train(runs, folder, device, together, jobs, save_models, until, progress)
-        except (ValueError, RuntimeError, ArithmeticError) as error:  # of a batch; the next problem may work
-            problems.append(f"{problem.name}: {error}")
-        trained, took = missing - len(missing_in(folder, runs)), time.monotonic() - started
-        progress(f"{problem.name}: {trained} of {missing} runs trained in {took / 60:.1f} min")
-        write_summary(out)
+    planned = {problem.name: comparison.runs(problem) for problem in comparison.chosen}
+    problems = train_missing(
+        planned,
+        out,
+        device=device,
+        together=together,
+        jobs=jobs,
+        minutes=minutes,
+        save_models=save_models,
+        progress=progress,
+        done=lambda: write_summary(out),
+    )
     rows = write_summary(out)
     if problems:
         raise RuntimeError(
@@ -109,8 +104,42 @@ def compare_suite(
     return rows
 
 
+def train_missing(
+    planned: Mapping[str, Sequence[Run]],
+    out: Path,
+    *,
+    device: str,
+    together: int,
+    jobs: int,
+    minutes: float,
+    save_models: bool,
+    progress: Callable[[str], None],
+    done: Callable[[], object] = lambda: None,
+) -> list[str]:
+    """Train the runs of each problem that have no record yet, in a folder of the problem's name in `out`.
+
+    Returns what went wrong, a line for each run. `done` is called after each problem.
+    """
+    until, problems = time.monotonic() + 60.0 * minutes, list[str]()
+    for name, runs in planned.items():
+        folder = out / name
+        missing = len(missing_in(folder, runs))
+        progress(f"{name}: {len(runs)} runs, {missing} to train")
+        started = time.monotonic()
+        if not missing or started > until:
+            continue
+        try:
+            problems += _train(runs, folder, device, together, jobs, save_models, until, progress)
+        except (ValueError, RuntimeError, ArithmeticError) as error:  # of a batch; the next problem may work
+            problems.append(f"{name}: {error}")
+        trained, took = missing - len(missing_in(folder, runs)), time.monotonic() - started
+        progress(f"{name}: {trained} of {missing} runs trained in {took / 60:.1f} min")
+        done()
+    return problems
+
+
 def _train(
-    runs: list[Run],
+    runs: Sequence[Run],
     folder: Path,
     device: str,
     together: int,
