@@ -4,7 +4,7 @@ Connectivity decay lowers every mask variable by the same amount, so a step of i
 is the Lagrange multiplier of "Σ m ≤ budget" and can be solved for: it is an order statistic of all the mask variables.
 If weight i costs c_i (its multiply-adds), the decay is λ1·c_i, and the order is that of m̃_i / c_i.
 
-`meet_budget_` lowers the mask variables in place by the solved threshold and writes the masks. It guarantees the count
+`meet_budgets_` lowers the mask variables in place by the solved threshold and writes the masks. It guarantees the count
 for any input: the longest prefix in the order of m̃/c that fits the budget is kept, ties are broken by position, kept
 mask variables end up positive, and pruned ones at or below zero.
 
@@ -68,26 +68,8 @@ class Costs:
 class Met(NamedTuple):
     """The outcome of meeting a budget."""
 
-    threshold: Tensor  # what was subtracted: λ1 times the mask learning rate (with costs: per unit of cost)
-    flips: Tensor  # masks that changed; one value per row, or a scalar for a single network
-
-
-def meet_budget_(
-    mask_variable: Tensor,
-    mask: Tensor,
-    budget: Tensor,
-    *,
-    protected: Tensor | None = None,
-    costs: Costs | None = None,
-    group: dist.ProcessGroup | None = None,
-    reach: float = 0.0,
-) -> Met:
-    """`meet_budgets_` for one network: vectors over all weights and a budget as an int64 scalar."""
-    places = None if protected is None else protected[None]
-    thresholds, flips = meet_budgets_(
-        mask_variable[None], mask[None], budget.reshape(1), places, costs=costs, group=group, reach=[reach]
-    )
-    return Met(thresholds[0], flips[0])
+    threshold: Tensor  # what was subtracted: λ1 times the mask learning rate (with costs: per unit of cost), per row
+    flips: Tensor  # masks that changed, per row
 
 
 def meet_budgets_(

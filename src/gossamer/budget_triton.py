@@ -156,8 +156,7 @@ def _lower(values, places, old, thresholds, size, count, block: tl.constexpr):
 
 def meet_budgets_on_gpu_(values: Tensor, mask: Tensor, budgets: Tensor) -> tuple[Tensor, Tensor]:
     """`meet_budgets_` for contiguous float32 matrices on a CUDA device. Returns the threshold of each row and the
-    number
-    of its masks that changed."""
+    number of its masks that changed."""
     rows, size = values.shape
     blocks, bins = triton.cdiv(size, _BLOCK), _BINS.value
     with torch.cuda.device_of(values):

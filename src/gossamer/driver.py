@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from gossamer.diagnostics import Counters, Health, HealthLog
 from gossamer.methods import Context, Method, Request, Timeline
+from gossamer.patterns import Shape, canonical, group_size
 from gossamer.per_sample.capture import SampleGradients
 from gossamer.prunable import Weight
 from gossamer.schedule import Plan
@@ -96,10 +97,13 @@ class Driver:
             self.method = self.kind(self._context)
             self._apply_first()
 
-    def changed_since_last_step(self) -> str:
-        """The names of weights that were changed since the last step, outside the Sparsifier; empty if none was."""
+    def changed_since_last_step(self, *, together: bool = True) -> str:
+        """The names of weights that were changed since the last step, outside the Sparsifier; empty if none was.
+
+        With `together`, all the processes that share the tensors have to call this, and get the same answer.
+        """
         names = [self.names[index] for index in self._differing()]
-        return "" if self._agreed(not names) else _listed(names)
+        return "" if (self._agreed(not names) if together else not names) else _listed(names)
 
     def _differing(self) -> list[int]:
         """The weights whose parameters do not hold what the last step left in them."""
@@ -133,7 +137,8 @@ class Driver:
             return
         kept = self._over_shards(torch.stack([torch.count_nonzero(view) for view in self.state.views(mask)]))
         if target.costs is None:
-            found, unit, met = int(kept.sum()), "weights", int(kept.sum()) == target.final
+            found, unit = int(kept.sum()), "weights"
+            met = target.final - self._largest_group() < found <= target.final
         else:
             found, unit = int((kept.cpu() * torch.tensor(target.costs, device="cpu")).sum()), "multiply-adds"
             met = found <= target.final
@@ -142,6 +147,26 @@ class Driver:
                 f"the final masks keep {found:,} {unit} where {target.final:,} were asked for: the mask state is "
                 f"damaged, or method={self.kind.name!r} does not meet its budget (then it says so by exact = False)"
             )
+
+    def _check_pattern(self, mask: Tensor) -> None:
+        """Raise if final masks do not have the patterns that were asked for."""
+        if self._request.patterns is None:
+            return
+        rows = zip(self.weights, self._request.patterns, self.state.views(mask), strict=True)
+        for weight, pattern, view in rows:
+            broken = 0 if pattern is None else pattern.broken(canonical(view, weight.feature_axis, weight.groups))
+            if broken:
+                raise ValueError(
+                    f"{broken:,} groups of the final mask of {weight.name} do not have the pattern {pattern}: the mask "
+                    "state is damaged"
+                )
+
+    def _largest_group(self) -> int:
+        """The most weights that are pruned together."""
+        if self._request.patterns is None:
+            return 1
+        pairs = zip(self._request.patterns, self.weights, strict=True)
+        return max(group_size(pattern, Shape.of_weight(weight)) for pattern, weight in pairs)
 
     def prepare(self, step: int) -> None:
         """Prepare for a step of the run."""
@@ -266,6 +291,7 @@ class Driver:
         self.check_finite()
         final_mask = self.method.finalize(self.state.dense)
         self._check_budget(final_mask)
+        self._check_pattern(final_mask)
         self.final_mask = final_mask
         self.state.put_masked(self.final_mask)
         self._final_count = self._count_final(self.final_mask)
@@ -356,6 +382,7 @@ class Driver:
             self.final_mask = torch.zeros_like(self.mask)
             self._fill(self.final_mask, state["mask"])
             self._check_budget(self.final_mask)
+            self._check_pattern(self.final_mask)
             self._final_count = self._count_final(self.final_mask)
             self.freeze()
             return

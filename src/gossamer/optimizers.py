@@ -4,7 +4,7 @@ import functools
 import sys
 from collections.abc import Callable, Sequence
 from types import FrameType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -41,8 +41,9 @@ def unwrapped(optimizer: Optimizer) -> Optimizer:
         optimizer = optimizer.optimizer
     if not isinstance(optimizer, Optimizer):
         raise TypeError(
-            f"expected a torch.optim.Optimizer or a list of them, got a {type(optimizer).__name__}: "
-            "pass the optimizer itself, not a wrapper around it"
+            f"expected a torch.optim.Optimizer or a list of them, got a {type(optimizer).__name__}: pass the optimizer "
+            "itself. If the wrapper changes the weights after its step, use an optimizer that needs no wrapper, such "
+            "as schedulefree.SGDScheduleFree instead of ScheduleFreeWrapper"
         )
     if not hasattr(optimizer, "_optimizer_step_pre_hooks"):
         raise TypeError(
@@ -50,7 +51,21 @@ def unwrapped(optimizer: Optimizer) -> Optimizer:
             "whose class does not call super().__init__(): add that call, or give the optimizer inside if its step() "
             "is the last to change the weights"
         )
+    if not getattr(type(optimizer).step, "hooked", False):
+        optimizer._patch_step_function()  # Optimizer.__init__ does this; Lookahead of timm does not call it
     return optimizer
+
+
+def learning_rate(group: dict[str, Any]) -> float | Tensor | None:
+    """The learning rate of a parameter group. None: the optimizer finds its own rate (Adafactor)."""
+    rate: float | Tensor | None = group.get("lr")
+    return rate
+
+
+def differentiates_gradients(optimizer: Optimizer) -> bool:
+    """Whether gradients have a graph (`backward(create_graph=True)`), for an optimizer of second order."""
+    gradients = (parameter.grad for group in optimizer.param_groups for parameter in group["params"])
+    return any(gradient is not None and gradient.requires_grad for gradient in gradients)
 
 
 class follow_modes:

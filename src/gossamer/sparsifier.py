@@ -29,20 +29,23 @@ from gossamer.deprecation import renamed
 from gossamer.diagnostics import Counters, Health, HealthLog
 from gossamer.driver import Driver, not_finite
 from gossamer.flops import positions
-from gossamer.methods import Method, Request, load
+from gossamer.methods import METHODS, Method, Request, load
 from gossamer.methods.base import min_nonzeros
 from gossamer.methods.budgets import BudgetedMethod
 from gossamer.methods.slimming import gains_of
 from gossamer.optimizers import (
     capturing,
+    differentiates_gradients,
     evaluates,
     follow_modes,
     is_nested,
+    learning_rate,
     owned_by,
     uncompiled,
     unscaling,
     unwrapped,
 )
+from gossamer.patterns import Patterns, Shape, assign, described, target_of
 from gossamer.per_sample.capture import check_layers
 from gossamer.prunable import Use, Weight, select
 from gossamer.schedule import Phase, Plan, make_plan
@@ -69,7 +72,9 @@ class Sparsifier:
     its masks. The target is one of `sparsity` (fraction of zeros, met exactly), `flops` (fraction of the multiply-adds
     to keep, met exactly; needs `example_input`) and `decay` (the paper's fixed λ1; `leave_at` ends the sparsify phase
     as soon as that sparsity is reached). `total_steps` is the number of optimizer steps of the whole run; the phases
-    divide it. Durations in epochs need `steps_per_epoch`. `include` and `exclude` select tensors by name pattern,
+    divide it. `pattern` groups weights: "2:4" (any N:M), "block:1x4" (any size), "row" or "filter", for all tensors it
+    fits, or a mapping from name patterns to patterns. N:M fixes the sparsity of its tensors, so `sparsity` may be
+    omitted. Durations in epochs need `steps_per_epoch`. `include` and `exclude` select tensors by name pattern,
     module class or module. `seed` is for methods that draw random numbers. `loss_scale=scaler.get_scale` is needed if
     a scaled loss is combined with scale="per_sample". `learning_rate(plan, step)` is for methods that rewind the
     learning rate after pruning. Phases and settings of the method are keyword arguments that override the `preset`.
@@ -88,6 +93,7 @@ class Sparsifier:
         flops: float | None = None,
         decay: float | None = None,
         leave_at: float | None = None,
+        pattern: Patterns = None,
         steps_per_epoch: int | None = None,
         preset: str = "default",
         seed: int = 0,
@@ -111,6 +117,8 @@ class Sparsifier:
         self.weights: tuple[Weight, ...] = tuple(
             replace(weight, name=clean_name(weight.name, model)) for weight in selected
         )
+        if include is None and exclude is None:
+            _warn_of_frozen(model, self.weights)
         optimizers = [unwrapped(each) for each in (optimizer if isinstance(optimizer, Sequence) else [optimizer])]
         # An optimizer that updates none of the weights (AdamW next to Muon, say) is ignored.
         self._owned = [(owner, indices) for owner, indices in owned_by(optimizers, self.weights) if indices]
@@ -122,6 +130,8 @@ class Sparsifier:
             sharded=self._group is not None,
             replicated=self._replicas is not None,
         )
+        shapes = [Shape.of_weight(weight) for weight in self.weights]
+        self._patterns = assign(pattern, shapes)
         self._check_kind(flops, decay)
         plan = make_plan(
             total_steps,
@@ -137,14 +147,11 @@ class Sparsifier:
             found = positions(model, self.weights, example_input)
             costs = [found[weight.name] for weight in self.weights]
         floor = self.phases.min_density if issubclass(self._kind, BudgetedMethod) else 0.0
-        self._target = make_target(
-            sizes,
-            sparsity=sparsity,
-            flops=flops,
-            decay=decay,
-            positions=costs,
-            floors=min_nonzeros(sizes, floor),
-        )
+        asked: dict[str, Any] = {"sparsity": sparsity, "flops": flops, "decay": decay, "positions": costs}
+        if self._patterns is None:
+            self._target = make_target(sizes, floors=min_nonzeros(sizes, floor), **asked)
+        else:
+            self._target = target_of(self._patterns, shapes, min_density=floor, **asked)
         if leave_at is not None and decay is None:
             raise ValueError(
                 "leave_at= requires decay=: a sparsity= or flops= budget is met at the end of the sparsify phase"
@@ -154,7 +161,7 @@ class Sparsifier:
         self._leave_at, self._loss_scale, self._steps_per_epoch = leave_at, loss_scale, steps_per_epoch
         self._learning_rate = learning_rate if self._kind.rewinds else None
         self._total, self._epoch = sum(sizes), steps_per_epoch or total_steps
-        self._request: Request[Any] = Request(sparsity or 0.0, int(seed), self.settings, self._target)
+        self._request: Request[Any] = Request(sparsity or 0.0, int(seed), self.settings, self._target, self._patterns)
         taken = {id(weight.parameter) for weight in self.weights}
         others = [(name, each) for name, each in model.named_parameters() if id(each) not in taken]
         self._model: nn.Module | None = model
@@ -166,6 +173,7 @@ class Sparsifier:
         self._warned_of_skipped = 0
         self._topology_done = 0  # the step of the last topology update
         self._started = False  # whether this object has taken its first step
+        self._left: list[int] | None = None  # version counters of the weights after the last mask step
         self.step, self.in_step = 0, False
         self.phase = self.plan.at(0).phase
         _claim(self, self.weights)
@@ -183,6 +191,14 @@ class Sparsifier:
             raise ValueError(
                 f"method={name!r} needs whole weights in every process, got {self.weights[0].name} in shards: use DDP, "
                 "or a method that supports shards, such as method='scl'"
+            )
+        if self._patterns is not None and not self._kind.patterned:
+            able = ", ".join(each for each, method in METHODS.items() if method.patterned)
+            raise ValueError(f"method={name!r} does not support pattern=: the methods that do are {able}")
+        if self._patterns is not None and self._group is not None:
+            raise ValueError(
+                f"pattern= needs whole weights in every process, got {self.weights[0].name} in shards: use DDP, or "
+                "omit pattern="
             )
         if not self._kind.solves_targets and (flops is not None or decay is not None):
             raise ValueError(f"method={name!r} supports only sparsity=: flops= and decay= need method='scl'")
@@ -281,13 +297,15 @@ class Sparsifier:
         if self._group is None:  # otherwise, the count needs all processes
             progress += f", {self.sparsity:.2%} zeros"
         tensors = [f"{weight.name} {'×'.join(map(str, weight.parameter.shape))}" for weight in self.weights]
-        lines = (
+        lines = [
             f"Sparsifier(method={self._kind.name!r})",
             f"target    {self._target}",
             f"phases    {', '.join(f'{phase} {steps:,}' for phase, steps in lengths.items())} steps",
             f"progress  {progress}",
             f"tensors   {some(tensors)}",
-        )
+        ]
+        if self._patterns is not None:
+            lines.append(f"pattern   {described(self._patterns, [weight.name for weight in self.weights])}")
         return "\n  ".join(lines)
 
     # --- the steps ---
@@ -310,6 +328,7 @@ class Sparsifier:
         moment = self.plan.at(self.step)
         if not self._started:
             self._check_finite("the run begins with")
+            self._check_gradients()
         if not self._started or moment.phase is not self.phase:
             self._check_model()
             self._started = True
@@ -362,6 +381,18 @@ class Sparsifier:
             self._check_finite("the run ended with")
         finally:
             self._remove_hooks()
+
+    def detach(self) -> None:
+        """Remove the hooks and discard the masks, so that the run can start again with a new Sparsifier.
+
+        The weights stay as they are. A finished one stays as it is.
+        """
+        if self.phase is Phase.FINISHED:
+            return
+        if self._driver is not None:
+            self._driver.freeze()
+            self._driver = None
+        self._remove_hooks()
 
     def _remove_hooks(self) -> None:
         for handle in self._handles:
@@ -425,6 +456,16 @@ class Sparsifier:
                 f"{when} parameters that are not finite (infinite or NaN): {some(wrong)}. If it has diverged, train "
                 "again with a smaller learning rate or with gradient clipping"
             )
+
+    def _check_gradients(self) -> None:
+        """Raise for optimizers that differentiate gradients in their step, when the masks have changed the weights."""
+        for optimizer, _ in self._owned:
+            if differentiates_gradients(optimizer):
+                raise RuntimeError(
+                    f"the gradients for {type(optimizer).__name__} have a graph (backward(create_graph=True)), but "
+                    "optimizers that differentiate them in step(), such as AdaHessian, are not supported: use a "
+                    "first-order optimizer, without create_graph=True"
+                )
 
     def impose(self, other: nn.Module) -> None:
         """Apply the masks to another model with the same names, such as an average of the weights."""
@@ -500,6 +541,19 @@ class Sparsifier:
                 stacklevel=5,
             )
 
+    def _warn_of_changes(self, driver: Driver) -> None:
+        """Warn where weights were changed since the last step, while masks train."""
+        before, self._left = self._left, None
+        if before is None or before == self._weight_versions():
+            return
+        if changed := driver.changed_since_last_step(together=False):
+            warnings.warn(
+                f"{changed} changed since the last step, and while masks train, the next step overwrites such changes. "
+                "If a wrapper of the optimizer changes the weights after its step, as Lookahead does, pass that "
+                "wrapper to the Sparsifier. Change weights yourself before masks train, or in the fine-tune phase",
+                stacklevel=5,
+            )
+
     def _after_change_of_mode(self, optimizer: Optimizer) -> None:
         """A schedule-free optimizer has exchanged the weights of training and of evaluation."""
         if self._driver is None or self.phase is Phase.WARMUP:
@@ -537,6 +591,7 @@ class Sparsifier:
         if self.phase.masks_train:
             with torch.no_grad():
                 if leads:
+                    self._warn_of_changes(self._driver)
                     self._learn(optimizer, self._driver)
                     others = [index for _, indices in self._owned[1:] for index in indices]
                     if others:
@@ -547,9 +602,15 @@ class Sparsifier:
         return changed
 
     def _learn(self, optimizer: Optimizer, driver: Driver) -> None:
+        rate = learning_rate(optimizer.param_groups[0])
+        if rate is None and self._kind.needs_rate:
+            raise ValueError(
+                f"method={self._kind.name!r} needs the learning rate of the weights, which {type(optimizer).__name__} "
+                "does not have: give it one (lr=), or use another method"
+            )
         try:
             driver.update_masks(
-                optimizer.param_groups[0].get("lr", 0.0),
+                0.0 if rate is None else rate,
                 unscale=unscaling(optimizer),
                 found_inf=getattr(optimizer, "found_inf", None),
                 loss_scale=None if self._loss_scale is None else self._loss_scale(),
@@ -579,6 +640,7 @@ class Sparsifier:
             self._driver.read_back(owned, last=last)
             if last and not capturing():
                 self._update_topology()
+                self._left = self._weight_versions()
                 if self.plan.at(self.step).phase is Phase.FINETUNE:
                     self._warn_of_skipped_steps(at_last=True)
                     self._driver.finalize()  # so that the next forward pass uses the final weights
@@ -639,6 +701,10 @@ class Sparsifier:
 
         return evaluate
 
+    def _weight_versions(self) -> list[int]:
+        """Version counters that change with every write to the weights."""
+        return [local(weight.parameter)._version for weight in self.weights]
+
     def _versions_of(self, owned: Sequence[int]) -> list[tuple[int, int, int]]:
         """Version counters that change with every write to the weights or to their gradients."""
         parameters = [self.weights[index].parameter for index in owned]
@@ -657,6 +723,8 @@ class Sparsifier:
             "plan": asdict(self.plan),
             "topology_done": self._topology_done,
         }
+        if self._patterns is not None:
+            state["pattern"] = self._pattern_names()
         return state if self._driver is None else {**state, **self._driver.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -669,7 +737,7 @@ class Sparsifier:
                 "finish() was called, so this Sparsifier has no hooks: create a new one to load the state"
             )
         self._check_values()
-        check_state(state, self.weights, method=self._kind.name, target=self._target)
+        check_state(state, self.weights, method=self._kind.name, target=self._target, pattern=self._pattern_names())
         plan, phase, driver = Plan(**state["plan"]), Phase(state["phase"]), None
         with torch.no_grad():
             if "mask" in state:
@@ -683,6 +751,7 @@ class Sparsifier:
             if self._driver is not None:
                 self._driver.freeze()  # removes its hooks from the model
             self._driver, self.plan, self.phase, self.step = driver, plan, phase, state["step"]
+            self._left = None
             self._topology_done = state["topology_done"]
             if driver is not None:
                 if phase is not Phase.WARMUP:
@@ -690,6 +759,11 @@ class Sparsifier:
                 self._warned_of_skipped = int(driver.log.skipped)
         if self.phase is Phase.FINISHED:
             self._remove_hooks()
+
+    def _pattern_names(self) -> dict[str, str]:
+        """The pattern of each tensor that has one."""
+        pairs = zip(self.weights, self._patterns or (), strict=False)
+        return {weight.name: str(pattern) for weight, pattern in pairs if pattern is not None}
 
     def __del__(self) -> None:
         """Warn if masks never became final. An unused object is no problem."""
@@ -721,6 +795,20 @@ def _is_plain(parameter: nn.Parameter) -> bool:
     """Whether this is a trained parameter of numbers that torch can check, not those of a quantization library."""
     plain = type(parameter) is nn.Parameter or is_sharded(parameter)
     return plain and parameter.requires_grad and parameter.dtype.itemsize > 1
+
+
+def _warn_of_frozen(model: nn.Module, weights: Sequence[Weight]) -> None:
+    """Warn if most of the prunable weights are frozen, as under LoRA, where the target would hold for the adapters."""
+    every = select(model, for_training=False)
+    frozen = [weight for weight in every if not weight.parameter.requires_grad]
+    left, taken = (sum(weight.parameter.numel() for weight in each) for each in (frozen, weights))
+    if left > taken:
+        warnings.warn(
+            f"the target holds for the {taken:,} weights in training, such as {weights[0].name}, while {left:,} others "
+            f"are frozen (requires_grad=False) and stay as they are, such as {clean_name(frozen[0].name, model)}. To "
+            "prune those, unfreeze them before creating the Sparsifier. If this is what you want, say so with include=",
+            stacklevel=3,
+        )
 
 
 def _check_weights(weights: Sequence[Weight], *, needs_samples: bool, sharded: bool, replicated: bool) -> None:

@@ -24,8 +24,8 @@ from gossamer.methods.blocks import Blocks
 from gossamer.prunable import Weight
 from gossamer.sharding import is_sharded, local, shard_axis
 
-_PIECE = 1 << 20  # weights per pass on a CPU: 4 MiB per buffer
-_KEPT_PIECE = 1 << 18  # the same for passes with fewer operations
+_PIECE = 1 << 18  # weights per pass on a CPU: 1 MiB per buffer, so that a step reads most of them from the cache
+_SCRATCH = 1 << 20  # weights in scratch memory that is kept between steps
 _SMALL = 1 << 12  # tensors up to this size are grouped on a CPU
 _LAYOUTS = {4: (torch.channels_last,), 5: (torch.channels_last_3d,)}
 _FUSED_TYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -106,7 +106,7 @@ class State:
             [work.as_strided((1, *shape), (0, *strides), offset) for shape, strides, offset in places],
             self._common_row(these),
         )
-        if end - begin + sum(each.work.numel() for each in self._scratch.values()) <= _PIECE:
+        if end - begin + sum(each.work.numel() for each in self._scratch.values()) <= _SCRATCH:
             self._scratch[these.start] = scratch
         return scratch
 
@@ -121,7 +121,7 @@ class State:
         tensor than to treat it."""
         found, start, total = list[range](), 0, 0
         for index, size in enumerate(self.sizes):
-            if index > start and (total > _PIECE - size or max(size, self.sizes[start]) > _SMALL):
+            if index > start and (total > _SCRATCH - size or max(size, self.sizes[start]) > _SMALL):
                 found.append(range(start, index))
                 start, total = index, 0
             total += size
@@ -518,7 +518,7 @@ def _copy_and_mask_(weights: Tensor, copy: Tensor, mask: Tensor) -> None:
     negative or NaN.
     """
     bits = torch.int32 if weights.element_size() == 4 else torch.int64
-    vectors = (torch.split(vector, _KEPT_PIECE) for vector in (weights, copy, mask))
+    vectors = (torch.split(vector, _PIECE) for vector in (weights, copy, mask))
     for part, target, kept in zip(*vectors, strict=True):
         target.copy_(part)
         part.view(bits).mul_(kept)

@@ -19,10 +19,14 @@ from gossamer.target import Target
 _MOST_STEPS = 2**62
 FORMAT = 2  # of the state dict; 1 dates from before all methods shared one form
 # Entries without a tensor per weight.
-_OF_ALL = frozenset({"format", "method", "target", "step", "phase", "plan", "topology_done", "log", "network"})
+_OF_ALL = frozenset(
+    {"format", "method", "target", "step", "phase", "plan", "topology_done", "log", "network", "pattern"}
+)
 
 
-def check_state(state: Mapping[str, Any], weights: Sequence[Weight], *, method: str, target: Target) -> None:
+def check_state(
+    state: Mapping[str, Any], weights: Sequence[Weight], *, method: str, target: Target, pattern: Mapping[str, str]
+) -> None:
     """Raise a ValueError if `state` cannot be resumed."""
     if not isinstance(state, Mapping):
         raise damaged("a dict", type(state).__name__)
@@ -35,6 +39,11 @@ def check_state(state: Mapping[str, Any], weights: Sequence[Weight], *, method: 
         raise ValueError(
             f"expected the state of method={method!r}, got {shown(state.get('method'))}: create the Sparsifier as "
             "before, or load only the model and start over"
+        )
+    if state.get("pattern", {}) != pattern:
+        raise ValueError(
+            f"expected the state of a run with pattern {shown(dict(pattern)) if pattern else None}, got "
+            f"{shown(state.get('pattern'))}: pass pattern= as before, or load only the model and start over"
         )
     _check_position(state)
     phase = Phase(state["phase"])

@@ -5,9 +5,6 @@ import numbers
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-
-from gossamer.budget import Costs
 from gossamer.schedule import cubic_budget
 
 _EXAMPLES = {"sparsity": 0.95, "flops": 0.1, "decay": 0.03}
@@ -34,9 +31,6 @@ class Target:
 
     def budget(self, ramp: float) -> int:
         return cubic_budget(ramp, self.total, self.final)
-
-    def costs_on(self, sizes: Sequence[int], device: torch.device) -> Costs | None:
-        return None if self.costs is None else Costs.of(sizes, self.costs, device)
 
 
 def make_target(

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from gossamer.forward import arguments, undisturbed
+from gossamer.patterns import Patterns, Shape, assign, canonical, described
 from gossamer.prunable import Weight, select
 from gossamer.selectors import Selectors, clean_name, some
 from gossamer.sharding import whole
@@ -44,6 +45,8 @@ class Verification:
     """The same, relative to the largest value of the output tensor."""
     ignored: tuple[str, ...]
     """Outputs that were not compared, because they are neither tensors nor numbers."""
+    patterns: str = ""
+    """The patterns that were checked."""
 
     def __bool__(self) -> bool:
         return not self.differences
@@ -54,6 +57,8 @@ class Verification:
             compared.append(
                 f"{self.outputs} outputs (largest difference {self.max_absolute:.3g}, relative {self.max_relative:.3g})"
             )
+        if self.patterns:
+            compared.append(f"patterns ({self.patterns})")
         verdict = f"{len(self.differences)} differences" if self.differences else "same"
         lines = [f"{verdict}; compared {' and '.join(compared) or 'nothing'}"]
         lines += [f"  - {difference}" for difference in self.differences]
@@ -73,6 +78,7 @@ def verify(
     example_input: object = None,
     *,
     tolerance: float = 0.0,
+    pattern: Patterns = None,
     include: Selectors = None,
     exclude: Selectors = None,
 ) -> Verification:
@@ -81,13 +87,14 @@ def verify(
     Zeros have to be at exactly the same positions. An output may differ by ``tolerance`` times the largest absolute
     value of that output tensor; 0 requires equal values (NaN equals NaN). Both models run in evaluation mode and in
     their own precision, on copies of ``example_input`` (a tensor, a tuple of inputs or a mapping of keyword inputs).
-    Neither is changed. ``include`` and ``exclude`` are as in ``select``.
+    Neither is changed. With ``pattern``, as in ``Sparsifier``, tensors of ``model`` without it are differences, too.
+    ``include`` and ``exclude`` are as in ``select``.
     """
     if not tolerance >= 0:
         raise ValueError(f"expected a tolerance (relative to the largest output) of at least 0, got {tolerance}")
     if isinstance(other, torch.export.ExportedProgram):
         other = other.module()
-    differences: list[str] = []
+    differences, patterns = _pattern_differences(model, pattern, include, exclude)
     tensors = 0
     runnable: Callable[..., Any] | None
     if isinstance(other, nn.Module | Mapping):
@@ -115,7 +122,26 @@ def verify(
         max_absolute=found.max_absolute,
         max_relative=found.max_relative,
         ignored=found.ignored,
+        patterns=patterns,
     )
+
+
+def _pattern_differences(
+    model: nn.Module, pattern: Patterns, include: Selectors, exclude: Selectors
+) -> tuple[list[str], str]:
+    """The tensors that do not have their pattern, and the patterns in a line."""
+    if pattern is None:
+        return [], ""
+    weights = select(model, include=include, exclude=exclude, for_training=False)
+    assigned = assign(pattern, [Shape.of_weight(weight) for weight in weights])
+    assert assigned is not None
+    differences = []
+    for weight, each in zip(weights, assigned, strict=True):
+        kept = canonical(_plain(weight.parameter) != 0, weight.feature_axis, weight.groups)
+        broken = 0 if each is None else each.broken(kept, exactly=False)
+        if broken:
+            differences.append(f"{weight.name}: {broken:,} groups do not have the pattern {each}")
+    return differences, described(assigned, [weight.name for weight in weights])
 
 
 def _tensors_of(other: nn.Module | Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
-from gossamer.optimizers import capturing, uncompiled
+from gossamer.optimizers import capturing, learning_rate, uncompiled
 from gossamer.prunable import Weight
 from gossamer.selectors import some
 from gossamer.sharding import local
@@ -66,7 +66,7 @@ def _change() -> None:
 def _after_any_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if not _entries or _settled.get(optimizer) == _changes or capturing():
         return
-    if not all(float(group.get("lr", 1.0)) for group in optimizer.param_groups):
+    if any(learning_rate(group) == 0 for group in optimizer.param_groups):
         return  # such a step changes nothing: check the next one
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     found = [(_entries[each], each) for each in parameters if each in _entries]

@@ -12,8 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-Loss = Callable[[nn.Module, Any], Tensor]
-
 
 class MaskedWeight(torch.autograd.Function):
     @staticmethod

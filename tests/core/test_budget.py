@@ -11,7 +11,7 @@ from reference import scl
 from torch import Tensor
 
 from gossamer import budget
-from gossamer.budget import Costs, meet_budget_
+from gossamer.budget import Costs, Met, meet_budgets_
 
 CPU = torch.device("cpu")
 # Few distinct values make ties; the wide range makes every digit of the keys matter.
@@ -35,6 +35,21 @@ def by_bracket(values: Tensor, keep: int) -> tuple[Tensor, Tensor]:
 
 
 WAYS = pytest.mark.parametrize("way", [by_digits, by_bracket])
+
+
+def meet_budget_(
+    values: Tensor,
+    mask: Tensor,
+    keep: Tensor,
+    *,
+    protected: Tensor | None = None,
+    costs: Costs | None = None,
+    reach: float = 0.0,
+) -> Met:
+    """Meet the budget of one network, given as vectors."""
+    places = None if protected is None else protected[None]
+    found = meet_budgets_(values[None], mask[None], keep.reshape(1), places, costs=costs, reach=[reach])
+    return Met(found.threshold[0], found.flips[0])
 
 
 @given(st.lists(st.integers(-40, 40), min_size=1, max_size=300), st.floats(0, 1), st.floats(0, 30), st.integers(0, 3))

@@ -922,13 +922,15 @@ class SecondStep(SGD):
 DIVERGED = "not finite .*0.weight"
 BEGINS = "the run begins with parameters that are not finite .*: table.weight"
 EARLY = "the masks are cut to the target now"
+CHANGED = "changed since the last step, and while masks train, the next step overwrites such changes"
 REPLACED = "the parameter 0.weight.* of the model is not the one that was made sparse"
 
 
 def rows() -> Iterator[Fault]:
     for phase, step in STEPS.items():
+        changed = CHANGED if phase in ("sparsify", "stabilise") else None
         for value in (math.nan, math.inf):
-            yield Fault(f"{value} in a weight: {phase}", at(step, poison_weight(value)), DIVERGED)
+            yield Fault(f"{value} in a weight: {phase}", at(step, poison_weight(value)), DIVERGED, warns=changed)
             yield Fault(f"{value} in a gradient: {phase}", change_gradients(step, poison_gradient(value)), DIVERGED)
         yield Fault(f"nan in a bias: {phase}", at(step, poison_bias(math.nan)), DIVERGED)
         yield Fault(f"nan in the inputs: {phase}", poison_input(step, math.nan), DIVERGED)
@@ -939,7 +941,7 @@ def rows() -> Iterator[Fault]:
         yield Fault(f"parameter replaced: {phase}", at(step, replace_parameter), REPLACED)
         yield Fault(f"layer replaced: {phase}", at(step, replace_layer), REPLACED)
         yield Fault(f"state loaded by assignment: {phase}", at(step, assign_state), REPLACED)
-        yield Fault(f"model's state loaded: {phase}", at(step, load_model_state))
+        yield Fault(f"model's state loaded: {phase}", at(step, load_model_state), warns=changed)
         yield Fault(f"data of a parameter replaced: {phase}", at(step, replace_data))
         yield Fault(f"all states loaded back: {phase}", lambda run, step=step: (run.steps(0, step), go_back(run)))  # type: ignore[misc]
         yield Fault(f"weight taken out of the optimizer: {phase}", at(step, forget_a_weight))
@@ -1018,6 +1020,7 @@ def rows() -> Iterator[Fault]:
                 f"{name}: nan in the warm-up",
                 at(5, poison_weight(math.nan)),
                 "not finite .*: 0.weight",
+                warns=CHANGED if METHODS[name].usual_phases.get("warmup") == "0it" else None,
                 given={"method": name},
             )
     yield Fault("a bad row that is never used", given={"model": lambda: Words(bad_row=math.nan)}, error=BEGINS)

@@ -1,13 +1,16 @@
 """Checkpoints of other programs: what is read, what is refused, and that nothing is executed."""
 
+import io
 import json
 import os
 import pickle
+import zipfile
 from pathlib import Path
 
 import pytest
 import safetensors.torch
 import torch
+from fuzz.limits import Bounds, judge
 from torch import Tensor, nn
 from torch.nn.utils import prune
 
@@ -142,3 +145,90 @@ def test_what_is_no_checkpoint_is_refused_by_name(tmp_path: Path) -> None:
     ):
         with pytest.raises((ValueError, FileNotFoundError), match=message):
             read_checkpoint(tmp_path / name)
+
+
+ALLOCATES = (
+    b"\x80\x02}X\x01\x00\x00\x00wcbuiltins\nbytearray\n\x8a\x05\x00\x00\x00\x00\x04\x85Rs."  # bytearray(2 ** 34)
+)
+
+
+def with_pickle(path: Path, pickled: bytes, compression: int = zipfile.ZIP_STORED) -> None:
+    """A file of torch.save with another pickle."""
+    stream = io.BytesIO()
+    torch.save({"weight": torch.zeros(256, 256)}, stream)
+    with zipfile.ZipFile(stream) as whole, zipfile.ZipFile(path, "w", compression) as archive:
+        for entry in whole.infolist():
+            plain = entry.filename.endswith("data.pkl") and pickled
+            archive.writestr(entry.filename, plain or whole.read(entry))
+
+
+def legacy_with_pickle(path: Path, pickled: bytes) -> None:
+    stream = io.BytesIO()
+    torch.save({"weight": torch.zeros(2, 2)}, stream, _use_new_zipfile_serialization=False)
+    stream.seek(0)
+    for _ in range(3):
+        pickle.load(stream)
+    path.write_bytes(stream.getvalue()[: stream.tell()] + pickled + pickle.dumps([], 2))
+
+
+def exponential(path: Path) -> None:
+    tree: dict[str, object] = {}
+    for _ in range(60):
+        tree = {"a": tree, "b": tree}
+    torch.save(tree, path)
+
+
+def within_itself(path: Path) -> None:
+    tree: dict[str, object] = {"weight": torch.ones(2, 2)}
+    tree["again"] = tree
+    torch.save(tree, path)
+
+
+SMALL_BUT_HUGE = {
+    "compressed": lambda path: with_pickle(path, b"", zipfile.ZIP_DEFLATED),
+    "allocates": lambda path: with_pickle(path, ALLOCATES),
+    "allocates, legacy": lambda path: legacy_with_pickle(path, ALLOCATES),
+    "exponential": exponential,
+    "within itself": within_itself,
+    "deep": lambda path: with_pickle(path, b"\x80\x02" + b"}X\x01\x00\x00\x00a" * 20_000 + b"N" + b"s" * 20_000 + b"."),
+}
+
+
+@pytest.mark.parametrize("kind", SMALL_BUT_HUGE)
+def test_a_small_file_that_expands_is_refused_in_no_time(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "model.pt"
+    SMALL_BUT_HUGE[kind](path)
+    refused: list[str] = []
+
+    def read() -> None:
+        try:
+            read_checkpoint(path)
+        except ValueError as error:
+            refused.append(str(error))
+
+    assert not judge(read, path.stat().st_size, Bounds()).problem
+    assert refused
+    assert str(path) in refused[0]
+
+
+def test_many_small_files_do_not_add_up_to_more_than_one_may_hold(tmp_path: Path) -> None:
+    names = {f"w{number}": f"{number}.safetensors" for number in range(3)}
+    for name, file in names.items():
+        gossamer.save({name: torch.zeros(2000, 3000)}, tmp_path / file)
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    with pytest.raises(ValueError, match="expected at most 19108864 bytes of tensors"):
+        read_checkpoint(tmp_path)
+    assert len(read_checkpoint(tmp_path, max_bytes=72_000_000)) == 3
+
+
+def test_a_folder_does_not_name_itself(tmp_path: Path) -> None:
+    for name in ("", "..", "a/b"):
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"w": name}}))
+        with pytest.raises(ValueError, match="expected files next to"):
+            read_checkpoint(tmp_path)
+
+
+def test_float8_weights_pruned_by_torch_keep_their_names(tmp_path: Path) -> None:
+    weight = torch.ones(3, 3).to(torch.float8_e4m3fn)
+    torch.save({"w_orig": weight, "w_mask": torch.ones(3, 3)}, tmp_path / "model.pt")
+    assert read_checkpoint(tmp_path / "model.pt").keys() == {"w_orig", "w_mask"}

@@ -3,6 +3,7 @@
 import copy
 import gc
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -232,6 +233,24 @@ def test_averaged_weights_need_the_masks_before_finish() -> None:
     assert zeros(model) == EXACT
 
 
+def test_changes_between_steps_are_noticed_while_masks_train() -> None:
+    """The next step overwrites them, whoever made them: a wrapper of the optimizer, or a loop that clamps weights."""
+    model = network()
+    optimizer = sgd(model.parameters())
+    sparsifier = sparsify(model, optimizer)
+    for step in range(TOTAL):
+        if step == 15:
+            with pytest.warns(UserWarning, match=r"2\.weight changed since the last step, and while masks train"):
+                train(model, optimizer, step, step + 1)
+        else:
+            train(model, optimizer, step, step + 1)
+        with torch.no_grad():
+            model[0].weight.mul_(2.0).div_(2.0)  # for a moment, as an average during an evaluation
+            model[2].weight.clamp_(-0.1 if step in (3, 14, 35) else -10.0)
+    sparsifier.finish()
+    assert zeros(model) == EXACT
+
+
 def test_an_interrupted_step_is_repaired_as_before() -> None:
     model = network()
     optimizer = sgd(model.parameters())
@@ -406,7 +425,75 @@ def test_schedule_free_training_with_evaluations_is_that_without_them() -> None:
         torch.testing.assert_close(one, two, rtol=1e-9, atol=1e-12)
 
 
+class OwnRate(Optimizer):
+    """Finds its learning rate by itself, as Adafactor does."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": None})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for each in group["params"]:
+                each.sub_(each.grad, alpha=0.1)
+
+
+def test_an_optimizer_may_find_its_own_learning_rate() -> None:
+    model, plain = network(), network()
+    optimizer = OwnRate(model.parameters())
+    sparsifier = sparsify(model, optimizer)
+    train(plain, OwnRate(plain.parameters()))  # also if it trains other weights
+    train(model, optimizer)
+    sparsifier.finish()
+    assert zeros(model) == EXACT
+    model = network()
+    optimizer = OwnRate(model.parameters())
+    sparsify(model, optimizer, method="str")
+    with pytest.raises(
+        ValueError, match=r"method='str' needs the learning rate of the weights, which OwnRate does not"
+    ):
+        train(model, optimizer)
+
+
+def test_an_optimizer_of_second_order_is_refused_in_its_first_step() -> None:
+    """It would differentiate the gradients again, in its step, at weights that are not those of the forward pass."""
+    model = network()
+    optimizer = sgd(model.parameters())
+    sparsify(model, optimizer)
+    with pytest.warns(UserWarning, match="create_graph=True will create a reference cycle"):
+        loss_of(model, 0).backward(create_graph=True)
+    with pytest.raises(RuntimeError, match=r"gradients for SGD have a graph .* AdaHessian, are not supported"):
+        optimizer.step()
+    optimizer.zero_grad()
+    train(model, optimizer)
+
+
 # --- wrappers ---
+
+
+class Unhooked(Optimizer):
+    """Has the places for hooks, but `step` is not wrapped, as `Optimizer.__init__` would do: Lookahead of timm."""
+
+    def __init__(self, inner: Optimizer) -> None:
+        self._optimizer_step_pre_hooks: Any = OrderedDict()
+        self._optimizer_step_post_hooks: Any = OrderedDict()
+        self.inner, self.param_groups, self.state, self.defaults = inner, inner.param_groups, inner.state, {}
+
+    def step(self, closure: Any = None) -> Any:
+        return self.inner.step(closure)
+
+
+def test_the_hooks_of_an_optimizer_run_in_every_step() -> None:
+    model = network()
+    optimizer = Unhooked(sgd(model.parameters()))
+    sparsifier = sparsify(model, optimizer)
+    for step in range(TOTAL):
+        model.zero_grad()  # zero_grad() of the optimizer would wrap its step
+        loss_of(model, step).backward()
+        optimizer.step()
+    assert sparsifier.step == TOTAL
+    sparsifier.finish()
+    assert zeros(model) == EXACT
 
 
 class NoHooks(Optimizer):
@@ -427,8 +514,43 @@ def test_an_optimizer_without_hooks_is_refused_with_a_reason() -> None:
     ):
         sparsify(model, NoHooks(inner))
     with pytest.raises(TypeError, match=r"expected a torch\.optim\.Optimizer or a list of them, got a str"):
-        sparsify(model, "sgd")
+        sparsify(model, "sgd")  # as ScheduleFreeWrapper, which is no Optimizer
     sparsify(model, inner)
+
+
+# --- frozen weights ---
+
+
+def test_a_target_that_holds_for_a_small_rest_is_noticed() -> None:
+    """As with LoRA: the base is frozen, and 80 % zeros in the adapters are not what was meant."""
+    model = network()
+    model[0].requires_grad_(False)
+    optimizer = sgd(model[2].parameters())
+    with pytest.warns(
+        UserWarning,
+        match=r"holds for the 96 weights in training, such as 2\.weight, while 240 others are frozen",
+    ):
+        sparsify(model, optimizer).detach()
+    sparsify(model, optimizer, include="2.*").detach()
+    model[0].requires_grad_(True)
+    model[2].requires_grad_(False)  # the smaller part: an ordinary frozen head
+    sparsify(model, sgd(model[0].parameters()))
+
+
+def test_detach_lets_another_sparsifier_begin() -> None:
+    model = network()
+    optimizer = sgd(model.parameters())
+    first = sparsify(model, optimizer)
+    train(model, optimizer, 0, 20)
+    first.detach()
+    first.detach()
+    weights = [parameter.clone() for parameter in model.parameters()]
+    assert all(torch.equal(*each) for each in zip(weights, model.parameters(), strict=True))
+    assert first.phase is Phase.FINISHED
+    second = sparsify(model, optimizer, warmup="0it")
+    train(model, optimizer)
+    second.finish()
+    assert (first.step, zeros(model)) == (20, EXACT)
 
 
 # --- keep_zeros ---

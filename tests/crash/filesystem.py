@@ -83,9 +83,6 @@ class Recorder:
         for descriptor in self._opened:
             self._real["close"](descriptor)
 
-    def number_of(self, name: str) -> int:
-        return self._files[name]
-
     def _do(self, call: Call, really: Callable[[], T], half: Callable[[], object] = lambda: None) -> T:
         if self._dead:
             raise Killed

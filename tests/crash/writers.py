@@ -42,7 +42,7 @@ def _check(tensors: Mapping[str, Tensor], version: int) -> int:
 
 def _write_checkpoint(folder: Path, version: int) -> None:
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # where the disk does not take it, training goes on with a warning
+        warnings.filterwarnings("error", "no checkpoint")  # where the disk is full, training only warns
         try:
             Checkpoints(folder).save({"step": version, **_tensors(version)}, version)
         except UserWarning as warning:
@@ -59,7 +59,7 @@ def _read_checkpoint(folder: Path) -> int | None:
 def _write_again(folder: Path, version: int) -> None:
     """The checkpoint of a step that has one already, as after going on from the one before."""
     with warnings.catch_warnings():
-        warnings.simplefilter("error")
+        warnings.filterwarnings("error", "no checkpoint")
         try:
             Checkpoints(folder).save({"version": version, **_tensors(version)}, 1)
         except UserWarning as warning:

@@ -13,6 +13,7 @@ import argparse
 import faulthandler
 import importlib.util
 import json
+import math
 import random
 import re
 import shutil
@@ -60,7 +61,7 @@ class Session:
 
     def __init__(self, reader: Reader, out: Path) -> None:
         self.reader, self.out, self.tally = reader, out, Tally()
-        self._started = time.monotonic()
+        self._started, self._armed = time.monotonic(), -math.inf
         memory = Path("/dev/shm")  # no disk is worn, or waited for
         self._place = Path(tempfile.mkdtemp(prefix="fuzz-", dir=memory if memory.is_dir() else None))
         large_blocks_are_returned()
@@ -80,9 +81,10 @@ class Session:
     def run(self, content: bytes) -> str:
         """The problem of a case; empty where there is none."""
         folder = self._emptied()
-        faulthandler.dump_traceback_later(_HANGS, exit=True)
+        if time.monotonic() > self._armed + _HANGS / 4:  # not for each case, as it starts a thread
+            faulthandler.dump_traceback_later(_HANGS, exit=True)
+            self._armed = time.monotonic()
         verdict = judge(lambda: self.reader.read(content, folder), len(content), self.reader.bounds)
-        faulthandler.cancel_dump_traceback_later()
         tally = self.tally
         tally.cases += 1
         tally.accepted += verdict.accepted
@@ -99,6 +101,7 @@ class Session:
             (self.out / name).write_bytes(content)
 
     def close(self) -> Tally:
+        faulthandler.cancel_dump_traceback_later()
         self.tally.wall = time.monotonic() - self._started
         shutil.rmtree(self._place)
         return self.tally

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule, Trainer, seed_everything
+from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import (
     EarlyStopping,
     EMAWeightAveraging,
@@ -82,6 +82,7 @@ def test_a_fit_ends_at_the_target(tmp_path: Path) -> None:
         {"accumulate_grad_batches": 2},
         {"gradient_clip_val": 0.1},
         {"precision": "bf16-mixed"},
+        {"precision": "bf16-true"},
         {"max_epochs": -1, "max_steps": 30},
     ],
     ids=str,
@@ -128,12 +129,119 @@ def test_a_fit_that_is_resumed_is_the_same_bit_for_bit(tmp_path: Path) -> None:
             assert torch.equal(ours, theirs), epoch
 
 
-def test_an_early_stop_still_ends_at_the_target(tmp_path: Path) -> None:
+def test_a_checkpoint_without_the_state_of_the_sparsifier_is_refused(tmp_path: Path) -> None:
+    keeper = ModelCheckpoint(tmp_path, filename="{epoch}")
+    fit(tmp_path, [keeper], enable_checkpointing=True, max_epochs=4)
+    with pytest.raises(
+        ValueError, match=r"expected the state of the Sparsifier in .*epoch=3.ckpt, to resume at step 24"
+    ):
+        fit(tmp_path, [SparsifierCallback(sparsity=0.9)], ckpt=tmp_path / "epoch=3.ckpt")
+
+
+@pytest.mark.parametrize("mode", ["min", "max"])
+def test_the_best_checkpoint_is_one_with_its_final_masks(tmp_path: Path, mode: str) -> None:
+    """Early epochs, of the dense network, would be the best ones: the metric says so by force."""
+    sign = {"min": 1.0, "max": -1.0}[mode]
+
+    class Scored(Net):
+        def validation_step(self, batch: list[Tensor], index: int) -> None:
+            self.log("score", sign * (1.0 + self.global_step))
+
     callback = SparsifierCallback(sparsity=0.9)
-    stop = EarlyStopping("val", patience=1, min_delta=10.0)
-    with pytest.warns(UserWarning, match=r"finish\(\) after \d+ of 48 steps"):
+    best = ModelCheckpoint(tmp_path, monitor="score", mode=mode, filename="{epoch}")
+    fit(tmp_path, [callback, best], model=Scored(), enable_checkpointing=True)
+    assert best.best_model_path.endswith("epoch=6.ckpt")  # the first epoch that ends after 36 of the 48 steps
+    state = torch.load(best.best_model_path, weights_only=False)["state_dict"]
+    assert sum(int((each == 0).sum()) for name, each in state.items() if "weight" in name) == EXACT
+
+
+@pytest.mark.parametrize("mode", ["min", "max"])
+def test_early_stopping_waits_for_the_final_masks(tmp_path: Path, mode: str) -> None:
+    callback = SparsifierCallback(sparsity=0.9)
+    stop = EarlyStopping("val", patience=1, min_delta=10.0, mode=mode)
+    model = fit(tmp_path, [callback, stop], max_epochs=16)
+    assert zeros(model) == EXACT
+    assert callback.sparsifier is not None
+    plan = callback.sparsifier.plan
+    assert plan.total - plan.finetune < callback.sparsifier.step < plan.total
+
+
+def test_a_fit_that_is_stopped_early_still_ends_at_the_target(tmp_path: Path) -> None:
+    callback = SparsifierCallback(sparsity=0.9)
+    stop = EarlyStopping("val", stopping_threshold=100.0)
+    with pytest.warns(UserWarning, match=r"finish\(\) after 6 of 48 steps"):
         model = fit(tmp_path, [callback, stop])
     assert zeros(model) == EXACT
+
+
+class Interrupt(Callback):
+    def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
+        if trainer.global_step == 20:
+            raise RuntimeError("stop here")
+
+
+def test_a_fit_after_an_interrupted_one_starts_again(tmp_path: Path) -> None:
+    callback, model = SparsifierCallback(sparsity=0.9), Net()
+    with pytest.raises(RuntimeError, match="stop here"):
+        fit(tmp_path, [callback, Interrupt()], model=model)
+    with pytest.warns(UserWarning, match=r"the model is \d+\.\d% sparse already"):
+        fit(tmp_path, [callback], model=model)
+    assert zeros(model) == EXACT
+
+
+class ByHand(Net):
+    """Manual optimization with two optimizers, one of which has no weights to prune."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def configure_optimizers(self) -> Any:
+        matrices = [each for each in self.parameters() if each.ndim == 2]
+        biases = [each for each in self.parameters() if each.ndim == 1]
+        return [torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(biases, lr=0.01)]
+
+    def training_step(self, batch: list[Tensor], index: int) -> None:
+        self.manual_backward(super().training_step(batch, index))
+        for optimizer in self.optimizers():
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def test_manual_optimization_with_muon_and_adamw(tmp_path: Path) -> None:
+    callback = SparsifierCallback(sparsity=0.9, total_steps=EPOCHS * BATCHES)
+    assert zeros(fit(tmp_path, [callback], model=ByHand())) == EXACT
+    assert callback.sparsifier is not None
+    assert callback.sparsifier.step == EPOCHS * BATCHES
+
+
+class ScheduleFree(Net):
+    """Switches the modes of its optimizer as the documentation of schedulefree tells users to."""
+
+    def configure_optimizers(self) -> Any:
+        package = pytest.importorskip("schedulefree", reason="pip install schedulefree")
+        return package.AdamWScheduleFree(self.parameters(), lr=0.02)
+
+    def _switch(self, mode: str) -> None:
+        for optimizer in self.trainer.optimizers:
+            getattr(optimizer, mode)()
+
+    def on_train_epoch_start(self) -> None:
+        self._switch("train")
+
+    def on_train_epoch_end(self) -> None:
+        self._switch("eval")
+
+    def on_validation_start(self) -> None:
+        self._switch("eval")
+
+    def on_validation_end(self) -> None:
+        self._switch("train")
+
+
+def test_a_schedule_free_optimizer(tmp_path: Path) -> None:
+    callback = SparsifierCallback(sparsity=0.9)
+    assert zeros(fit(tmp_path, [callback], model=ScheduleFree())) == EXACT
 
 
 def test_a_dry_run_passes(tmp_path: Path) -> None:

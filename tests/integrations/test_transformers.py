@@ -1,5 +1,6 @@
 """The callback in real runs of the Hugging Face Trainer."""
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 import gossamer
-from gossamer.integrations.transformers import FILE, SparsifierCallback
+from gossamer.integrations.transformers import FILE, SparseTrainer, SparsifierCallback
 from gossamer.schedule import Phase
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -88,6 +89,7 @@ def test_a_training_ends_at_the_target(tmp_path: Path) -> None:
         {"bf16": True},
         {"max_steps": -1, "num_train_epochs": 4},
         {"optim": "adafactor"},
+        {"optim": "schedule_free_adamw", "lr_scheduler_type": "constant", "eval_strategy": "steps", "eval_steps": 6},
         {"max_grad_norm": 0.1},
     ],
     ids=str,
@@ -163,6 +165,98 @@ def test_the_best_checkpoint_is_one_with_its_final_masks(tmp_path: Path) -> None
     assert trainer.state.best_model_checkpoint.endswith(f"checkpoint-{first_final}")
     found, asked = counts(callback, model)
     assert found == asked
+
+
+class OutOfMemory(transformers.TrainerCallback):
+    """Fails once, in the second step, as a batch that is too large for the memory."""
+
+    def __init__(self) -> None:
+        self.failed = False
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 2 and not self.failed:
+            self.failed = True
+            raise RuntimeError("CUDA out of memory.")
+
+
+def trainer_of(kind: Any, model: Any, folder: Path, **options: Any) -> Any:
+    settings: dict[str, Any] = {
+        "per_device_train_batch_size": 8, "max_steps": STEPS, "report_to": [], "use_cpu": True, "seed": 0,
+        "save_strategy": "no", "disable_tqdm": True, "learning_rate": 1e-3,
+    }  # fmt: skip
+    given = {name: options.pop(name) for name in list(options) if hasattr(transformers.TrainingArguments, name)}
+    args = transformers.TrainingArguments(output_dir=str(folder), **{**settings, **given})
+    return kind(model=model, args=args, train_dataset=Data(), eval_dataset=Data(), **options)
+
+
+def test_a_smaller_batch_after_one_that_was_too_large(tmp_path: Path) -> None:
+    callback, model = SparsifierCallback(sparsity=0.9), network()
+    callbacks = [callback, OutOfMemory()]
+    trainer_of(transformers.Trainer, model, tmp_path, callbacks=callbacks, auto_find_batch_size=True).train()
+    found, asked = counts(callback, model)
+    assert found == asked
+    assert callback.sparsifier is not None
+    assert callback.sparsifier.step == STEPS
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_a_sparse_student_learns_from_its_teacher(tmp_path: Path, accumulation: int) -> None:
+    """With share=1 the labels do not count: they are wrong here, and the student still learns the teacher's answers."""
+    teacher = network()
+    trainer_of(transformers.Trainer, teacher, tmp_path, max_steps=150, learning_rate=3e-3).train()
+    data = Data()
+    labels = torch.stack([data[index]["labels"] for index in range(len(data))])
+    answers = teacher(data.tokens).logits.argmax(1)
+    assert float((answers == labels).float().mean()) > 0.9
+
+    class Wrong(Data):
+        def __getitem__(self, index: int) -> dict[str, Tensor]:
+            return {**super().__getitem__(index), "labels": torch.tensor(0)}
+
+    student, callback = copy.deepcopy(teacher), SparsifierCallback(sparsity=0.5)
+    trainer = trainer_of(
+        SparseTrainer, student, tmp_path, sparsifier=callback, teacher=teacher, share=1.0, max_steps=STEPS,
+        gradient_accumulation_steps=accumulation,
+    )  # fmt: skip
+    trainer.train_dataset = Wrong()
+    trainer.train()
+    assert callback.sparsifier is not None
+    assert callback.sparsifier.sparsity == pytest.approx(0.5, abs=1e-3)
+    assert float((student.eval()(data.tokens).logits.argmax(1) == answers).float().mean()) > 0.9
+    assert trainer.evaluate()["eval_loss"] > 0.0  # an evaluation has the loss on the labels
+
+
+def test_token_outputs_without_a_label_do_not_count(tmp_path: Path) -> None:
+    config = transformers.BertConfig(
+        vocab_size=40, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32, num_labels=3,
+        max_position_embeddings=16, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    student, teacher = (transformers.BertForTokenClassification(config) for _ in range(2))
+    trainer = trainer_of(
+        SparseTrainer, student, tmp_path, sparsifier=SparsifierCallback(sparsity=0.5), teacher=teacher, share=0.25
+    )
+    tokens = torch.randint(3, 40, (4, 12))
+    labels = torch.full((4, 12), -100)
+    labels[:, 3:7] = 1
+    inputs = {"input_ids": tokens, "labels": labels}
+    found = trainer.compute_loss(student.train(), dict(inputs))
+    outputs = student(**inputs)
+    kept, targets = outputs.logits[:, 3:7], teacher(**inputs).logits[:, 3:7]
+    torch.testing.assert_close(found, gossamer.distil(outputs.loss, kept, targets, share=0.25, temperature=4.0))
+
+
+def test_metrics_reach_tensorboard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "log"))
+    callback = SparsifierCallback(sparsity=0.9)
+    trainer_of(
+        SparseTrainer, network(), tmp_path, sparsifier=callback, report_to=["tensorboard"], logging_steps=4
+    ).train()
+    events = reader.EventAccumulator(str(tmp_path / "log"))
+    events.Reload()
+    values = [event.value for event in events.Scalars("train/sparsifier/sparsity")]
+    assert len(values) >= STEPS // 4
+    assert values[-1] == pytest.approx(0.9, abs=1e-3)
 
 
 def test_accelerate_before_and_after_prepare(tmp_path: Path) -> None:

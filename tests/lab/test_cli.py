@@ -59,7 +59,7 @@ def test_the_quick_start_compares_dense_and_sparse(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = cli.train._train
-    monkeypatch.setattr(cli.train, "_train", lambda recipe, out, changes=(): whole(recipe, out, ["epochs=4"]))
+    monkeypatch.setattr(cli.train, "_train", lambda name, run, out: whole(name, replace(run, epochs=4), out))
     assert run("quickstart", "--out", str(tmp_path)) == 0
     shown = capsys.readouterr().out
     assert re.search(r"digits-dense .* 0\.00% +58,144 ", shown)
@@ -241,6 +241,17 @@ def test_a_run_that_has_finished_before_says_so(tmp_path: Path, capsys: pytest.C
     assert f"gossamer train {tmp_path / 'run.json'} --out {tmp_path} resumes" in capsys.readouterr().err
 
 
+def test_without_a_folder_a_run_has_one_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for seed in ("0", "1", "0"):
+        assert run("train", "digits", "--epochs", "1", "--sparsity", "0.9", "--seed", seed) == 0
+    assert capsys.readouterr().out.count("This run had already finished in runs/digits-") == 1
+    runs = [json.loads(path.read_text()) for path in (tmp_path / "runs").glob("digits-*/run.json")]
+    assert sorted((each["epochs"], each["sparsity"], each["seed"]) for each in runs) == [(1, 0.9, 0), (1, 0.9, 1)]
+
+
 @pytest.mark.filterwarnings("always:this run has finished")
 def test_a_model_that_is_gone_is_not_promised(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["train", "digits", "--out", str(tmp_path), "--set", "epochs=1", "model_options.width=4"]
@@ -401,7 +412,7 @@ def test_the_help_shows_every_field_with_its_text(capsys: pytest.CaptureFixture[
         assert f"--{name.replace('_', '-')} " in swept
     assert "The defaults, here and below, are those of the recipe." in shown
     assert "--epochs INT Passes over the training set. --batch-size INT Samples per step" in shown
-    assert "--optimizer sgd|adamw The optimizer." in shown
+    assert "--optimizer sgd|adam|adamw The optimizer" in shown
 
 
 @pytest.mark.filterwarnings("always:method=dense does not take")

@@ -1,7 +1,6 @@
 """One run: `gossamer train`; and two on a small network: `gossamer quickstart`."""
 
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,18 +8,19 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from gossamer.cli.arguments import Assignments, Folder, RecipeName, at_home, joined
+from gossamer.cli.arguments import Assignments, Folder, OptionalFolder, RecipeName, at_home, joined
 from gossamer.cli.run_options import RunOptions, assignments
 from gossamer.deployment.runtime.memory import processor
 from gossamer.deployment.speed import measure
 from gossamer.deployment.speed.engines import OURS
 from gossamer.lab import tables
 from gossamer.lab.model_files import open_network
-from gossamer.lab.recipes import Recipe, find
+from gossamer.lab.recipes import find
 from gossamer.lab.report_pages import SPEED, page_of_run, speed_ratios
 from gossamer.lab.training import train
 from gossamer.lab.training.progress import LiveLine, Observer, PlainLines, TensorBoard
 from gossamer.lab.training.result import MODEL, RESULT, SPARSE_MODEL, read_layers
+from gossamer.lab.training.run import Run
 from gossamer.report.page import write_page
 
 
@@ -30,9 +30,9 @@ class Train:
 
     recipe: RecipeName
     """Name of a recipe (see `gossamer list`), or a JSON file such as a run.json."""
-    out: Folder
-    """Folder for checkpoints, log, model and result."""
     options: RunOptions
+    out: OptionalFolder = None
+    """Folder for checkpoints, log, model and result. Default: runs/RECIPE-ID, where the ID identifies the settings."""
     set: Assignments = ()
     """Changes to the recipe as key=value, the same as the options below: lr=0.05 settings.mask_lr=0.1."""
     keep_mask_variables: bool = False
@@ -41,11 +41,11 @@ class Train:
     """Show the traceback of an error."""
 
     def carry_out(self, console: Console) -> None:
-        recipe, out = find(self.recipe), at_home(self.out)
+        recipe, changes = find(self.recipe), joined(self.set)
+        run = recipe.run.with_settings(changes + assignments(self.options, changes))
+        out = at_home(self.out or Path("runs") / f"{recipe.name}-{run.run_id}")
         written_before = _written(out / RESULT)
-        changes = joined(self.set)
-        changes += assignments(self.options, changes)
-        result = _train(recipe, out, changes, keep_mask_variables=self.keep_mask_variables)
+        result = _train(recipe.name, run, out, keep_mask_variables=self.keep_mask_variables)
         if leads():
             if _written(out / RESULT) == written_before:
                 _say(console, f"This run had already finished in {out}: nothing was trained.")
@@ -68,7 +68,7 @@ class Quickstart:
     def carry_out(self, console: Console) -> None:
         torch.set_num_threads(1)  # a second thread does not help a network this small, and costs much on a busy machine
         folders = {name: at_home(self.out) / name for name in ("digits-dense", "digits")}
-        results = [(name, _train(find(name), folder)) for name, folder in folders.items()]
+        results = [(name, _train(name, find(name).run, folder)) for name, folder in folders.items()]
         console.print(tables.of_results(results))
         console.print(read_layers(folders["digits"]).table("Nonzeros by layer"))
         plain, small = (folders["digits"] / name for name in (MODEL, SPARSE_MODEL))
@@ -110,14 +110,11 @@ def _timed(folder: Path) -> str:
     )
 
 
-def _train(
-    recipe: Recipe, out: Path, changes: Sequence[str] = (), *, keep_mask_variables: bool = False
-) -> dict[str, Any]:
+def _train(name: str, run: Run, out: Path, *, keep_mask_variables: bool = False) -> dict[str, Any]:
     on_terminal = Console(stderr=True).is_terminal
-    observers: list[Observer] = [(LiveLine if on_terminal else PlainLines)(recipe.name)]
+    observers: list[Observer] = [(LiveLine if on_terminal else PlainLines)(name)]
     if TensorBoard.is_installed():
         observers.append(TensorBoard(out))
-    run = recipe.run.with_settings(changes)
     return train(run, out, observers=observers, keep_mask_variables=keep_mask_variables)
 
 

@@ -217,8 +217,7 @@ def _unlifted(program: ExportedProgram) -> fx.GraphModule:
 
 def _without_writes(graph: fx.Graph) -> bool:
     """Replace in-place calls by out-of-place ones, and update later readers. Returns False if a part, a view or a
-    tensor
-    of the model is written."""
+    tensor of the model is written."""
     order = {node: place for place, node in enumerate(graph.nodes)}
     owners: dict[fx.Node, fx.Node] = {}  # of the memory of a view
     for node in list(graph.nodes):
@@ -269,8 +268,7 @@ def _root(node: fx.Node) -> fx.Node:
 
 def _without_updates(graph: fx.Graph) -> str | None:
     """Remove writes to inputs and to tensors of the model that are not read. Returns the name of a written tensor that
-    is
-    read, if any."""
+    is read, if any."""
     updates = [node for node in graph.nodes if node.target is aten.copy_.default]
     written = [node.args[0] for node in updates]
     for node in updates:

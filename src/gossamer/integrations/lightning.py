@@ -2,17 +2,24 @@
 
 Everything that `gossamer.Sparsifier` takes can be given. The number of steps comes from the trainer. At the end of the
 fit the model is exactly as sparse as was asked, also where another callback has put averaged weights into it.
+ModelCheckpoint and EarlyStopping compare only models with their final masks.
 """
 
+import math
 import warnings
 from typing import Any
 
+import torch
+
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer
+    from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 except ImportError:
     from pytorch_lightning import Callback, LightningModule, Trainer
+    from pytorch_lightning.callbacks import EarlyStopping, ModelCheckpoint
 
 from gossamer.integrations.ending import finish_with_current_weights
+from gossamer.schedule import Phase
 from gossamer.sparsifier import Sparsifier
 
 _DRY_RUN = 8  # steps of the plan of a dry run, which has too few for all phases
@@ -35,12 +42,28 @@ class SparsifierCallback(Callback):  # type: ignore[misc]
         if trainer.fast_dev_run:
             total = max(total, _DRY_RUN)
         settings = {"steps_per_epoch": max(1, round(total / epochs))} if epochs > 0 else {}
+        if self.sparsifier is not None:  # of a fit that was interrupted
+            self.sparsifier.detach()
         self.sparsifier = Sparsifier(
             pl_module, list(trainer.optimizers), total_steps=total, **{**settings, **self._settings}
         )
         if self._saved is not None:
             self.sparsifier.load_state_dict(self._saved)
             self._saved = None
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.ckpt_path and trainer.global_step and self.sparsifier is not None and not self.sparsifier.step:
+            raise ValueError(
+                f"expected the state of the Sparsifier in {trainer.ckpt_path}, to resume at step "
+                f"{trainer.global_step}: resume from a checkpoint that was written with this callback. To start a new "
+                "run from these weights, load them into the model, and fit without ckpt_path"
+            )
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
+        if self.sparsifier is not None and self.sparsifier.phase is not Phase.FINETUNE:
+            for callback in trainer.callbacks:
+                if isinstance(callback, (EarlyStopping, ModelCheckpoint)):
+                    _forget_best(callback)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
         due = self._log and trainer.loggers and trainer.global_step % trainer.log_every_n_steps == 0
@@ -70,3 +93,13 @@ class SparsifierCallback(Callback):  # type: ignore[misc]
                 "SparsifierCallback(total_steps=…)"
             )
         return int(steps)
+
+
+def _forget_best(callback: EarlyStopping | ModelCheckpoint) -> None:
+    """A model before its final masks is another model: it cannot be the best."""
+    if isinstance(callback, EarlyStopping):
+        callback.wait_count = 0
+        callback.best_score = torch.tensor(math.inf if callback.mode == "min" else -math.inf)
+    elif callback.monitor is not None:
+        callback.best_k_models, callback.best_model_path, callback.best_model_score = {}, "", None
+        callback.kth_best_model_path = ""

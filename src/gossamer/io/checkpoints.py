@@ -1,12 +1,12 @@
 """The tensors of a checkpoint from another program: safetensors, torch.save, a Hugging Face folder.
 
-Files of torch.save are pickles, which can run code. They are read with ``weights_only=True``, which builds tensors and
-plain containers and refuses everything else.
+Files of torch.save are pickles, which can run code. ``torch_files`` reads only tensors and plain containers from them.
 """
 
 from __future__ import annotations
 
-import warnings
+import os
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from torch import Tensor
 from gossamer.io.container import parse_json
 from gossamer.io.reader import default_limit
 from gossamer.io.sparse_file import load
+from gossamer.io.torch_files import FOREIGN, read_torch_file
 
 # Names of the weight file in a folder, best first; an index lists the files of sharded weights.
 _IN_A_FOLDER = (
@@ -27,21 +28,26 @@ _IN_A_FOLDER = (
 # Keys of the weights in larger checkpoints of trainers, best first.
 _NESTED = ("state_dict", "model_state_dict", "model", "module", "net", "network", "params", "weights")
 _MAGIC = (b"PK\x03\x04", b"\x80")  # of the two formats of torch.save: a zip archive, and a bare pickle
-_WRAPPERS = ("module.", "_orig_mod.")  # DistributedDataParallel, torch.compile
+_WRAPPERS = re.compile(r"(module\.|_orig_mod\.)*")  # DistributedDataParallel, torch.compile
 _INDEX_LIMIT = 64 << 20
 
 
-def read_checkpoint(path: Path) -> dict[str, Tensor]:
+def read_checkpoint(path: Path, *, max_bytes: int | None = None) -> dict[str, Tensor]:
     """All tensors of a file or folder, by name, on the CPU.
 
     A weight that torch.nn.utils.prune has split into ``weight_orig`` and ``weight_mask`` is returned as their
-    product, and the prefixes of wrappers are removed.
+    product, and the prefixes of wrappers are removed. More than ``max_bytes`` of tensors are refused, by default 1024
+    times the size of the files and at least 64 MiB.
     """
     if not path.exists():
         raise FileNotFoundError(f"expected a checkpoint, got {path}, which does not exist")
     tensors: dict[str, Tensor] = {}
-    for file in _files(path):
-        tensors |= _read_file(file)
+    files = _files(path)
+    left = default_limit(sum(file.stat().st_size for file in files)) if max_bytes is None else max_bytes
+    for file in files:
+        found = _read_file(file, left)
+        left -= sum(each.numel() * each.element_size() for each in found.values())
+        tensors |= found
     if not tensors:
         raise ValueError(f"expected tensors in {path}, got none: save the state_dict() of the model")
     return effective(_unwrapped(tensors))
@@ -59,8 +65,10 @@ def effective(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     found = dict(tensors)
     for name in tensors:
         base = name.removesuffix("_orig")
-        mask = tensors.get(f"{base}_mask")
-        if base != name and mask is not None and mask.shape == tensors[name].shape:
+        mask, weight = tensors.get(f"{base}_mask"), tensors[name]
+        if base == name or mask is None or mask.shape != weight.shape:
+            continue
+        if weight.is_floating_point() and weight.element_size() > 1:  # torch does not multiply float8
             found[base] = found.pop(name) * found.pop(f"{base}_mask")
     return found
 
@@ -86,38 +94,27 @@ def _listed(index: Path) -> list[Path]:
     if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
         raise ValueError(f"expected a weight_map from tensors to files in {index}, got something else")
     files = list(dict.fromkeys(names.values()))
-    outside = [name for name in files if Path(name).name != name]
+    outside = [name for name in files if Path(name).name != name or name in ("", "..")]
     if outside:
         raise ValueError(f"expected files next to {index} in its weight_map, got {outside[0]!r}")
     return [index.with_name(name) for name in files]
 
 
-def _read_file(path: Path) -> dict[str, Tensor]:
+def _read_file(path: Path, max_bytes: int) -> dict[str, Tensor]:
     if path.suffix == ".safetensors":
-        return load(path)
+        return load(path, max_bytes=max_bytes)
     with path.open("rb") as file:
         begin = file.read(4)
     if not begin.startswith(_MAGIC):
-        return load(path)
+        return load(path, max_bytes=max_bytes)
     try:
-        with warnings.catch_warnings(), torch.sparse.check_sparse_tensor_invariants():  # type: ignore[no-untyped-call]
-            warnings.simplefilter("ignore")  # of pickles that no version of torch has written, which are refused anyway
-            content = torch.load(path, map_location="cpu", weights_only=True)
-    except OSError:
-        raise
-    except Exception as error:  # torch raises all kinds for damaged files
+        content = read_torch_file(path, allowed=FOREIGN, max_bytes=max_bytes)
+    except ValueError as error:
         raise ValueError(
-            f"expected a file of torch.save with only tensors, got {path}, which holds other objects or is damaged. "
-            "Such a file could run code, so it is not read: save model.state_dict() instead"
+            f"expected a file of torch.save with only tensors, got {path}, which holds other objects, claims more than "
+            f"it has, or is damaged ({error}). It is not read, as it could run code: save model.state_dict() instead"
         ) from error
-    tensors = dict(_tensors_in(content))
-    limit = default_limit(path.stat().st_size)
-    if (size := sum(each.numel() * each.element_size() for each in tensors.values())) > limit:
-        # A sparse or expanded tensor of a few bytes can have any size.
-        raise ValueError(
-            f"expected at most {limit:,} bytes of tensors in {path}, got {size:,}: save them as safetensors"
-        )
-    return {name: each if each.layout is torch.strided else each.to_dense() for name, each in tensors.items()}
+    return {name: each if each.layout is torch.strided else each.to_dense() for name, each in _tensors_in(content)}
 
 
 def _tensors_in(content: Any) -> Iterator[tuple[str, Tensor]]:
@@ -135,9 +132,8 @@ def _tensors_in(content: Any) -> Iterator[tuple[str, Tensor]]:
             yield name, value.detach()
 
 
-def _unwrapped(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors without a common prefix from a wrapper."""
-    for prefix in _WRAPPERS:
-        if all(name.startswith(prefix) for name in tensors):
-            return _unwrapped({name.removeprefix(prefix): value for name, value in tensors.items()})
-    return tensors
+def _unwrapped(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors without the prefixes of wrappers that all of them have."""
+    prefix = _WRAPPERS.match(os.path.commonprefix([*tensors]))  # noqa: RUF071 (names, not paths)
+    length = prefix.end() if prefix else 0
+    return {name[length:]: value for name, value in tensors.items()}

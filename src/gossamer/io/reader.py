@@ -68,15 +68,13 @@ class ByteStream:
 
 def table_limit(section: Section) -> int:
     """The limit on the unpacked bytes of the table in a section. Parsing takes up to 25 times as much memory, and
-    tables
-    of real networks are compressed about tenfold."""
+    tables of real networks are compressed about tenfold."""
     return min(HEADER_LIMIT, max(1 << 20, 64 * section.size))
 
 
 def default_limit(file_size: int) -> int:
     """The default limit on the bytes of dense tensors for a file of this size. A network with 99.9 % zeros has 800
-    times
-    the size of its file."""
+    times the size of its file."""
     return max(64 << 20, 1024 * file_size)
 
 

@@ -8,12 +8,10 @@ names are ever removed. They are plain `torch.save` files, readable with `torch.
 
 import hashlib
 import os
-import pickletools
 import random
 import re
 import secrets
 import warnings
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
@@ -25,18 +23,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from gossamer.io.container import through_links
+from gossamer.io.torch_files import read_torch_file
 from gossamer.provenance import cpu_name
 
 _OF_A_RUN = r"(run|result|layers|health)\.json|log\.jsonl|model(\.sparse)?\.safetensors"  # what a run writes besides
 _DIGEST = re.compile(rb"[0-9a-f]{64}")
 _KEPT = 2
 _DAMAGED = ".damaged"  # suffix of a damaged file
-_PICKLED = "data.pkl"  # suffix of the pickle in the archive that torch.save writes
-_PLAIN = re.compile(  # the globals that tensors and plain values are pickled with
-    r"collections OrderedDict|torch\._utils _rebuild_(tensor_v[23]|parameter)|torch\.storage UntypedStorage|"
-    r"torch (Size|\w+Storage|(bfloat|complex|float|int|uint|bool)\w*)"
-)
-_EXTENT = 64  # limit on the bytes of values per byte of the file: tensors may be expanded and shared
 _SHARD = "__shard__"  # marks the local shard of a tensor
 
 
@@ -97,7 +90,7 @@ class Checkpoints:
                 try:
                     return _read(path)
                 except Exception as error:  # whatever the error, an older file may be intact
-                    problem = f"cannot be read: {_reason(error)}"
+                    problem = f"cannot be read: {error}"
             aside = path.replace(path.with_name(path.name + _DAMAGED))
             remedy = "starting over" if path == paths[-1] else "resuming from the previous one"
             warnings.warn(f"the checkpoint {path} {problem}; it is now called {aside.name}; {remedy}", stacklevel=2)
@@ -218,52 +211,11 @@ def _problem(path: Path) -> str | None:
     return None if got in expected else f"is corrupted (expected SHA-256 {expected[0][:12]}…, got {got[:12]}…)"
 
 
-def _reason(error: Exception) -> str:
-    """The message of an unpickling error, without the advice of torch to trust the file."""
-    return str(error).partition("WeightsUnpickler error:")[2].strip().split("\n")[0] or str(error).split("\n")[0]
-
-
 def _read(path: Path) -> dict[str, Any]:
-    """The state in a checkpoint. It contains nothing compressed or created by a call, so it needs little more memory
-    than the size of the file."""
-    size = path.stat().st_size
-    with zipfile.ZipFile(path) as archive:
-        entries = archive.infolist()
-        if (
-            any(each.compress_type != zipfile.ZIP_STORED for each in entries)
-            or sum(e.file_size for e in entries) > size
-        ):
-            raise ValueError(f"expected at most {size} bytes of tensors that are not compressed, got others")
-        for entry in entries:
-            if entry.filename.endswith(_PICKLED):
-                _check_names(archive.read(entry))
-    state = torch.load(path, weights_only=True, map_location="cpu")
+    state = read_torch_file(path)
     if not isinstance(state, dict):
         raise ValueError(f"expected a table of values, got {type(state).__name__}")
-    _check_extent(state, _EXTENT * size)
     return state
-
-
-def _check_names(pickled: bytes) -> None:
-    """Refuse other globals: some that torch trusts allocate any size, as in bytearray(10 ** 9), a few bytes of a
-    file."""
-    for operation, argument, _ in pickletools.genops(pickled):
-        if operation.name == "GLOBAL" and not _PLAIN.fullmatch(str(argument)):
-            raise ValueError(f"expected tensors and plain values, got {argument!s:.80}")
-
-
-def _check_extent(tree: Any, most: int) -> None:
-    """Refuse nested structures that are small in a file but huge when expanded, such as a list that contains itself."""
-    extent, pending = 0, [tree]
-    while pending:
-        value = pending.pop()
-        extent += value.numel() * value.element_size() if isinstance(value, Tensor) else 1
-        if isinstance(value, dict):
-            pending += [*value, *value.values()]
-        elif isinstance(value, list | tuple):
-            pending += value
-        if extent + len(pending) > most:
-            raise ValueError(f"expected values that take at most {most} bytes, got more")
 
 
 def _sync_folder(folder: Path) -> None:

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import update_bn
 
+from gossamer.io.container import is_count
 from gossamer.io.sparse_file import load
 from gossamer.lab.json_files import read_object
 from gossamer.lab.training import mask_variables, modes, networks
@@ -148,9 +149,19 @@ def _load(folder: Path, model: nn.Module) -> tuple[dict[str, Tensor], str]:
     """Fill the model; the scores by name of the weight, and what they are."""
     kept = (folder / MASK_VARIABLES).is_file()
     state, variables = mask_variables.read(folder) if kept else (load(folder / MODEL), {})
-    model.load_state_dict(state, strict=False)  # strict would miss the second names of tied weights
+    source = folder / (MASK_VARIABLES if kept else MODEL)
+    try:
+        model.load_state_dict(state, strict=False)  # strict would miss the second names of tied weights
+    except RuntimeError as error:  # of another shape
+        raise ValueError(f"expected the tensors of this run in {source}, got others: {error}") from error
     weights = {weight.name: weight.parameter.detach() for weight in select(model)}
     if variables:
+        shapes = [{name: each.shape for name, each in tensors.items()} for tensors in (variables, weights)]
+        if shapes[0] != shapes[1]:
+            raise ValueError(
+                f"expected a mask variable for each of {len(weights)} prunable tensors in {source}, got others: train "
+                "the run again with --keep-mask-variables"
+            )
         return {name: each.to(weights[name].device) for name, each in variables.items()}, "mask variables"
     return {name: weight.abs() for name, weight in weights.items()}, "magnitudes"
 
@@ -213,8 +224,13 @@ def read_frontier(path: Path) -> Frontier:
     if (
         not points
         or not isinstance(values.get("order"), str)
-        or not all(is_number(each.sparsity) and is_number(each.test) and 0 <= each.sparsity < 1 for each in points)
-        or not all(each is None or is_number(each) for pair in optional for each in pair)
+        or not all(map(_is_share, (each for point in points for each in (point.sparsity, point.test))))
+        or not all(point.sparsity < 1 and is_count(point.runs) for point in points)
+        or not all(each is None or _is_share(each) for pair in optional for each in pair)
     ):
         raise ValueError(wrong)
     return Frontier(values["order"], tuple(points))
+
+
+def _is_share(value: object) -> bool:
+    return is_number(value) and 0 <= value <= 1  # type: ignore[operator]

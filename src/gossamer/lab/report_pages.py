@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gossamer.io.checkpoints import read_checkpoint
 from gossamer.lab.frontier import FRONTIER, WITHIN, frontier_table, read_frontier
-from gossamer.lab.json_files import read_object
+from gossamer.lab.json_files import MOST_BYTES, read_object
 from gossamer.lab.results.comparisons import by_epochs, displayed, subjects
 from gossamer.lab.results.plot import Line, Panel, lowest, panels
 from gossamer.lab.training.result import HEALTH, MODEL, SPARSE_MODEL, is_number, read_layers, read_result_file
@@ -26,6 +26,7 @@ _PHASES = {
     "stabilise": ("stabilise", "var(--accent-soft)"),
     "fine-tune": ("fine-tune", "var(--page)"),
 }
+_LONGEST = 1e9  # milliseconds
 _COLORS, _DASHES, _SYMBOLS = 9, ("solid", "dash", "dot", "dashdot"), ("circle", "square", "diamond", "triangle-up")
 
 
@@ -53,9 +54,10 @@ def page_of_run(folder: Path, dense: Mapping[str, Any] | None = None) -> Page:
 
 
 def _about(result: Mapping[str, Any]) -> str:
-    name = result.get("method", "")
+    name = str(result.get("method", ""))
     method = METHODS[name].title if name in METHODS else name
-    hardware = result.get("hardware", {})
+    hardware = result.get("hardware")
+    hardware = hardware if isinstance(hardware, dict) else {}
     parts = [
         method,
         f"{result['epochs']} epochs" if "epochs" in result else "",
@@ -73,7 +75,7 @@ def _metric_fact(metric: str, result: Mapping[str, Any], dense: Mapping[str, Any
     remarks = [] if dense is None else [f"{said(dense[metric])} dense"]
     validation = result.get(f"validation_{metric}")
     remarks += [] if validation is None else [f"{said(validation)} on the validation set"]
-    return f"Test {metric}", said(result[metric]), ", ".join(remarks)
+    return f"Test {metric}", said(result[metric]) if metric in result else "–", ", ".join(remarks)
 
 
 def _file_sizes(folder: Path) -> tuple[int, int] | None:
@@ -84,6 +86,8 @@ def _file_sizes(folder: Path) -> tuple[int, int] | None:
 def _log(path: Path) -> list[dict[str, Any]]:
     """The lines of a log; what a kill has left incomplete is skipped."""
     found = []
+    if path.is_file() and (size := path.stat().st_size) > MOST_BYTES:
+        raise ValueError(f"expected a log of at most {MOST_BYTES} bytes in {path}, got {size} bytes: delete it")
     for line in path.read_text("utf-8", errors="replace").splitlines() if path.is_file() else ():
         try:
             values = json.loads(line)
@@ -102,13 +106,18 @@ def _health(path: Path) -> dict[str, Any]:
     traces = [found.get(name) for name in ("steps", "decay", "nonzeros", "flips")]
     layers = found.get("layers")
     if (
-        not all(isinstance(each, list) and all(value is None or is_number(value) for value in each) for each in traces)
+        not all(isinstance(each, list) and all(map(_is_number_or_none, each)) for each in traces)
         or len({len(each) for each in traces if each is not None}) != 1
         or not isinstance(layers, list)
         or not all(isinstance(each, dict) and {"name", "gradient_scale"} <= each.keys() for each in layers)
+        or not all(isinstance(each["name"], str) and _is_number_or_none(each["gradient_scale"]) for each in layers)
     ):
         raise ValueError(f"expected the diagnostics of a run in {path}, got something else: delete it")
     return found
+
+
+def _is_number_or_none(value: object) -> bool:
+    return value is None or is_number(value)
 
 
 def _add_training(page: Page, log: Sequence[Mapping[str, Any]], health: Mapping[str, Any], metric: str) -> None:
@@ -248,9 +257,26 @@ def _speed(path: Path) -> list[dict[str, Any]]:
     if not path.is_file():
         return []
     cases = read_object(path, "a measurement of gossamer speed", ": delete it").get("cases")
-    if not isinstance(cases, list) or not all(isinstance(each, dict) and "rows" in each for each in cases):
+    if not isinstance(cases, list) or not all(map(_is_case, cases)):
         raise ValueError(f"expected a measurement of gossamer speed in {path}, got something else: delete it")
     return cases
+
+
+def _is_case(case: object) -> bool:
+    return (
+        isinstance(case, dict)
+        and {"batch", "threads", "rows"} <= case.keys()
+        and isinstance(case["rows"], list)
+        and all(map(_is_timing, case["rows"]))
+    )
+
+
+def _is_timing(row: object) -> bool:
+    if not isinstance(row, dict) or not {"engine", "kind", "note", "median", "lower", "upper"} <= row.keys():
+        return False
+    times = [row[name] for name in ("median", "lower", "upper")]
+    named = all(isinstance(row[name], str) for name in ("engine", "kind"))
+    return named and (times == [None] * 3 or all(is_number(each) and 0 <= each < _LONGEST for each in times))
 
 
 def speed_ratios(case: Mapping[str, Any]) -> dict[str, float]:
@@ -315,6 +341,8 @@ def panel_of_sweep(records: Sequence[Mapping[str, Any]]) -> Panel:
     """The records of a sweep as lines: one for every combination of settings that differ, apart from the seed and what
     asks for a sparsity."""
     sound = [record for record in records if not record.get("diverged")]
+    if not all("accuracy" in record for record in sound):
+        raise ValueError("expected runs with an accuracy to draw, got others, such as those of language models")
     settings = [_settings(record) for record in sound]
     varying = [name for name in dict.fromkeys(name for each in settings for name in each)
                if len({json.dumps(each.get(name)) for each in settings}) > 1]  # fmt: skip
@@ -325,7 +353,7 @@ def panel_of_sweep(records: Sequence[Mapping[str, Any]]) -> Panel:
         title = METHODS[method].title if method in METHODS else method
         asked = record.get("config", {}).get("sparsity")
         points = groups.setdefault((method, ", ".join([title, *said])), {})
-        at = round(100 * (record["sparsity"] if asked is None else asked), 2)
+        at = round(100 * (asked if is_number(asked) else record["sparsity"]), 2)
         points.setdefault(at, []).append(100 * record["accuracy"])
     lines = [_line(method, label, points) for (method, label), points in groups.items()]
     sparse = tuple(sorted((each for each in lines if each.method != "dense"), key=lambda each: -max(each.accuracy)))

@@ -19,7 +19,7 @@ from gossamer.methods.base import (
     Timeline,
     expect,
 )
-from gossamer.methods.budgets import BudgetedMethod, GlobalBudget, GlobalThreshold, keep_largest_, magnitude
+from gossamer.methods.budgets import Budget, BudgetedMethod, GlobalBudget, GlobalThreshold, keep_largest_, magnitude
 from gossamer.methods.dense import Dense
 from gossamer.methods.dpf import DPF
 from gossamer.methods.elsa import ELSA
@@ -35,6 +35,7 @@ from gossamer.methods.movement import Movement
 from gossamer.methods.narang import Narang
 from gossamer.methods.noise import uniform
 from gossamer.methods.one_shot import OneShot
+from gossamer.methods.patterned import PatternBudget, make_budget
 from gossamer.methods.platon import PLATON
 from gossamer.methods.proximal import Proximal
 from gossamer.methods.registry import ALIASES, METHODS, find, known, load, make_options, register
@@ -46,12 +47,14 @@ from gossamer.methods.soft_filter import SoftFilter
 from gossamer.methods.soft_movement import SoftMovement
 from gossamer.methods.soft_threshold import STR
 from gossamer.methods.spred import Spred
+from gossamer.methods.sr_ste import SRSTE
 from gossamer.methods.surgery import Surgery
 from gossamer.methods.timing import PrunedInStages, PrunedOnce
 
 __all__ = [
     "ALIASES",
     "METHODS",
+    "Budget",
     "BudgetedMethod",
     "Context",
     "GlobalBudget",
@@ -60,6 +63,7 @@ __all__ = [
     "Method",
     "Options",
     "Outcome",
+    "PatternBudget",
     "PrunedAtZero",
     "PrunedInStages",
     "PrunedOnce",
@@ -73,6 +77,7 @@ __all__ = [
     "known",
     "load",
     "magnitude",
+    "make_budget",
     "make_options",
     "register",
     "uniform",
@@ -104,6 +109,7 @@ for _method in (
     PLATON,
     ELSA,
     Spred,
+    SRSTE,
     SoftFilter,
     L1Filter,
     Slimming,

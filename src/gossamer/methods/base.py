@@ -30,6 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from gossamer.patterns import Pattern
 from gossamer.schedule import Phase, Plan, cosine, cubic_budget
 from gossamer.target import Target, make_target
 
@@ -135,6 +136,8 @@ class Request(Generic[S]):
     seed: int
     options: S
     target: Target | None = None
+    patterns: tuple[Pattern | None, ...] | None = None
+    """The pattern of each tensor, equal for all runs of one object; None if the run has no patterns."""
 
     def resolve(self, layout: Layout) -> Target:
         if self.target is not None:
@@ -293,6 +296,11 @@ class Context(Generic[S]):
         return [request.options for request in self.requests]
 
     @property
+    def patterns(self) -> tuple[Pattern | None, ...] | None:
+        """The pattern of each tensor; None if the runs have no patterns."""
+        return self.requests[0].patterns
+
+    @property
     def keep(self) -> list[int]:
         """Final nonzeros of each run."""
         return [target.final for target in self.targets]
@@ -449,8 +457,10 @@ class Method(ABC, Generic[S]):
     penalizes: ClassVar[bool] = False  # changes the gradient of parameters that are not prunable
     usual_phases: ClassVar[Mapping[str, str]] = MappingProxyType({})  # durations that suit it better than the default
     rewinds: ClassVar[bool] = False  # rewinds the learning rate after pruning
+    needs_rate: ClassVar[bool] = False  # uses the learning rate of the weights
     shardable: ClassVar[bool] = False  # supports weights that are sharded over processes (FSDP2)
     solves_targets: ClassVar[bool] = False  # supports flops= and decay= besides sparsity=
+    patterned: ClassVar[bool] = False  # supports pattern=: its budget is made by `make_budget`
     any_order: ClassVar[bool] = False  # columns may follow the memory of the parameters
     shared: ClassVar[tuple[str, ...]] = ()  # settings that must be equal for all runs of one object
 

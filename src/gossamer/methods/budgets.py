@@ -1,5 +1,6 @@
 """Selection of the weights to keep: by one threshold for the network, or tensor by tensor."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,7 +17,46 @@ from gossamer.target import Target
 _PROTECT_EVERY = 100  # steps between two updates of the weights that min_density protects
 
 
-class GlobalBudget:
+class Budget(ABC):
+    """Lowers the scores of weights so that as many as the budget allows are positive, and sets the masks."""
+
+    score: Tensor
+    mask: Tensor
+    met: Tensor
+    """The current budgets."""
+    costs: Costs | None
+    protected: Tensor | None = None
+
+    @abstractmethod
+    def meet_(self, finite: Tensor | None = None) -> Met:
+        """Meet the budget of this step. In rows that are not `finite`, budget and masks do not change."""
+
+    @abstractmethod
+    def cut_(self) -> Met:
+        """Meet the final budget."""
+
+    @abstractmethod
+    def is_final(self) -> bool:
+        """Whether the final budget is met. Synchronizes with the device."""
+
+    @abstractmethod
+    def protection_due(self, step: int) -> bool:
+        """Whether to call `protect_` after this many steps of the mask phases."""
+
+    @abstractmethod
+    def protect_(self) -> None:
+        """Update the weights that `min_density` protects: those with the largest scores of each tensor."""
+
+    @abstractmethod
+    def raise_protected_(self) -> None:
+        """Keep the scores of protected weights positive when no budget is met."""
+
+    @abstractmethod
+    def state(self) -> dict[str, Tensor]:
+        """All tensors that change."""
+
+
+class GlobalBudget(Budget):
     """Keeps, in each row, the weights with the largest scores: as many as the budget of the step allows.
 
     `score` is lowered in place by the threshold, so that the scores of kept weights are positive (budget.py).
@@ -46,24 +86,20 @@ class GlobalBudget:
         self._budgets = None if ramp == "none" else context.timeline.budgets(context.targets, ramp)
         self._final = torch.tensor(context.keep, device=score.device)
         self.met = torch.tensor([target.total for target in context.targets], device=score.device)
-        """The current budgets."""
         first = context.targets[0]
         self.costs = None if first.costs is None else Costs.of(context.layout.sizes, first.costs, score.device)
         self._reach = [0.0] * len(score)  # of the last thresholds: the next one is rarely much larger
         self.protected = self._strongest() if any(densities) else None
 
     def meet_(self, finite: Tensor | None = None) -> Met:
-        """Meet the budget of this step. In rows that are not `finite`, budget and masks do not change."""
         assert self._budgets is not None
         budget = self._timeline.now(self._budgets)[:, 0]
         return self.allow_(budget if finite is None else torch.where(finite, budget, self.met))
 
     def cut_(self) -> Met:
-        """Meet the final budget."""
         return self.allow_(self._final)
 
     def is_final(self) -> bool:
-        """Whether the final budget is met. Synchronizes with the device."""
         return torch.equal(self.met, self._final)
 
     def allow_(self, budget: Tensor) -> Met:
@@ -87,7 +123,6 @@ class GlobalBudget:
         return self.protected is not None and step % _PROTECT_EVERY == 0
 
     def protect_(self) -> None:
-        """Update the protected weights of each tensor: those with the largest scores."""
         if self.protected is None:
             return
         strongest = self._strongest()
@@ -97,7 +132,6 @@ class GlobalBudget:
             self.protected = strongest  # their number in this process may change
 
     def raise_protected_(self) -> None:
-        """Keep the scores of protected weights positive when no budget is met."""
         if self.protected is not None:
             kept = self.score.gather(1, self.protected).clamp_min(torch.finfo(self.score.dtype).tiny)
             self.score.scatter_(1, self.protected, kept)
@@ -187,11 +221,11 @@ def keep_largest_(masks: Tensor, layout: Layout, scores: Tensor, counts: Sequenc
 
 
 class BudgetedMethod(Method[S]):
-    """Base of methods whose masks are those of a `GlobalBudget`."""
+    """Base of methods whose masks are those of a `Budget`."""
 
-    _budget: GlobalBudget
+    _budget: Budget
 
-    def _begin(self, budget: GlobalBudget) -> None:
+    def _begin(self, budget: Budget) -> None:
         self._budget, self.mask = budget, budget.mask
 
     def state(self) -> dict[str, Tensor]:

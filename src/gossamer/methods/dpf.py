@@ -7,15 +7,17 @@ fraction of each tensor.
 """
 
 from gossamer.methods.base import Context, Options, Step
-from gossamer.methods.budgets import GlobalBudget, GlobalThreshold, magnitude
+from gossamer.methods.budgets import GlobalThreshold, magnitude
+from gossamer.methods.patterned import make_budget
 
 
 class DPF(GlobalThreshold[Options]):
     name, title = "dpf", "magnitude, re-chosen every step (DPF)"
     reference = "Lin et al. 2020, Dynamic Model Pruning with Feedback"
+    patterned = True
 
     def __init__(self, context: Context[Options]) -> None:
-        self._begin(GlobalBudget(context, magnitude(context.weights)))
+        self._begin(make_budget(context, magnitude(context.weights)))
 
     def update_masks(self, step: Step) -> None:
         self._budget.score.copy_(step.weights.abs())

@@ -12,16 +12,18 @@ from typing import ClassVar
 import torch
 
 from gossamer.methods.base import Context, Options, PrunedAtZero, Step
-from gossamer.methods.budgets import GlobalBudget, GlobalThreshold, magnitude
+from gossamer.methods.budgets import GlobalThreshold, magnitude
+from gossamer.methods.patterned import make_budget
 
 
 class SmallestPruned(GlobalThreshold[Options], PrunedAtZero[Options]):
     """Permanently prunes the smallest weights of the network, as the budget requires."""
 
     ramp: ClassVar[str]
+    patterned = True
 
     def __init__(self, context: Context[Options]) -> None:
-        self._begin(GlobalBudget(context, magnitude(context.weights), ramp=self.ramp))
+        self._begin(make_budget(context, magnitude(context.weights), ramp=self.ramp))
 
     def update_masks(self, step: Step) -> None:
         self.weight_gradient(step.gradient, step.weights)

@@ -50,6 +50,7 @@ class HyperfluxOptions(Options):
 class Hyperflux(BudgetedMethod[HyperfluxOptions]):
     name, title, options = "hyperflux", "Adam masks under controlled pressure (Hyperflux)", HyperfluxOptions
     reference = "Barbulescu et al. 2025, Hyperflux: Pruning Reveals the Importance of Weights"
+    _budget: GlobalBudget
 
     def __init__(self, context: Context[HyperfluxOptions]) -> None:
         self._timeline, weights, layout = context.timeline, context.weights, context.layout

@@ -48,8 +48,7 @@ def known(name: str) -> type[Method[Any]] | None:
 
 def load(name: str) -> type[Method[Any]]:
     """The method for a name. For "my_module:MyMethod", imports my_module.py and registers its class MyMethod; modules
-    in
-    the current directory are found, too.
+    in the current directory are found, too.
 
     Only for names given by a user. `find` never imports code, so it is safe for names from files.
     """

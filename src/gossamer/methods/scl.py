@@ -54,7 +54,8 @@ from gossamer.methods.base import (
     one_of,
 )
 from gossamer.methods.blocks import Blocks
-from gossamer.methods.budgets import GlobalBudget, GlobalThreshold, magnitude
+from gossamer.methods.budgets import GlobalThreshold, magnitude
+from gossamer.methods.patterned import make_budget, share_over_groups_, tied_groups
 from gossamer.prunable import along_features, by_feature
 from gossamer.schedule import ANNEALS
 
@@ -124,7 +125,6 @@ variable towards its optimum; identity, leaky ReLU and softplus satisfy it."""
 
 def weight_gradient_(gradient: Tensor, mask: Tensor, mask_variable: Tensor, *, pruned_scale: Tensor | float) -> Tensor:
     """∂L/∂w̃ from the ∂L/∂w of autograd, in place. `mask` is H(`mask_variable`).
-
 
     `pruned_scale` = 1, Eq. (weight_redefine): ∂L/∂w̃ := ∂L/∂w, so pruned weights continue to train. `pruned_scale` = 0,
     Eq. (w_gradient): ∂L/∂w̃ = ∂L/∂w ⊙ m, so they do not. Values in between are ours.
@@ -206,34 +206,31 @@ def descent_direction_(scaled_gradient: Tensor, *, decay: float) -> Tensor:
     return scaled_gradient.add_(decay) if decay else scaled_gradient
 
 
-def update_mask_variable_(mask_variable: Tensor, direction: Tensor, *, learning_rate: Tensor | float) -> Tensor:
-    """Gradient descent on m̃. `direction` is overwritten."""
-    return mask_variable.sub_(direction.mul_(learning_rate))
+def update_mask_variable_(mask_variable: Tensor, direction: Tensor, *, learning_rate: Tensor) -> Tensor:
+    """Gradient descent on m̃."""
+    return mask_variable.addcmul_(direction, learning_rate, value=-1)
 
 
-def decay_mask_variable_(mask_variable: Tensor, magnitude: Tensor, *, share: Tensor | float) -> Tensor:
+def decay_mask_variable_(mask_variable: Tensor, magnitude: Tensor, *, share: Tensor) -> Tensor:
     """Pull m̃ towards |w̃| by the fraction `share`, so that it remembers the last 1/share steps instead of all (ours).
 
-    Only the order of the mask variables matters, not the amount by which λ1 has lowered all of them. `magnitude` is
-    overwritten.
+    Only the order of the mask variables matters, not the amount by which λ1 has lowered all of them.
     """
-    return mask_variable.add_(magnitude.sub_(mask_variable).mul_(share))
+    return mask_variable.lerp_(magnitude, share)
 
 
 # --- defaults that depend on the run --------------------------------------------------------------------------------
 
 
 def default_mask_lr(steps: int) -> float:
-    """The default learning rate of mask variables, by the number of mask steps. Short runs need a larger one (section
-    28
-    of docs/lab-book.md)."""
+    """The default learning rate of mask variables, by the number of mask steps. Short runs need a larger one
+    (section 28 of docs/lab-book.md)."""
     return min(max(0.003, 60.0 / max(1, steps)), 0.015)
 
 
 def default_pruned_grad_scale(density: float | None) -> float:
-    """The default factor on the gradient of pruned weights: smaller for sparser targets (a power law fitted to section
-    27
-    of docs/lab-book.md), and one half if the target is unknown."""
+    """The default factor on the gradient of pruned weights: smaller for sparser targets (a power law fitted to
+    section 27 of docs/lab-book.md), and one half if the target is unknown."""
     return 0.5 if density is None else math.pow(density, 0.4)
 
 
@@ -247,21 +244,18 @@ class SCLOptions(Options):
     estimator: str = "identity"  # straight-through estimator, one of ESTIMATORS
     alpha: float = 0.1  # slope of leaky_relu, upper bound of clipped_relu
     scale: str = "global"  # scale of the mask gradient: none, global, batch (per feature), per_sample
-    mask_lr: float | None = None  # learning rate of the mask variables; None: mask_rate
+    mask_lr: float | None = None  # learning rate of the mask variables; None: default_mask_lr
     mask_momentum: float = 0.0
-    anneal: str = (
-        "cosine"  # schedule of mask_lr: cosine to zero over the mask phases; step: a tenth while stabilising; constant
-    )
+    # Schedule of mask_lr: cosine to zero over the mask phases; step: a tenth while stabilising; constant.
+    anneal: str = "cosine"
     start: str = "magnitude"  # of the mask variables: |w̃| of the warmed-up weights, or a constant
     start_value: float | None = None  # that constant; None: 1 if start="constant"
     l2: float = 0.0  # λ2 in the mask gradient, for the interpretation in which the L2 term acts on the masks
-    mask_decay: float = (
-        0.001  # fraction by which each step pulls mask variables towards |w̃|; 0: they remember all steps
-    )
+    # Fraction by which each step pulls mask variables towards |w̃|; 0: they remember all steps.
+    mask_decay: float = 0.001
     mask_decay_cap: float = 3.0  # cap on |w̃|, as a multiple of the threshold or the usual magnitude; 0: no cap
-    pruned_grad_scale: float | None = (
-        None  # factor on the gradient of pruned weights: 1 as in the paper; None: by the target density
-    )
+    # Factor on the gradient of pruned weights: 1 as in the paper; None: by the target density.
+    pruned_grad_scale: float | None = None
     min_density: float | None = None  # fraction of each tensor that is never pruned, at least one weight; 0 disables it
 
     def __post_init__(self) -> None:
@@ -302,7 +296,7 @@ class SCL(GlobalThreshold[SCLOptions]):
     name, title, options = "scl", "gossamer (learned masks)", SCLOptions
     reference = "Tang et al., Automatic Sparse Connectivity Learning for Neural Networks"
     shared = ("scale", "estimator", "alpha", "l2", "min_density", "mask_momentum")
-    shardable = solves_targets = any_order = True
+    shardable = solves_targets = any_order = patterned = True
 
     def __init__(self, context: Context[SCLOptions]) -> None:
         self._context, timeline, weights = context, context.timeline, context.weights
@@ -327,7 +321,7 @@ class SCL(GlobalThreshold[SCLOptions]):
             if options.constant_start is not None:
                 start[row] = options.constant_start
         own = self._options.min_density
-        self._begin(GlobalBudget(context, start, min_density=context.min_density if own is None else own))
+        self._begin(make_budget(context, start, min_density=context.min_density if own is None else own))
         self.mask_variable = self._budget.score
         self._velocity = torch.zeros_like(start) if self._options.mask_momentum else None
         # Of |w̃|: the threshold below which weights are pruned by magnitude, and the usual magnitude.
@@ -337,6 +331,8 @@ class SCL(GlobalThreshold[SCLOptions]):
         usual = self._options.estimator == "identity" and self._options.scale in ("none", "global")
         self._can_fuse = usual and not self._options.l2 and self._velocity is None and self._budget.costs is None
         self._can_fuse = self._can_fuse and context.group is None
+        self._tied = tied_groups(context)
+        self._can_fuse = self._can_fuse and not self._tied
         self._blocks = self._lay_out_blocks() if self._can_fuse and _on_gpu(self.mask_variable) else None
 
     @classmethod
@@ -390,6 +386,9 @@ class SCL(GlobalThreshold[SCLOptions]):
         gradients."""
         options, group = self._options, self._context.group
         squares = torch.cat([self._mask_gradients(part, step) for part in step.parts], dim=1)
+        if self._tied:  # the gradient of the mask variable of a group, divided by its size
+            share_over_groups_(step.work_views, self._tied)
+            squares = torch.stack([view.flatten(1).square().sum(1) for view in step.work_views], dim=1)
         self._context.total(squares)
         finite = _finite(squares, step, group)
         divide = None
@@ -550,9 +549,8 @@ class SCL(GlobalThreshold[SCLOptions]):
         return torch.where(self._cap > 0, caps, torch.inf)
 
     def _set_masks(self, rate: Tensor, finite: Tensor) -> tuple[Tensor, Tensor]:
-        """Set the masks by the budget or, with a fixed λ1, by the sign of the mask variables. Returns λ1 and the number
-        of
-        masks that changed."""
+        """Set the masks by the budget or, with a fixed λ1, by the sign of the mask variables. Returns λ1 and the
+        number of masks that changed."""
         if self._decay is None:
             threshold, flips = self._budget.meet_(finite)
             self._level.add_(threshold[:, None])

@@ -50,6 +50,7 @@ class STR(BudgetedMethod[STROptions]):
     name, title, options = "str", "soft thresholds, one a layer (STR)", STROptions
     reference = "Kusupati et al. 2020, Soft Threshold Weight Reparameterization for Learnable Sparsity"
     masked_forward = False
+    needs_rate = True
 
     def __init__(self, context: Context[STROptions]) -> None:
         layout, timeline, weights = context.layout, context.timeline, context.weights

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from gossamer.deprecation import renamed
 from gossamer.flops import FLOPS_PER_MULTIPLY_ADD, positions
 from gossamer.io.checkpoints import effective
+from gossamer.patterns import Shape, canonical, detect
 from gossamer.prunable import Weight, select
 from gossamer.report.page import notebook_table, page_of, write_page
 from gossamer.report.rows import Row, short, total_of
@@ -122,9 +123,12 @@ class Report:
     def _cells(self) -> list[tuple[str, ...]]:
         """The cells of the LaTeX table: header, one row per tensor, total."""
         has_flops = any(row.flops_dense is not None for row in self.rows)
+        has_patterns = any(row.pattern for row in self.rows)
         header = ["tensor", "type", "shape", "weights", "nonzeros", "density", "dead features"]
         if has_flops:
             header += ["FLOPs", "sparse FLOPs"]
+        if has_patterns:
+            header += ["pattern"]
         lines = [tuple(header)]
         for row in (*self.rows, self.total):
             shape = " x ".join(map(str, row.shape))
@@ -133,6 +137,8 @@ class Report:
             cells += [f"{row.density:.2%}", dead]
             if has_flops:
                 cells += [short(row.flops_dense), short(row.flops_sparse)]
+            if has_patterns:
+                cells += [row.pattern]
             lines.append(tuple(cells))
         return lines
 
@@ -249,7 +255,19 @@ def _row(entry: _Entry, counted: tuple[int, int, int], uses: int | None) -> Row:
         flops_sparse=None if uses is None else FLOPS_PER_MULTIPLY_ADD * uses * nonzeros,
         features=features,
         dead_features=dead_features,
+        pattern=_pattern(entry) if 0 < nonzeros < size else "",
     )
+
+
+def _pattern(entry: _Entry) -> str:
+    """The pattern of the zeros; unknown for shards, for tensors on the meta device and for unknown layers."""
+    tensor = entry.tensor
+    convolves = tensor.ndim > 2
+    unknown = convolves and entry.weight is not None and not Shape.of_weight(entry.weight).convolves
+    if is_sharded(tensor) or tensor.is_meta or unknown:
+        return ""
+    with torch.no_grad():
+        return detect(canonical(tensor != 0, entry.feature_axis, entry.groups), convolves=convolves)
 
 
 def _counts(entries: Sequence[_Entry]) -> list[tuple[int, int, int]]:

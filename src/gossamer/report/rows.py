@@ -23,6 +23,8 @@ class Row:
     """Output features: rows of a matrix, filters, tokens, gate units."""
     dead_features: int
     """Output features whose weights are all zero."""
+    pattern: str = ""
+    """The pattern of the zeros, such as 2:4 or block:1x4; empty if they have none."""
 
     connections = renamed("connections", "nonzeros")
 
@@ -45,6 +47,7 @@ def total_of(rows: Sequence[Row], name: str = "total") -> Row:
         flops_sparse=sum(sparse) if sparse else None,
         features=sum(row.features for row in rows),
         dead_features=sum(row.dead_features for row in rows),
+        pattern=rows[0].pattern if len({row.pattern for row in rows}) == 1 else "",
     )
 
 

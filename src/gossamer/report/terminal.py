@@ -81,9 +81,11 @@ def bar(density: float, width: int = _BAR) -> str:
 def table_of(rows: Sequence[Row], title: str | None = None) -> Table:
     """A table for rich of at most 80 columns, with one line per tensor or fold."""
     with_flops = any(row.flops_dense is not None for row in rows)
-    head = ["layer", "weights", "nonzeros", "density", "dead", *(["FLOPs"] if with_flops else [])]
+    with_patterns = any(row.pattern for row in rows)
+    head = ["layer", "weights", "nonzeros", "density", "dead"]
+    head += [*(["FLOPs"] if with_flops else []), *(["pattern"] if with_patterns else [])]
     folded = [each.total for each in fold(rows)]
-    body = [_cells(row, with_flops) for row in (*folded, total_of(rows))]
+    body = [_cells(row, with_flops, with_patterns) for row in (*folded, total_of(rows))]
     widths = [max(map(len, column)) for column in zip(head, *body, strict=True)]
     room = WIDTH - 3 - sum(width + 2 for width in widths[1:])  # two columns apart, and the margins
     heading = None if title is None else Text(title, "bold")
@@ -100,12 +102,13 @@ def table_of(rows: Sequence[Row], title: str | None = None) -> Table:
     return table
 
 
-def _cells(row: Row, with_flops: bool) -> list[str]:
+def _cells(row: Row, with_flops: bool, with_patterns: bool) -> list[str]:
     """The cells of a row. The name is that of the layer, or of the tensor if it is not called `weight`."""
     density = f"{bar(row.density)} {row.density:>5.1%}"
     dead = short(row.dead_features).replace(" ", "") if row.dead_features else "–"
     cells = [row.name.removesuffix(".weight"), _count(row.weights), _count(row.nonzeros), density, dead]
-    return [*cells, short(row.flops_sparse)] if with_flops else cells
+    cells += [short(row.flops_sparse)] if with_flops else []
+    return [*cells, row.pattern or "–"] if with_patterns else cells
 
 
 def _summary(total: Row) -> str:

@@ -29,6 +29,8 @@ SCL_VARIANTS: Mapping[str, dict[str, Any]] = {
     "scl, fixed decay": {"decay": 0.05},
     "scl, flops": {"flops": 0.3},
     "scl, per sample": {"scale": "per_sample"},
+    "scl, 1:4": {"pattern": "1:4", "sparsity": 0.75},
+    "scl, blocks": {"pattern": "block:2x4"},
 }
 CASES = [*SCL_VARIANTS, *(name for name in METHODS if name != "scl")]
 
@@ -65,7 +67,7 @@ def make_optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
 def sparsify(model: nn.Module, optimizer: torch.optim.Optimizer, case: str) -> Any:
     if case in SCL_VARIANTS:
         settings = {"preset": "default", **PHASES, **SCL_VARIANTS[case]}
-        if not {"decay", "flops"} & settings.keys():
+        if not {"decay", "flops", "sparsity"} & settings.keys():
             settings["sparsity"] = 0.8
         if "flops" in settings:
             settings["example_input"] = batches()[0][0]

@@ -18,7 +18,6 @@ import numpy as np
 import numpy.typing as npt
 
 Array = npt.NDArray[np.floating[Any]]
-BoolArray = npt.NDArray[np.bool_]
 
 EPSILON = 1e-12
 SMALLEST_POSITIVE = float(np.finfo(np.float32).tiny)

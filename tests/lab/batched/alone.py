@@ -1,4 +1,4 @@
-"""A run by itself, in double precision: torch's SGD, the Sparsifier and, with `distil`, a teacher; nothing batched."""
+"""A run by itself, in double precision: an optimizer of torch, the Sparsifier and, with `distil`, a teacher."""
 
 import copy
 from collections.abc import Callable
@@ -24,7 +24,12 @@ def train_alone(run: Run, images: ImageSet, make_network: Callable[[], nn.Module
     batches = Batches.training(images, run.batch_size, seed=run.seed, dtype=torch.float64)
     per_epoch = len(batches)
     total = run.epochs * per_epoch
-    optimizer = torch.optim.SGD(network.parameters(), lr=1.0, momentum=run.momentum, weight_decay=run.weight_decay)
+    optimizer: torch.optim.Optimizer
+    if run.optimizer in ("adam", "adamw"):
+        kind = torch.optim.Adam if run.optimizer == "adam" else torch.optim.AdamW
+        optimizer = kind(network.parameters(), lr=1.0, weight_decay=run.weight_decay)
+    else:
+        optimizer = torch.optim.SGD(network.parameters(), lr=1.0, momentum=run.momentum, weight_decay=run.weight_decay)
 
     def rate(step: int) -> float:
         return learning_rate(run, plan, step, total_steps=total, steps_per_epoch=per_epoch)
@@ -71,6 +76,8 @@ def train_alone(run: Run, images: ImageSet, make_network: Callable[[], nn.Module
             divergence = F.kl_div(*soft, log_target=True, reduction="batchmean")
             loss = (1 - run.distil) * loss + run.distil * run.temperature**2 * divergence
         loss.backward()
+        if run.clip is not None:
+            nn.utils.clip_grad_norm_(network.parameters(), run.clip)
         optimizer.step()
         if (step + 1) % per_epoch == 0:
             assert next(epoch, None) is None

@@ -1,4 +1,4 @@
-"""Runs trained in a batch give what each gives alone with a Sparsifier and torch's SGD."""
+"""Runs trained in a batch give what each gives alone with a Sparsifier and an optimizer of torch."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,15 +18,16 @@ from gossamer.lab.data import Batches
 from gossamer.lab.data.sets import ImageSet, Labelled
 from gossamer.lab.models.densenet import DenseNet
 from gossamer.lab.models.resnet import BasicBlock, ResNet
+from gossamer.lab.models.transformer import VisionTransformer
 from gossamer.lab.models.wide_resnet import WideResNet
 from gossamer.lab.training.run import Run
 from gossamer.methods import METHODS
+from gossamer.prunable import select
 from gossamer.schedule import cubic_budget
 
 CPU = torch.device("cpu")
 PHASES = {"warmup": "1ep", "sparsify": "2ep", "stabilise": "1ep", "min_density": 0.02}
 BASE = Run(epochs=5, batch_size=8, lr=0.05, method="scl", sparsity=0.7, settings=PHASES)
-PRUNABLE = ("0.weight", "3.weight", "8.weight")
 
 
 def scl(seed: int, sparsity: float | None = 0.7, decay: float | None = None, **settings: float | str) -> Run:
@@ -67,17 +68,19 @@ def accuracy(net: nn.Module) -> float:
     return float((net.eval()(pixels).argmax(1) == labels).double().mean())
 
 
-def train(runs: list[Run], images: ImageSet | None = None) -> list[tuple[Outcome, nn.Module]]:
-    return train_together(runs, images or data(), network, device=CPU, dtype=torch.float64)
+def train(
+    runs: list[Run], images: ImageSet | None = None, make_network: Callable[[], nn.Module] = network
+) -> list[tuple[Outcome, nn.Module]]:
+    return train_together(runs, images or data(), make_network, device=CPU, dtype=torch.float64)
 
 
-def check_against_runs_alone(runs: list[Run]) -> list[Outcome]:
-    trained = train(runs)
+def check_against_runs_alone(runs: list[Run], make_network: Callable[[], nn.Module] = network) -> list[Outcome]:
+    trained = train(runs, make_network=make_network)
     for run, (outcome, ours) in zip(runs, trained, strict=True):
-        theirs = train_alone(run, data(), network)
+        theirs = train_alone(run, data(), make_network)
         for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
             torch.testing.assert_close(one.double(), other, rtol=1e-5, atol=1e-6, msg=lambda m, of=run: f"{of}: {m}")
-        weights = [theirs.get_parameter(name) for name in PRUNABLE]
+        weights = [weight.parameter for weight in select(theirs)]
         assert outcome.nonzeros_by_tensor == tuple(int((weight != 0).sum()) for weight in weights), run
         assert outcome.accuracy == pytest.approx(accuracy(theirs))
         total = sum(weight.numel() for weight in weights)
@@ -126,6 +129,23 @@ def test_a_batch_without_warm_ups_and_one_with_seeds_of_both_kinds() -> None:
     check_against_runs_alone([run_of(name, seed, 0.6) for name, seed in mixed])
 
 
+def test_adam_and_clipping_equal_those_of_torch() -> None:
+    """Also where moments are reset, as by RigL, and where a dense warm-up is shared."""
+    for optimizer, names in (("adamw", ("dense", "scl", "rigl", "acdc", "feather")), ("adam", ("dense", "scl"))):
+        runs = [run_of(name, seed) for name in names for seed in (1, 2)]
+        check_against_runs_alone(
+            [replace(run, optimizer=optimizer, lr=0.01, weight_decay=0.1, clip=0.5) for run in runs]
+        )
+
+
+def test_transformers_equal_themselves_alone() -> None:
+    def transformer() -> nn.Module:
+        return VisionTransformer(4, side=8, patch=4, width=8, layers=1, heads=2)
+
+    runs = [replace(run_of(name, 1), optimizer="adamw", lr=0.01) for name in ("dense", "scl", "feather")]
+    check_against_runs_alone(runs, transformer)
+
+
 def test_weight_decay_follows_the_density() -> None:
     check_against_runs_alone(
         [replace(scl(1), weight_decay=0.02, weight_decay_power=2.0), replace(scl(1), weight_decay=0.02)]
@@ -138,7 +158,7 @@ def test_weights_are_counted_that_are_not_zero() -> None:
     images.train.images[:, 2] = 0
     runs = [run_of(name, 5, 0.1, **({"distribution": "uniform"} if name == "rigl" else {})) for name in METHODS]
     for run, (outcome, net) in zip(runs, train(runs, images), strict=True):
-        weights = [net.get_parameter(name) for name in PRUNABLE]
+        weights = [weight.parameter for weight in select(net)]
         assert outcome.nonzeros_by_tensor == tuple(int((weight != 0).sum()) for weight in weights), run
         total, left = sum(weight.numel() for weight in weights), sum(outcome.nonzeros_by_tensor)
         assert outcome.sparsity == pytest.approx(1 - left / total)

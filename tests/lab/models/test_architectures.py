@@ -79,7 +79,7 @@ def test_language_model_ties_its_weights_and_carries_its_state() -> None:
     assert model.embedding.weight.abs().max() <= 0.1
     assert not model.decoder.bias.any()
     tokens = torch.randint(20, (8, 3))
-    whole, (h, c) = model(tokens, model.zero_state(3))
+    whole, (h, c) = model(tokens)
     first, state = model(tokens[:5])
     second, (h2, c2) = model(tokens[5:], detach_state(state))
     torch.testing.assert_close(torch.cat((first, second)), whole)

@@ -48,8 +48,7 @@ class Reason:
 @dataclass(frozen=True, eq=False)
 class Features:
     """The features of one tensor. ``ids`` identify them. ``constant`` is the value of features that have the same
-    number
-    at every position for every input, and NaN for others. ``dim`` is their axis, counted from the end."""
+    number at every position for every input, and NaN for others. ``dim`` is their axis, counted from the end."""
 
     dim: int
     ids: Tensor

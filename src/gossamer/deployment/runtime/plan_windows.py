@@ -1,6 +1,5 @@
 """Records of the operations on planes of pixels: ``pool_op`` and ``spread_op`` in pooling.h, ``phases_op`` in
-kernels.c;
-and the blocks of channels of a product with windows."""
+kernels.c; and the blocks of channels of a product with windows."""
 
 from __future__ import annotations
 

@@ -232,8 +232,7 @@ def _with_shapes(made: Any, node: fx.Node) -> list[tuple[Handle | None, tuple[in
 
 def _is_signal(node: fx.Node) -> bool:
     """Whether an input of three dimensions has its channels before its steps, decided by the first call that allows
-    only
-    one of the two."""
+    only one of the two."""
     paths, seen = [(node, False)], {node}
     for current, turned in paths:
         for user in current.users:

@@ -143,8 +143,7 @@ def _gather(kept: Kept, taps: Taps, offsets: Integers, bias: Floats, zero: int) 
 
 def _windows(kept: Kept, taps: Taps, offsets: Integers, bias: Floats) -> int:
     """Sixteen rows traverse the vector together: the window begins at the next weight of the row that is furthest
-    behind,
-    and every row with a weight inside the window uses it. All slices are computed at the same time here."""
+    behind, and every row with a weight inside the window uses it. All slices are computed at the same time here."""
     inside = np.lexsort((offsets, taps.row))
     places, weights = np.append(offsets[inside], 0), np.append(taps.weight[inside], np.float32(0))
     lengths = np.bincount(taps.row, minlength=taps.rows)

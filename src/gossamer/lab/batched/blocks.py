@@ -19,6 +19,7 @@ from gossamer.lab.batched.layers import (
 from gossamer.lab.models.densenet import BottleneckLayer, DenseLayer, DenseNet, Transition
 from gossamer.lab.models.fc_densenet import FullyConnectedDenseNet, FullyConnectedLayer
 from gossamer.lab.models.resnet import BasicBlock, ResNet, ZeroPadShortcut
+from gossamer.lab.models.transformer import Attention
 from gossamer.lab.models.wide_resnet import WideBlock, WideResNet, WideTransition
 
 
@@ -128,6 +129,26 @@ class _StackableWideResNet(WideResNet):
         return _classified(self, x)
 
 
+class _StackableAttention(Attention):
+    """Attention as two products and a softmax: torch has no batching rule for its fused attention."""
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        batch, tokens, width = x.shape
+        dtype = self.inputs.weight.dtype
+        inputs = self.inputs(x).to(dtype).view(batch, tokens, 3, self.heads, -1)
+        query, key, value = inputs.permute(2, 0, 3, 1, 4)
+        scores = (query @ key.transpose(-2, -1)) * query.shape[-1] ** -0.5
+        if self.causal:
+            hidden = torch.ones(tokens, tokens, dtype=torch.bool, device=x.device).triu(1)
+            scores = scores.masked_fill(hidden, -torch.inf)
+        if mask is not None:
+            scores = scores.masked_fill(~mask, -torch.inf)
+        shares = F.softmax(scores, dim=-1, dtype=torch.promote_types(dtype, torch.float32)).to(dtype)
+        mixed = F.dropout(shares, self.dropout, self.training) @ value
+        result: Tensor = self.output(mixed.transpose(1, 2).reshape(batch, tokens, width))
+        return result
+
+
 _STACKABLE: dict[type[nn.Module], type[nn.Module]] = {
     nn.AdaptiveAvgPool2d: StackableAdaptiveAvgPool2d,
     nn.Conv2d: StackableConv2d,
@@ -136,6 +157,7 @@ _STACKABLE: dict[type[nn.Module], type[nn.Module]] = {
     nn.Linear: StackableLinear,
     nn.Sequential: StackableSequential,
     FullyConnectedDenseNet: _StackableFullyConnectedDenseNet,
+    Attention: _StackableAttention,
     ResNet: _StackableResNet,
     BasicBlock: _StackableBasicBlock,
     ZeroPadShortcut: _StackableShortcut,

@@ -1,4 +1,4 @@
-"""The step of all runs at once: SGD on the dense weights, and for each method group its method.
+"""The step of all runs at once: SGD, Adam or AdamW on the dense weights, and for each method group its method.
 
 The matrices have a row for each network, as in stack.py; the rows of a group are adjacent, and its method (see
 gossamer.methods) works on those alone. Everything a step needs is read from tensors on the device, so that a captured
@@ -14,6 +14,8 @@ from torch import Tensor
 
 from gossamer.lab.batched.stack import NetworkStack
 from gossamer.methods.base import MatrixStep, Method, Timeline
+
+_BETAS, _EPSILON = (0.9, 0.999), 1e-8  # of Adam and AdamW, torch's defaults
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,16 +39,20 @@ class Hyperparameters:
 class BatchedOptimizer:
     """Weight variables, momentum and masks of all runs."""
 
-    def __init__(self, stack: NetworkStack) -> None:
-        self.stack = stack
+    def __init__(self, stack: NetworkStack, kind: str = "sgd") -> None:
+        """`kind` is "sgd", "adam" or "adamw"."""
+        self.stack, self._decoupled = stack, kind == "adamw"
         self.velocity = torch.zeros_like(stack.variables)
+        self.squares = torch.zeros_like(stack.variables) if kind in ("adam", "adamw") else None
         self.groups: list[MethodGroup] = []
         self.step = torch.zeros(1, dtype=torch.int64, device=stack.device)
 
     def branch(self, rows: Sequence[int]) -> None:
         """Continue with copies: new row i is a copy of row rows[i]. Then `set_groups`."""
         self.stack.branch(rows)
-        self.velocity = self.velocity[torch.tensor(rows, device=self.velocity.device)]
+        index = torch.tensor(rows, device=self.velocity.device)
+        self.velocity = self.velocity[index]
+        self.squares = None if self.squares is None else self.squares[index]
 
     def set_groups(self, groups: Sequence[MethodGroup]) -> None:
         known = [group.method for group in self.groups]
@@ -68,7 +74,10 @@ class BatchedOptimizer:
             if group.method.penalizes:
                 group.method.add_penalty(gradient[group.rows, count:], self.stack.variables[group.rows, count:])
             group.method.update_masks(MatrixStep(gradient[group.rows, :count], self.weights(group), self.stack.layout))
-        self._descend(gradient, rate, parameters)
+        if self.squares is None:
+            self._descend(gradient, rate, parameters)
+        else:
+            self._descend_with_adam(gradient, self.squares, rate, parameters)
         for group in self.groups:
             group.method.project(self.weights(group))
             group.timeline.clock += 1
@@ -85,7 +94,9 @@ class BatchedOptimizer:
             changed = True
             fresh = group.method.update_topology(self.weights(group), done)
             if fresh is not None:
-                self.velocity[group.rows, : self.stack.prunable].masked_fill_(fresh, 0.0)
+                for moments in (self.velocity, self.squares):
+                    if moments is not None:
+                        moments[group.rows, : self.stack.prunable].masked_fill_(fresh, 0.0)
         if changed:
             self.apply_masks()
 
@@ -98,6 +109,7 @@ class BatchedOptimizer:
     def tensors(self) -> dict[str, Tensor]:
         """All that changes from step to step, to be saved or copied into; then `apply_masks`."""
         found = {"variables": self.stack.variables, "velocity": self.velocity, "step": self.step}
+        found |= {} if self.squares is None else {"squares": self.squares}
         found |= {f"buffer.{name}": buffer for name, buffer in self.stack.buffers.items()}
         for number, group in enumerate(self.groups):
             found[f"group{number}.clock"] = group.timeline.clock
@@ -121,3 +133,16 @@ class BatchedOptimizer:
         torch.addcmul(gradient, self.velocity, parameters.momentum, out=self.velocity)
         self.velocity.addcmul_(self.stack.variables, parameters.weight_decay)
         self.stack.variables.addcmul_(self.velocity, rate, value=-1.0)
+
+    def _descend_with_adam(self, gradient: Tensor, squares: Tensor, rate: Tensor, parameters: Hyperparameters) -> None:
+        """Adam or AdamW, as in torch."""
+        first, second = _BETAS
+        variables, count = self.stack.variables, (self.step + 1).to(rate.dtype)
+        if self._decoupled:
+            variables.mul_(1.0 - rate * parameters.weight_decay)
+        else:
+            gradient = torch.addcmul(gradient, variables, parameters.weight_decay)
+        self.velocity.lerp_(gradient, 1.0 - first)
+        squares.mul_(second).addcmul_(gradient, gradient, value=1.0 - second)
+        size = squares.sqrt().div_((1.0 - second**count).sqrt()).add_(_EPSILON)
+        variables.addcdiv_(self.velocity * (rate / (1.0 - first**count)), size, value=-1.0)

@@ -17,6 +17,7 @@ from torch import Tensor
 from gossamer.lab.training.run import Run
 from gossamer.methods import find
 from gossamer.methods.base import Layout, Method, Options, Request
+from gossamer.patterns import Shape, assign, parse_option, target_of
 from gossamer.schedule import Plan
 from gossamer.target import make_target
 
@@ -49,16 +50,13 @@ class BatchedRun:
 
     def request(self, layout: Layout) -> Request[Any]:
         """What it asks of its method."""
-        target = None
-        if self.run.decay is not None:
-            target = make_target(layout.sizes, decay=self.run.decay, floors=[0] * len(layout.sizes))
-        return Request(self.run.sparsity or 0.0, self.run.seed, self.options, target)
+        return request_of(self.run, layout)
 
     @property
     def group(self) -> tuple[Any, ...]:
         """Runs with the same group share one method object."""
         shared = (getattr(self.options, name) for name in self.method_type.shared)
-        return self.method_type.name, *shared, self.run.decay, self.plan, self.min_density
+        return self.method_type.name, *shared, self.run.decay, self.run.pattern, self.plan, self.min_density
 
     @property
     def row_changes(self) -> tuple[int, ...]:
@@ -81,6 +79,20 @@ class BatchedRun:
 
     def phase(self, step: int) -> str:
         return "dense" if self.plan is None else str(self.plan.at(step).phase)
+
+
+def request_of(run: Run, layout: Layout) -> Request[Any]:
+    """What a run asks of its method. `layout` has the output features first and the input channels last."""
+    target = patterns = None
+    if run.pattern is not None:
+        shapes = [Shape.features_first(name, shape) for name, shape in zip(layout.names, layout.shapes, strict=True)]
+        patterns = assign(parse_option(run.pattern), shapes)
+        assert patterns is not None
+        density = run.phases.min_density
+        target = target_of(patterns, shapes, sparsity=run.sparsity, decay=run.decay, min_density=density)
+    elif run.decay is not None:
+        target = make_target(layout.sizes, decay=run.decay, floors=[0] * len(layout.sizes))
+    return Request(run.sparsity or 0.0, run.seed, run.options, target, patterns)
 
 
 @dataclass(frozen=True)

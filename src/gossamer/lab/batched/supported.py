@@ -7,7 +7,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from gossamer.lab.batched.rows import BatchedRun
+from gossamer.lab.batched.rows import BatchedRun, request_of
 from gossamer.lab.data import kind_of
 from gossamer.lab.data.sets import ImageSet
 from gossamer.lab.training.checks import TRUNK
@@ -28,10 +28,10 @@ _RATES = ("lr", "schedule", "lr_warmup", "lr_drops", "lr_factor", "lr_restart")
 _REQUEST = ("method", "sparsity", "decay")
 _DECAY = ("momentum", "weight_decay", "weight_decay_power")
 _TEACHING = ("distil", "temperature", "teacher")
-OWN = ("preset", "settings", *_DECAY, *_TEACHING, *_RATES)
+OWN = ("preset", "pattern", "settings", *_DECAY, *_TEACHING, *_RATES)
 """What runs of one batch may differ in, besides their request and their seed. All else is shared."""
 # What has to stay as it is by default.
-_NOT_IN_A_BATCH = ("flops", "leave_at", "include", "exclude", "optimizer", "nesterov", "clip", "sharding")
+_NOT_IN_A_BATCH = ("flops", "leave_at", "include", "exclude", "nesterov", "sharding")
 
 
 def unsupported(run: Run) -> list[str]:
@@ -51,7 +51,7 @@ def unsupported(run: Run) -> list[str]:
     if run.method == "scl" and isinstance(options, SCLOptions):
         found += ["settings.scale='per_sample'"] if options.scale == "per_sample" else []
         found += [f"settings.mask_momentum={options.mask_momentum}"] if options.mask_momentum else []
-    elif run.method != "dense" and run.sparsity is None:
+    elif run.method != "dense" and run.sparsity is None and run.pattern is None:
         found.append(f"decay={run.decay} with method={run.method}")
     return found
 
@@ -67,12 +67,13 @@ def check(runs: Sequence[Run]) -> None:
 
 
 def check_reachable(runs: Sequence[Run], layout: Layout) -> None:
-    """Refuse, before anything is trained, budgets that whole filters or `min_density` do not allow."""
+    """Refuse, before anything is trained, budgets that whole filters, `min_density` or a pattern do not allow."""
     problems = []
     for run in runs:
         try:
             check_filters(run, layout)
             check_min_density(run, layout)
+            check_pattern(run, layout)
         except ValueError as error:
             problems.append(f"run {run.run_id}, method={run.method}: {error}")
     if problems:
@@ -90,7 +91,7 @@ def check_filters(run: Run, layout: Layout) -> None:
 
 def check_min_density(run: Run, layout: Layout) -> None:
     """Refuse a budget below the nonzeros that `min_density` keeps in each tensor."""
-    if run.sparsity is None or find(run.method).structured:
+    if run.sparsity is None or run.pattern is not None or find(run.method).structured:
         return
     least, kept = sum(min_nonzeros(layout.sizes, run.phases.min_density)), layout.keep(run.sparsity)
     if least > kept:
@@ -98,6 +99,12 @@ def check_min_density(run: Run, layout: Layout) -> None:
             f"sparsity={run.sparsity} keeps {kept} weights, but min_density keeps at least {least}: ask for less "
             "sparsity, or lower min_density (settings.min_density=0 in a run, scl:min_density=0 in a comparison)"
         )
+
+
+def check_pattern(run: Run, layout: Layout) -> None:
+    """Refuse a pattern that does not fit the network or the sparsity."""
+    if run.pattern is not None:
+        request_of(run, layout)
 
 
 def shared(run: Run) -> Run:

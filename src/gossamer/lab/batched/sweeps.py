@@ -33,6 +33,7 @@ from gossamer.methods import find
 from gossamer.methods.base import Layout
 from gossamer.methods.slimming import gains_of
 from gossamer.prunable import select
+from gossamer.state import make_layout
 
 Record = dict[str, Any]
 
@@ -153,8 +154,7 @@ def layout_of(network: nn.Module) -> Layout:
     weights = select(network)
     names = tuple(weight.name for weight in weights)
     others = [(name, each.numel()) for name, each in network.named_parameters() if name not in names]
-    shapes = tuple(tuple(weight.parameter.shape) for weight in weights)
-    return Layout(names, shapes, gains_of(network, names, others))
+    return make_layout(weights, any_order=False, gains=gains_of(network, names, others))
 
 
 def _train_missing(wanted: Collection[Run], options: _Options) -> None:

@@ -66,7 +66,7 @@ class BatchedTraining:
         for numbers in self._rows.runs:
             torch.manual_seed(self.runs[numbers[0]].run.seed)
             networks.append(make_network())
-        self.optimizer = BatchedOptimizer(NetworkStack(networks, device=device, dtype=dtype))
+        self.optimizer = BatchedOptimizer(NetworkStack(networks, device=device, dtype=dtype), self._shared.optimizer)
         self._teachers = Teachers(self.runs, self._seeds, device)
         self._try_methods()
         self._losses = torch.zeros(len(runs), device=device)  # one per run, not per row
@@ -243,7 +243,7 @@ class BatchedTraining:
         optimizer, parameters, loader = self.optimizer, self._hyperparameters, self.loader
         stack = optimizer.stack
         seeds, rows, losses, smoothing = self._seed_of_row, self._row_of_run, self._losses, self._shared.label_smoothing
-        distillation = self._distillation
+        distillation, clip = self._distillation, self._shared.clip
 
         def step() -> None:
             of_seeds, labels = loader.next_batch()
@@ -254,10 +254,18 @@ class BatchedTraining:
             wanted = loss if distillation is None else distillation.loss(loss, logits, of_seeds)
             gradients = stack.gradients(wanted.sum())
             with torch.no_grad():
+                if clip is not None:
+                    clip_(gradients, clip)
                 losses.add_(loss.detach().index_select(0, rows))
                 optimizer.update(gradients, parameters)
 
         return step
+
+
+def clip_(gradients: Tensor, largest: float) -> None:
+    """Limit the norm of each row, as torch.nn.utils.clip_grad_norm_ does for one network."""
+    norms = torch.linalg.vector_norm(gradients, dim=1, keepdim=True)
+    gradients.mul_((largest / (norms + 1e-6)).clamp_max(1.0))
 
 
 def check_state(state: Mapping[str, Any], runs: Sequence[str], steps: int) -> tuple[int, float]:

@@ -322,8 +322,7 @@ class FolderBatches(BatchSource):
 
     def _start_method(self) -> str | None:
         """How workers are started. With threads that communicate with other processes, a plain fork can deadlock,
-        because
-        it copies a held lock without its holder."""
+        because it copies a held lock without its holder."""
         several = torch.distributed.is_available() and torch.distributed.is_initialized()
         return "forkserver" if self.workers and several else None
 

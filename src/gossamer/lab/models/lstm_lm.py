@@ -36,12 +36,6 @@ class LSTMLanguageModel(nn.Module):
         outputs, state = self.lstm(self.dropout(self.embedding(tokens)), state)
         return self.decoder(self.dropout(outputs)), state
 
-    def zero_state(self, batch: int) -> State:
-        """The initial state, for loops that keep it in fixed buffers (e.g. in a CUDA graph)."""
-        shape = (self.lstm.num_layers, batch, self.lstm.hidden_size)
-        weight = self.embedding.weight
-        return weight.new_zeros(shape), weight.new_zeros(shape)
-
 
 def detach_state(state: State) -> State:
     """The same state with its history cut off, so that back-propagation stops at the window's edge."""

@@ -58,7 +58,7 @@ PUBLISHED: Mapping[tuple[str, str], Mapping[float, float]] = MappingProxyType(
 # Fields of a run in which those of a comparison may differ, with their values in a comparison without options.
 _DECAY = ("weight_decay", "weight_decay_power")
 _RATES = ("lr", "schedule", "lr_warmup", "lr_factor", "lr_restart")
-_FIELDS = (*_DECAY, "distil", "temperature", "teacher", "momentum", "batch_size", "label_smoothing", *_RATES)
+_FIELDS = (*_DECAY, "pattern", "distil", "temperature", "teacher", "momentum", "batch_size", "label_smoothing", *_RATES)
 _USUAL = {name: getattr(Run, name) for name in _FIELDS} | {"weight_decay": 5e-4}
 _PHASES = ("warmup", "sparsify", "stabilise")
 

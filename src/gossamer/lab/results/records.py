@@ -45,13 +45,6 @@ def read_objects(folder: Path) -> list[dict[str, Any]]:
     return [read_object(path, remedy=": delete it") for path in sorted(folder.glob("*.json"))]
 
 
-def make_folder(path: Path) -> None:
-    """Before anything is trained: a folder that records can be written into."""
-    if path.exists() and not path.is_dir():
-        raise ValueError(f"expected a folder for records, got {path}, which is a file: choose another name (--out)")
-    path.mkdir(parents=True, exist_ok=True)
-
-
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     lines = [" | ".join(cells) for cells in (head, ["---"] * len(head), *rows)]
     return "\n".join(f"| {line} |" for line in lines)

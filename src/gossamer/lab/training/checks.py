@@ -12,8 +12,9 @@ from gossamer.lab.data import kind_of
 from gossamer.lab.training.durations import PHASES, phases_too_long
 from gossamer.lab.training.parsing import typed
 from gossamer.lab.training.setting_names import setting_types
-from gossamer.methods import find, known
+from gossamer.methods import METHODS, find, known
 from gossamer.methods.scl import SCL
+from gossamer.patterns import parse_option
 from gossamer.schedule import steps_of
 from gossamer.settings import PRESETS, choose
 
@@ -39,6 +40,7 @@ _NAMED, _NEXT = re.compile(r"\w+: "), re.compile(r"; (?=\w+: )")
 def problems_of(run: "Run") -> list[str]:
     """The reasons why a run cannot be trained; empty if there are none so far."""
     problems = [*_wrong_choices(run), *_wrong_numbers(run), *_wrong_request(run), *_wrong_durations(run)]
+    problems += _wrong_pattern(run)
     return [*problems, *_wrong_data(run), *_wrong_teacher(run), *_without_warmup(run)]
 
 
@@ -123,12 +125,30 @@ def _wrong_request(run: "Run") -> list[str]:
             "method=scl for a sparse one"
             for name in given
         ]
-    if len(given) == 1:
+    if len(given) == 1 or (not given and run.pattern is not None):  # N:M fixes the sparsity
         return []
     expected = f"method={run.method}: expected one of sparsity, flops and decay, got"
     if not given:
         return [f"{expected} none of them; set sparsity=0.95, for example, or method=dense"]
     return [f"{expected} {', '.join(given)}; set what you do not mean to none, such as {given[0]}=none"]
+
+
+def _wrong_pattern(run: "Run") -> list[str]:
+    if run.pattern is None:
+        return []
+    try:
+        parse_option(run.pattern)
+    except ValueError as error:
+        return [f"pattern: {error}"]
+    method, wrong = known(run.method), []
+    if run.method == "dense":
+        wrong.append("pattern: expected none with method=dense; set method=scl for a sparse network")
+    elif method is not None and not method.patterned:
+        able = ", ".join(name for name, each in METHODS.items() if each.patterned)
+        wrong.append(f"pattern: expected none with method={run.method}; the methods with patterns are {able}")
+    if run.weight_decay_power and run.sparsity is None and run.flops is None:
+        wrong.append("weight_decay_power: needs sparsity= or flops=, also with a pattern; set one of them")
+    return wrong
 
 
 def _wrong_data(run: "Run") -> list[str]:

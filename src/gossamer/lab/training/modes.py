@@ -76,8 +76,7 @@ def resolve(run: Run, context: DistributedContext) -> Run:
 
 def resolve_compile(resolved: Run, context: DistributedContext, steps: int) -> Run:
     """Resolve `compile` for a run of this many steps. By default, steps are compiled only if there is a compiler, and
-    only
-    in the measured configuration."""
+    only in the measured configuration."""
     if resolved.compile is not None:
         return resolved
     best = measured(resolved.model, context.device)

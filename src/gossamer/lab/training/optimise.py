@@ -86,12 +86,38 @@ def taken_learning_rate(optimizer: Optimizer, given: float) -> float:
 
 
 def load_optimizer_state(optimizer: Optimizer, state: dict[str, Any]) -> None:
-    """Load a state that may come from another device, and keep the implementation flags of this optimizer."""
+    """Load a state that may come from another device, and keep the implementation flags of this optimizer.
+
+    A state that does not fit is a `TypeError`, before anything changes: torch would accept it and fail in a later step.
+    """
+    _check_optimizer_state(optimizer, state)
     groups = [
         {**saved, **{name: own[name] for name in _OF_THE_DEVICE if name in own}}
         for saved, own in zip(state["param_groups"], optimizer.param_groups, strict=True)
     ]
     optimizer.load_state_dict({**state, "param_groups": groups})
+
+
+def _check_optimizer_state(optimizer: Optimizer, state: dict[str, Any]) -> None:
+    for saved, own in zip(state["param_groups"], optimizer.param_groups, strict=True):
+        for name, value in own.items():
+            if name not in ("params", *_OF_THE_DEVICE) and not _is_like(saved[name], value):
+                raise TypeError(f"the optimizer's {name} is {saved[name]!r:.40}, not like {value!r:.40}")
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for index, values in state["state"].items():
+        for name, value in values.items():
+            fits = value is None or _is_like(value, 0.0)
+            if not fits and not (isinstance(value, Tensor) and value.shape == parameters[index].shape):
+                raise TypeError(f"the optimizer's {name} of parameter {index} does not have its shape")
+
+
+def _is_like(value: object, own: object) -> bool:
+    """Whether a setting may stand for that of this optimizer: a number or a tensor with one for another."""
+    if isinstance(own, tuple | list):
+        return isinstance(value, tuple | list) and len(value) == len(own) and all(map(_is_like, value, own))
+    if isinstance(own, int | float | Tensor):
+        return isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1)
+    return value is None or value == own
 
 
 def learning_rate(run: Run, plan: Plan | None, step: int, *, total_steps: int, steps_per_epoch: int) -> float:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from gossamer.diagnostics import Health
+from gossamer.io.container import is_count
 from gossamer.io.sparse_file import save
 from gossamer.lab import model_files
 from gossamer.lab.checkpoint import Checkpoints, write_atomically
@@ -176,6 +177,7 @@ def with_current_keys(result: Mapping[str, Any]) -> dict[str, Any]:
 
 _NUMBERS = ("accuracy", "perplexity", "sparsity", "nonzeros", "weights", "seconds", "train_loss")
 _OPTIONAL = ("flops", "flops_dense", "validation_accuracy", "validation_perplexity")
+_SHARES = ("accuracy", "validation_accuracy", "sparsity")
 
 
 def check_result(values: Mapping[str, Any], file: Path) -> None:
@@ -188,6 +190,7 @@ def check_result(values: Mapping[str, Any], file: Path) -> None:
         and not is_number(values[name])
         and not (values[name] is None and (name in _OPTIONAL or (name == "train_loss" and diverged)))
     ]
+    wrong += [name for name in _SHARES if is_number(values.get(name)) and not 0 <= values[name] <= 1]
     if not diverged and "accuracy" not in values and "perplexity" not in values:
         wrong.append("accuracy")
     if "config" in values and not isinstance(values["config"], dict):
@@ -195,8 +198,8 @@ def check_result(values: Mapping[str, Any], file: Path) -> None:
     if wrong:
         found = ", ".join(f"{name} = {values.get(name)!r:.40}" for name in wrong)
         raise ValueError(
-            f"expected the result of a run with a number for each of {', '.join(wrong)} in {file}, got {found}: delete "
-            "it to train again"
+            f"expected the result of a run with a number for each of {', '.join(wrong)} in {file}, and shares from 0 "
+            f"to 1, got {found}: delete it to train again"
         )
 
 
@@ -239,8 +242,10 @@ def _check_row(row: Row) -> None:
     optional = (row.flops_dense, row.flops_sparse)
     if not isinstance(row.name, str) or not isinstance(row.type, str):
         raise TypeError(f"{row.name!r:.40} is not a name")
-    if not all(type(each) is int for each in whole) or not all(each is None or is_number(each) for each in optional):
+    if not all(map(is_count, whole)) or not all(each is None or is_count(each) for each in optional):
         raise TypeError(f"{row.name!r:.40} has counts that are not numbers")
+    if row.nonzeros > row.weights or row.dead_features > row.features:
+        raise TypeError(f"{row.name!r:.40} has more nonzeros or dead features than it has weights or features")
 
 
 def write_json(path: Path, values: Mapping[str, Any]) -> None:

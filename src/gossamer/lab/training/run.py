@@ -65,6 +65,8 @@ class Run:
     """The paper's fixed λ1; the sparsity follows from it."""
     leave_at: float | None = None
     """With decay: end the sparsify phase at this sparsity."""
+    pattern: str | None = None
+    """Pattern of the zeros: 2:4 (any N:M), block:1x4, row or filter, or several as NAME=PATTERN;NAME=PATTERN."""
     preset: str = "default"
     """Named set of settings; `settings` overrides it."""
     settings: Mapping[str, Scalar] = field(default_factory=_no_options, hash=False)

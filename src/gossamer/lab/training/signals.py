@@ -49,6 +49,5 @@ class StopSignal:
 
 def may_be_of(error: BaseException | None) -> bool:
     """Whether the signal may have caused an error. A terminal signals all its processes, and if a compiler dies from
-    it,
-    the waiting step fails. A full disk or a non-finite loss has another cause."""
+    it, the waiting step fails. A full disk or a non-finite loss has another cause."""
     return isinstance(error, Exception) and not isinstance(error, OSError | ArithmeticError)

@@ -9,6 +9,7 @@ from gossamer.lab.training.optimise import learning_rate
 from gossamer.lab.training.run import Run
 from gossamer.methods import find
 from gossamer.methods.lottery import rewound
+from gossamer.patterns import parse_option
 from gossamer.schedule import Plan
 from gossamer.sparsifier import Sparsifier
 
@@ -37,6 +38,7 @@ def make_sparsifier(
         flops=run.flops,
         decay=run.decay,
         leave_at=run.leave_at,
+        pattern=None if run.pattern is None else parse_option(run.pattern),
         preset=run.preset,
         seed=run.seed,
         include=run.include or None,

@@ -40,8 +40,7 @@ class LossNotFinite(ArithmeticError):
 
 def check_last_step(tensors: Mapping[str, Tensor], test: float) -> None:
     """Raise if the last step, which no further loss checks, has ruined the network: its tensors or the `test` metric
-    are
-    not finite, or so large that the product of two layers overflows.
+    are not finite, or so large that the product of two layers overflows.
 
     Accuracy alone does not show this, and outputs on the test set can be infinite after few steps, because the
     statistics of batch norms start far from those of the data.
@@ -181,8 +180,7 @@ class Step:
 
     def _kernels_of(self) -> _Kernels:
         """What determines the kernels of the next step: its phase, whether a teacher is used, and the weight decay,
-        which
-        is a constant in a kernel."""
+        which is a constant in a kernel."""
         taught = self._teacher is not None and self._teacher.teaches
         weight_decay = float(self._optimizer.param_groups[0]["weight_decay"])
         if not isinstance(self._sparsifier, Sparsifier):
