@@ -28,6 +28,9 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, help="default: those of each problem")
     parser.add_argument("--tune", type=int, metavar="TRIALS", help="tune the methods instead of comparing them")
     parser.add_argument("--jobs", type=int, default=1, help="processes of problems that are not trained in batches")
+    parser.add_argument(
+        "--alone", action="store_true", help="a process for each run, even where a batch could train it"
+    )
     parser.add_argument("--together", type=int, default=32, help="runs of a batch")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no run that would end later")
@@ -51,7 +54,7 @@ def main() -> None:
         comparison = SuiteComparison(
             tuple(options.problem), methods, tuple(options.sparsity), options.seeds, options.epochs
         )
-        for row in compare_suite(comparison, options.out, progress=say, **how):
+        for row in compare_suite(comparison, options.out, alone=options.alone, progress=say, **how):
             spread = "" if row["stderr"] is None else f" ± {row['stderr']:.4f}"
             print(f"{row['problem']} {row['sparsity']:.0%} {row['method']}: {row['mean']}{spread}, n = {row['n']}")
     except (ValueError, RuntimeError) as error:

@@ -1,7 +1,8 @@
 """What the site needs beyond the pages of this folder.
 
 Pages are read on a code host too, so they link to files of the checkout by relative paths: `../src/gossamer/budget.py`,
-`../results/…/final.svg`. Here each such file becomes part of the site, and README.md and its neighbours become pages.
+`../results/…/final.svg`. Here each such file becomes part of the site, and README.md, its neighbours and the notebooks
+become pages.
 """
 
 import re
@@ -9,10 +10,13 @@ from pathlib import Path
 from posixpath import normpath
 from typing import Any
 
+from _notebooks import notebooks, page_of
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parent.parent
+NOTEBOOKS = {f"docs/notebooks/{path.name}": path for path in notebooks()}
 PAGES = {
+    **{source: f"notebook-{path.stem}.md" for source, path in NOTEBOOKS.items()},
     "README.md": "index.md",
     "CHANGELOG.md": "changelog.md",
     "CONTRIBUTING.md": "contributing.md",
@@ -26,7 +30,8 @@ def on_files(files: Files, config: Any) -> Files:
     """Add the pages from outside of docs/, and every file of the checkout that a page links to."""
     for source, page in PAGES.items():
         if files.get_file_from_path(page) is None:
-            files.append(File.generated(config, page, content=relocated(source, (ROOT / source).read_text())))
+            text = page_of(NOTEBOOKS[source]) if source in NOTEBOOKS else (ROOT / source).read_text()
+            files.append(File.generated(config, page, content=relocated(source, text)))
     pages = [file for file in files if file.src_uri.endswith(".md")]
     for page in pages:
         for _, target in LINK.findall(relocated(f"docs/{page.src_uri}", page.content_string)):

@@ -18,7 +18,8 @@ from torch.utils._pytree import tree_map
 
 from gossamer.forward import arguments, undisturbed
 from gossamer.patterns import Patterns, Shape, assign, canonical, described
-from gossamer.prunable import Weight, select
+from gossamer.prunable import select
+from gossamer.report import report
 from gossamer.selectors import Selectors, clean_name, some
 from gossamer.sharding import whole
 
@@ -73,7 +74,7 @@ class Verification:
 
 
 def verify(
-    model: nn.Module,
+    model: nn.Module | Mapping[str, Tensor],
     other: Other,
     example_input: object = None,
     *,
@@ -89,20 +90,27 @@ def verify(
     their own precision, on copies of ``example_input`` (a tensor, a tuple of inputs or a mapping of keyword inputs).
     Neither is changed. With ``pattern``, as in ``Sparsifier``, tensors of ``model`` without it are differences, too.
     ``include`` and ``exclude`` are as in ``select``.
+
+    ``model`` may also be a state dict. Its weights are those that ``report`` counts; it has no outputs, and takes
+    neither ``example_input`` nor ``pattern``.
     """
     if not tolerance >= 0:
         raise ValueError(f"expected a tolerance (relative to the largest output) of at least 0, got {tolerance}")
     if isinstance(other, torch.export.ExportedProgram):
         other = other.module()
-    differences, patterns = _pattern_differences(model, pattern, include, exclude)
+    differences, patterns = list[str](), ""
+    if isinstance(model, nn.Module):
+        differences, patterns = _pattern_differences(model, pattern, include, exclude)
+    elif example_input is not None or pattern is not None or not isinstance(other, nn.Module | Mapping):
+        raise TypeError("expected a model whose outputs can be compared, got a state dict: pass the model itself")
     tensors = 0
     runnable: Callable[..., Any] | None
     if isinstance(other, nn.Module | Mapping):
-        weights = select(model, include=include, exclude=exclude, for_training=False)
+        weights = [*_weights_of(model, include, exclude)]
         tensors = len(weights)
-        differences += _zero_differences(model, weights, _tensors_of(other))
+        differences += _zero_differences(weights, _tensors_of(other))
         runnable = other if isinstance(other, nn.Module) else None
-        if example_input is not None and isinstance(other, Mapping):
+        if example_input is not None and isinstance(other, Mapping) and isinstance(model, nn.Module):
             runnable = _filled(model, other, differences)
     elif callable(other):
         if example_input is None:
@@ -112,7 +120,7 @@ def verify(
         raise TypeError(f"expected a module, a state dict or a function to compare with, got {type(other).__name__}")
 
     found = _Outputs((), 0, 0.0, 0.0, ())
-    if example_input is not None and runnable is not None:
+    if example_input is not None and runnable is not None and isinstance(model, nn.Module):
         expected = _run(model, example_input)
         found = _compare_outputs(expected, _run(runnable, example_input), tolerance)
     return Verification(
@@ -154,17 +162,30 @@ def _tensors_of(other: nn.Module | Mapping[str, Tensor]) -> dict[str, Tensor]:
     return dict(other)
 
 
-def _zero_differences(model: nn.Module, weights: Sequence[Weight], others: Mapping[str, Tensor]) -> Iterator[str]:
-    for weight in weights:
+def _weights_of(
+    model: nn.Module | Mapping[str, Tensor], include: Selectors, exclude: Selectors
+) -> Iterator[tuple[list[str], Tensor]]:
+    """The weights to compare, each with the names that it may have elsewhere, its own first."""
+    if not isinstance(model, nn.Module):
+        yield from (
+            ([name], tensor) for name, tensor in report(model, include=include, exclude=exclude).tensors.items()
+        )
+        return
+    for weight in select(model, include=include, exclude=exclude, for_training=False):
         names = [weight.name, *(f"{use.module_name}.{use.attribute}" for use in weight.uses)]
-        names += [clean_name(name, model) for name in names]
-        other = next((others[name] for name in names if name in others), None)
+        yield [*names, *(clean_name(name, model) for name in names)], weight.parameter
+
+
+def _zero_differences(weights: Sequence[tuple[list[str], Tensor]], others: Mapping[str, Tensor]) -> Iterator[str]:
+    for names, weight in weights:
+        name = names[0]
+        other = next((others[each] for each in names if each in others), None)
         if other is None:
-            yield f"{weight.name} is missing"
+            yield f"{name} is missing"
             continue
-        here, there = _plain(weight.parameter), _plain(other)
+        here, there = _plain(weight), _plain(other)
         if here.shape != there.shape:
-            yield f"{weight.name} has shape {tuple(there.shape)}, expected {tuple(here.shape)}"
+            yield f"{name} has shape {tuple(there.shape)}, expected {tuple(here.shape)}"
             continue
         is_zero, is_other_zero = here == 0, there.to(here.device) == 0
         lost, new = is_zero & ~is_other_zero, is_other_zero & ~is_zero
@@ -172,7 +193,7 @@ def _zero_differences(model: nn.Module, weights: Sequence[Weight], others: Mappi
             count = int(mask.sum())
             if count:
                 first = tuple(torch.nonzero(mask)[0].tolist())
-                yield f"{weight.name}: {count:,} {what} of {int(is_zero.sum()):,}, the first at {first}"
+                yield f"{name}: {count:,} {what} of {int(is_zero.sum()):,}, the first at {first}"
 
 
 def _plain(tensor: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ import torch
 from learning_cases import check_batched, check_judgements, check_log, check_run, check_step
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.sparse import to_sparse_semi_structured
 
 import gossamer
 from gossamer import budget
@@ -109,8 +110,9 @@ def train(device: str, *, captured: bool, dtype: torch.dtype = torch.float64, **
     model = network().to(device, dtype)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     sparsifier = gossamer.Sparsifier(
-        model, optimizer, total_steps=200, sparsity=0.9, warmup="40it", sparsify="80it", stabilise="40it", **settings
-    )
+        model, optimizer, total_steps=200, warmup="40it", sparsify="80it", stabilise="40it",
+        **{"sparsity": 0.9, **settings},
+    )  # fmt: skip
     position = torch.zeros(1, dtype=torch.int64, device=device)
 
     def step() -> None:
@@ -152,6 +154,40 @@ def test_a_captured_step_of_every_method_equals_an_eager_one(method: str) -> Non
     eager = train("cuda", captured=False, method=method)
     for ours, theirs in zip(train("cuda", captured=True, method=method), eager, strict=True):
         assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"pattern": "1:4", "sparsity": 0.75}, {"pattern": "block:1x4"}, {"pattern": "row", "sparsity": 0.5}],
+    ids=str,
+)
+def test_a_captured_step_with_a_pattern_equals_an_eager_one_and_the_cpu(settings: dict[str, object]) -> None:
+    eager = train("cuda", captured=False, **settings)
+    for ours, theirs in zip(train("cuda", captured=True, **settings), eager, strict=True):
+        assert torch.equal(ours, theirs)
+    for ours, theirs in zip(train("cpu", captured=False, **settings), eager, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12)
+        assert torch.equal(ours == 0, theirs == 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_torch_runs_layers_with_a_pattern_as_semi_structured(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(256, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 64)).cuda()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    with gossamer.Sparsifier(model, optimizer, pattern="2:4", total_steps=40):
+        for _ in range(40):
+            optimizer.zero_grad()
+            model(torch.randn(64, 256, device="cuda")).square().mean().backward()
+            optimizer.step()
+    model, images = model.to(dtype), torch.randn(64, 256, device="cuda", dtype=dtype)
+    with torch.no_grad():
+        expected = model(images)
+        for layer in (model[0], model[2], model[4]):
+            sparse = to_sparse_semi_structured(layer.weight)  # raises where a weight does not qualify
+            assert torch.equal(sparse.to_dense(), layer.weight)
+            layer.weight = nn.Parameter(sparse)
+        torch.testing.assert_close(model(images), expected, rtol=0.05, atol=1e-3)
 
 
 @pytest.mark.parametrize("settings", [{}, {"pruned_grad_scale": 0.25}, {"scale": "none", "mask_lr": 1.0}], ids=str)

@@ -223,7 +223,7 @@ def test_an_error_of_the_system_comes_with_advice(
     def fail(self: object, console: object) -> None:
         raise error
 
-    monkeypatch.setattr(cli.List, "carry_out", fail)
+    monkeypatch.setattr(cli.commands.List, "carry_out", fail)
     assert run("list") == 2
     assert said in capsys.readouterr().err
 

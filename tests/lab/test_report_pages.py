@@ -11,12 +11,20 @@ import safetensors.torch
 import torch
 from chromium import BROWSER, browser
 
+import gossamer
 from gossamer import cli
 from gossamer.lab.recipes import find
-from gossamer.lab.report_pages import page_of_run, panel_of_sweep, panels_of_comparison, speed_ratios
+from gossamer.lab.report_pages import (
+    page_of_panels,
+    page_of_run,
+    panel_of_sweep,
+    panels_of_comparison,
+    speed_ratios,
+)
 from gossamer.lab.training import train
 from gossamer.methods import METHODS
 from gossamer.report.page import Page
+from gossamer.report.style import COLORS, Style, style_of
 
 graph_objects = pytest.importorskip("plotly.graph_objects")
 RESULTS = Path(__file__).parents[2] / "results"
@@ -115,6 +123,59 @@ def test_a_measured_speed_is_in_the_headline_and_a_table(finished: Path) -> None
     text = checked(page_of_run(finished)).to_html()
     assert "<dd>9.0×</dd><dd>that of torch and 3.0× onnxruntime, batch 1</dd>" in text
     assert "openvino: not installed" in text
+
+
+def test_a_page_shows_what_deploy_chose_for_each_layer(finished: Path) -> None:
+    line = {
+        **{"name": "features.3", "kind": "convolution", "shape": "64x4x4", "kernel": "planes of 1"},
+        **{"weights": 18432, "nonzeros": 881, "multiplications": 14096, "operation": 2},
+        "reason": "panels 0.4 µs, dense 0.5 µs",
+    }
+    case = {**CASE, "rows": [{**row, "layers": [line] if row["kind"] == "sparse" else []} for row in CASE["rows"]]}
+    (finished / "speed.json").write_text(json.dumps({"cases": [case]}))
+    text = checked(page_of_run(finished)).to_html()
+    for said in ("planes of 1", "881 of 18,432", "14,096", "panels 0.4 µs"):
+        assert f">{said}" in text
+
+
+def test_runs_of_the_same_network_beside_a_run_are_compared_with_it(finished: Path) -> None:
+    assert "Accuracy against sparsity" not in page_of_run(finished).to_html()
+    own = json.loads((finished / "result.json").read_text())
+    others = {
+        "dense": own | {"method": "dense", "accuracy": 0.5, "config": own["config"] | {"method": "dense"}},
+        "dpf": own | {"method": "dpf", "accuracy": 0.4, "config": own["config"] | {"method": "dpf"}},
+        "longer": own | {"epochs": 99},
+    }
+    for name, other in others.items():
+        (finished.parent / name).mkdir()
+        (finished.parent / name / "result.json").write_text(json.dumps(other))
+    (finished.parent / "broken").mkdir()
+    (finished.parent / "broken" / "result.json").write_text("{")
+    page = checked(page_of_run(finished))
+    (chart,) = [each for each in page.charts if each.title == "Test accuracy"]
+    assert [trace["name"] for trace in chart.views[0].data] == [METHODS["scl"].title, METHODS["dpf"].title]
+    assert "50.00% dense" in page.to_html()
+
+
+def test_a_method_has_one_color_everywhere() -> None:
+    """Colors do not depend on which methods are shown, or on their order in the registry."""
+    assert style_of("scl") == Style(0)
+    assert len({style_of(name) for name in METHODS if name != "dense"}) == len(METHODS) - 1
+    assert style_of("my_package:MyMethod") == style_of("my_package:MyMethod")
+    colors = re.findall(r"--c\d: (#\w+);", (Path(gossamer.__file__).parent / "report" / "page.css").read_text())
+    assert tuple(colors[: len(COLORS)]) == COLORS  # those of light screens
+    forward, backward = panel_of_sweep(records()), panel_of_sweep(records()[::-1])
+    pages = [page_of_panels("", "", [("", panel)]) for panel in (forward, backward)]
+    found = [{trace["name"]: trace["line"]["color"] for trace in page.charts[0].views[0].data} for page in pages]
+    assert found[0] == found[1]
+
+
+def test_axes_of_percentages_end_at_one_hundred() -> None:
+    high = [{**each, "accuracy": 0.995 + each["accuracy"] / 1000} for each in records()]
+    one = [each for each in high if each["sparsity"] in (0, 0.9)]
+    lines, rows = (page_of_panels("", "", [("", panel_of_sweep(each))]).charts[0].views[0] for each in (high, one))
+    assert lines.layout["yaxis"]["range"][1] <= 100
+    assert rows.layout["xaxis"]["range"][1] <= 100
 
 
 def records() -> list[dict[str, Any]]:

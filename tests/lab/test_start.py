@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import tyro
 from rich.console import Console
 
 from gossamer import cli
@@ -33,7 +34,7 @@ def start(folder: Path, **options: object) -> subprocess.CompletedProcess[str]:
     (folder / "torch").mkdir()
     (folder / "torch" / "__init__.py").write_text(TORCH)
     environment = {**os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{SOURCE}"}
-    command = [sys.executable, "-c", "from gossamer_start import main; main()"]
+    command = [sys.executable, "-c", "from gossamer_start import main; main()", "list"]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, **options)  # type: ignore[call-overload,no-any-return]
 
 
@@ -56,7 +57,7 @@ def test_an_interrupt_before_there_is_a_command(
     def stop(*arguments: object, **options: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli.tyro, "cli", stop)
+    monkeypatch.setattr(tyro, "cli", stop)
     with pytest.raises(SystemExit, match="130"):
         cli.main(["list"])
     assert capsys.readouterr().err == "gossamer: stopped\n"

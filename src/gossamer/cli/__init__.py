@@ -12,52 +12,34 @@ import sys
 import traceback
 import warnings
 from collections.abc import Sequence
-from typing import Annotated, Protocol, TextIO
+from typing import Protocol, TextIO, runtime_checkable
 
 import torch
-import tyro
 from rich.console import Console
 
 import gossamer
 from gossamer.cli.arguments import at_home, nameless_folder, repeated
-from gossamer.cli.console import tell
-from gossamer.cli.deploy import Export, Speed
+from gossamer.cli.commands import Executable, parse
+from gossamer.cli.console import put, tell
 from gossamer.cli.many import Compare, Sweep
 from gossamer.cli.paper import Reproduce
-from gossamer.cli.run_options import with_values
-from gossamer.cli.show import Frontier, List, Report
 from gossamer.cli.train import Quickstart, Train, leads
 from gossamer.cli.tune import Tune
 from gossamer.lab.checkpoint import Checkpoints
 from gossamer.lab.training import Interrupted
 from gossamer.lab.training.distributed import end_process
+from gossamer_start import answered
 
 # Errors caused by the user's input or machine. Anything else is a bug in gossamer and keeps its traceback.
 _EXPECTED = (ValueError, OSError, ImportError, ArithmeticError, RuntimeError)
 
-Command = (
-    Annotated[Quickstart, tyro.conf.subcommand("quickstart")]
-    | Annotated[Train, tyro.conf.subcommand("train")]
-    | Annotated[Sweep, tyro.conf.subcommand("sweep")]
-    | Annotated[Compare, tyro.conf.subcommand("compare")]
-    | Annotated[Tune, tyro.conf.subcommand("tune")]
-    | Annotated[Reproduce, tyro.conf.subcommand("reproduce")]
-    | Annotated[List, tyro.conf.subcommand("list")]
-    | Annotated[Report, tyro.conf.subcommand("report")]
-    | Annotated[Frontier, tyro.conf.subcommand("frontier")]
-    | Annotated[Speed, tyro.conf.subcommand("speed")]
-    | Annotated[Export, tyro.conf.subcommand("export")]
-)
 
-
-class Executable(Protocol):
-    """The interface of a command."""
+@runtime_checkable
+class _AnswersPrograms(Protocol):
+    """A command with the option --json."""
 
     @property
-    def debug(self) -> bool: ...
-
-    def carry_out(self, console: Console) -> None:
-        """Execute the command and print its result."""
+    def json(self) -> bool: ...
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -80,14 +62,9 @@ def _main(given: list[str]) -> None:
     if wrong:
         tell(f"gossamer: {wrong}")
         sys.exit(2)
-    command: Executable = tyro.cli(
-        Command,
-        args=with_values(given),
-        prog="gossamer",
-        description="Neural networks that become sparse while they train. `gossamer --version` shows the version.",
-        config=(tyro.conf.FlagCreatePairsOff,),
-    )
-    end_process(run(command))
+    if (code := answered(given)) is not None:
+        sys.exit(code)
+    end_process(run(parse(given)))
 
 
 def run(command: Executable) -> int:
@@ -95,8 +72,12 @@ def run(command: Executable) -> int:
     try:
         with warnings.catch_warnings():
             warnings.showwarning = _show_warning
-            command.carry_out(Console(markup=False))  # names of files and layers may contain brackets
-        return 0
+            for_programs = isinstance(command, _AnswersPrograms) and command.json
+            # no markup: names of files and layers may contain brackets
+            answer = command.carry_out(Console(markup=False, quiet=for_programs))
+            if answer is not None and for_programs and leads():
+                put(answer)
+        return 0 if answer is None else answer.code
     except Interrupted as stopped:
         if leads():  # all processes have stopped
             tell(stopped)

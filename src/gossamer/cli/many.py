@@ -17,7 +17,7 @@ from gossamer.cli.arguments import (
     at_home,
     joined,
 )
-from gossamer.cli.console import lines_to
+from gossamer.cli.console import Answer, lines_to, live_bar
 from gossamer.cli.run_options import RunOptions, assignments, is_list
 from gossamer.lab import tables
 from gossamer.lab.batched import runs_of, sweep
@@ -50,10 +50,12 @@ class Sweep:
     """Runs trained at the same time."""
     save_models: bool = False
     """Save each network next to its record, for `gossamer.load`."""
+    json: bool = False
+    """Print JSON instead of a table."""
     debug: bool = False
     """Show the traceback of an error."""
 
-    def carry_out(self, console: Console) -> None:
+    def carry_out(self, console: Console) -> Answer:
         changes, grid = joined(self.set), joined(self.grid)
         options = assignments(self.options, (*changes, *grid))
         grid += [each for each in options if _has_several(each)]
@@ -72,15 +74,18 @@ class Sweep:
             console.print(
                 f"{there} of {len(runs)} runs have their record in {out} and are not trained again", soft_wrap=True
             )
-        records = sweep(
-            runs,
-            out,
-            device=runs[0].device,
-            together=self.together,
-            save_models=self.save_models,
-            progress=lines_to(console),
-        )
+        with live_bar(console, self.recipe) as bar:
+            records = sweep(
+                runs,
+                out,
+                device=runs[0].device,
+                together=self.together,
+                save_models=self.save_models,
+                progress=bar.line,
+                moved=bar.move,
+            )
         console.print(tables.of_rows(*sweep_table(records)))
+        return Answer(records)
 
 
 @dataclass(frozen=True)
@@ -125,13 +130,14 @@ class Compare:
     """Save each network next to its record, for `gossamer.load`."""
     device: str = "auto"
     """auto takes a GPU if there is one."""
+    json: bool = False
+    """Print JSON instead of a table."""
     debug: bool = False
     """Show the traceback of an error."""
 
-    def carry_out(self, console: Console) -> None:
+    def carry_out(self, console: Console) -> Answer:
         if self.suite is not None:
-            self._compare_suite(console)
-            return
+            return self._compare_suite(console)
         if self.problem:
             raise ValueError("problems are those of a suite: add --suite general")
         tier = TIERS[self.tier]
@@ -154,18 +160,21 @@ class Compare:
             for block in blocks_of(records):
                 console.print(tables.of_rows(*table_of(block), block.title))
 
-        compare(
-            comparison,
-            out,
-            device=self.device,
-            together=self.together,
-            save_models=self.save_models,
-            plot=self.plot,
-            progress=lines_to(console),
-            finished=show,
-        )
+        with live_bar(console, f"{self.net} on {self.data}") as bar:
+            records = compare(
+                comparison,
+                out,
+                device=self.device,
+                together=self.together,
+                save_models=self.save_models,
+                plot=self.plot,
+                progress=bar.line,
+                moved=bar.move,
+                finished=show,
+            )
+        return Answer(records)
 
-    def _compare_suite(self, console: Console) -> None:
+    def _compare_suite(self, console: Console) -> Answer:
         fixed = ("net", "data", "tier", "validation", "weight_decay", "plot")
         wrong = [name for name in fixed if getattr(self, name) != getattr(Compare, name)]
         if wrong:
@@ -186,6 +195,7 @@ class Compare:
         for problem in comparison.chosen:
             own = [row for row in rows if row["problem"] == problem.name and row["n"]]
             console.print(tables.of_rows(*problem_table(own), problem.about))
+        return Answer(rows)
 
 
 def _has_several(assignment: str) -> bool:

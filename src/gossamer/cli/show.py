@@ -3,16 +3,17 @@
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, Literal
 
 import tyro
 from rich.console import Console
-from rich.progress import Progress as Bar
 from tyro.conf import arg
 
 from gossamer.cli.arguments import OptionalFile, OptionalName, at_home
+from gossamer.cli.console import Answer, live_bar
 from gossamer.io.checkpoints import is_checkpoint, read_checkpoint
 from gossamer.io.container import writable
+from gossamer.io.kinds import kind_of
 from gossamer.lab import tables
 from gossamer.lab.frontier import FRONTIER, SPARSITIES, WITHIN, frontier, frontier_table, write_frontier
 from gossamer.lab.model_files import knows_its_network, open_network
@@ -25,14 +26,23 @@ from gossamer.report.page import Page, page_of, write_page
 
 @dataclass(frozen=True)
 class List:
-    """Show the available models, data sets, methods and recipes."""
+    """Show the available models, data sets, methods and recipes, and the settings of methods."""
 
+    kinds: Annotated[
+        tyro.conf.Positional[tuple[Literal["models", "data", "methods", "recipes", "settings"], ...]],
+        arg(metavar="[models|data|methods|recipes|settings ...]"),
+    ] = ()
+    """What to list. Default: everything but the settings."""
+    json: bool = False
+    """Print JSON instead of tables."""
     debug: bool = False
     """Show the traceback of an error."""
 
-    def carry_out(self, console: Console) -> None:
-        for table in tables.of_everything():
-            console.print(table)
+    def carry_out(self, console: Console) -> Answer:
+        kinds: tuple[str, ...] = self.kinds or tuple(each for each in tables.KINDS if each != "settings")
+        for kind in kinds:
+            console.print(tables.of_kind(kind))
+        return Answer({kind: tables.rows_of_kind(kind) for kind in kinds})
 
 
 @dataclass(frozen=True)
@@ -53,47 +63,53 @@ class Report:
     the file or its run.json says."""
     shape: tuple[int, ...] = ()
     """Shape of one sample, for your own network."""
+    json: bool = False
+    """Print JSON instead of tables."""
     debug: bool = False
     """Show the traceback of an error."""
 
-    def carry_out(self, console: Console) -> None:
+    def carry_out(self, console: Console) -> Answer:
         if not self.files:
             raise ValueError("expected folders of finished runs, or a model, got none: gossamer report PATH")
         if self.html is not None:
             writable(at_home(self.html))
         is_model = len(self.files) == 1 and _is_model(self.files[0])
-        page = self._model(console, self.files[0]) if is_model else self._runs(console)
+        values, page = self._model(console, self.files[0]) if is_model else self._runs(console)
         if page is not None and self.html is not None:
             path = write_page(page, at_home(self.html))
             console.print(f"The page is in {path}", soft_wrap=True, highlight=False)
+        return Answer(values)
 
-    def _model(self, console: Console, path: Path) -> Page | None:
-        known = self.net is not None or (path.suffix == ".safetensors" and path.is_file() and knows_its_network(path))
-        if known:
+    def _model(self, console: Console, path: Path) -> tuple[Any, Page | None]:
+        if self.net is not None or knows_its_network(path):
             stored = open_network(path, self.net, shape=self.shape or None)
             found = report(stored.model, stored.example(1), batch_size=1)
         else:
             found = report(read_checkpoint(path))
         console.print(found)
-        return None if self.html is None else page_of(found.rows, found.tensors, title=path.resolve().name)
+        title = path.resolve().name
+        return found.to_dict(), None if self.html is None else page_of(found.rows, found.tensors, title=title)
 
-    def _runs(self, console: Console) -> Page | None:
+    def _runs(self, console: Console) -> tuple[Any, Page | None]:
         if self.html is not None and (panels := panels_of_comparison(self.files)):
-            return page_of_panels("Comparison", ", ".join(map(str, self.files)), panels)
+            return {}, page_of_panels("Comparison", ", ".join(map(str, self.files)), panels)
         found = {run: read_result_file(run) for file in self.files for run in _runs_in(file)}
+        values: list[dict[str, Any]] = [{"path": str(run), **result} for run, result in found.items()]
         console.print(tables.of_results([(str(run), result) for run, result in found.items()]))
         swept = [result for result in found.values() if {"config", "diverged"} <= result.keys()]
         if len(swept) > 1:  # the names of their files do not describe them
             console.print(tables.of_rows(*sweep_table(sorted(swept, key=lambda each: json.dumps(each["config"])))))
-        for file in found if self.layers else ():
-            console.print(read_layers(file).table(str(file)))
+        for file, each in zip(found if self.layers else (), values, strict=False):
+            layers = read_layers(file)
+            console.print(layers.table(str(file)))
+            each["layers"] = layers.to_dict()["rows"]
         if self.html is None:
-            return None
+            return values, None
         if len(found) == 1:
             (run,) = found
-            return page_of_run(run if run.is_dir() else run.parent)
+            return values, page_of_run(run if run.is_dir() else run.parent)
         about = f"{len(found)} runs in {', '.join(map(str, self.files))}"
-        return page_of_panels("Sweep", about, [("Runs", panel_of_sweep([*found.values()]))])
+        return values, page_of_panels("Sweep", about, [("Runs", panel_of_sweep([*found.values()]))])
 
 
 @dataclass(frozen=True)
@@ -110,19 +126,20 @@ class Frontier:
     """Folders of other finished runs, or of a sweep, to compare with: the same network and data."""
     device: OptionalName = None
     """Device, such as cpu or cuda:1. Default: that of the run."""
+    json: bool = False
+    """Print JSON instead of a table."""
     debug: bool = False
     """Show the traceback of an error."""
 
-    def carry_out(self, console: Console) -> None:
+    def carry_out(self, console: Console) -> Answer:
         others = [run for path in self.against for run in _runs_in(path)]
-        with Bar(console=Console(stderr=True), transient=True) as bar:
-            task = bar.add_task("evaluating", total=1.0)
+        with live_bar(console, "evaluating") as bar:
             found = frontier(
                 self.run,
                 sparsities=self.sparsity,
                 against=others,
                 device=self.device,
-                progress=lambda sparsity, share: bar.update(task, description=f"at {sparsity:.1%}", completed=share),
+                progress=lambda sparsity, share: bar.move(share, f"at {sparsity:.1%}"),
             )
         write_frontier(found, self.run / FRONTIER)
         console.print(tables.of_rows(*frontier_table(found), f"One network at every sparsity, by {found.order}"))
@@ -132,10 +149,12 @@ class Frontier:
             soft_wrap=True,
             highlight=False,
         )
+        return Answer(found.to_dict())
 
 
 def _is_model(path: Path) -> bool:
-    return is_checkpoint(path) and not (path / RESULT).exists() and not (path / RUN).exists()
+    kind = kind_of(path)
+    return kind in ("torch", "pickle", "safetensors") or (is_checkpoint(path) and kind != "run")
 
 
 def _runs_in(path: Path) -> list[Path]:

@@ -9,6 +9,7 @@ import torch
 from rich.console import Console
 
 from gossamer.cli.arguments import Assignments, Folder, OptionalFolder, RecipeName, at_home, joined
+from gossamer.cli.console import Answer
 from gossamer.cli.run_options import RunOptions, assignments
 from gossamer.deployment.runtime.memory import processor
 from gossamer.deployment.speed import measure
@@ -37,10 +38,12 @@ class Train:
     """Changes to the recipe as key=value, the same as the options below: lr=0.05 settings.mask_lr=0.1."""
     keep_mask_variables: bool = False
     """Also write the mask variables and dense weights, for `gossamer frontier`."""
+    json: bool = False
+    """Print JSON instead of a table."""
     debug: bool = False
     """Show the traceback of an error."""
 
-    def carry_out(self, console: Console) -> None:
+    def carry_out(self, console: Console) -> Answer:
         recipe, changes = find(self.recipe), joined(self.set)
         run = recipe.run.with_settings(changes + assignments(self.options, changes))
         out = at_home(self.out or Path("runs") / f"{recipe.name}-{run.run_id}")
@@ -53,6 +56,7 @@ class Train:
             console.print(tables.against_paper(recipe, result))
             if (out / MODEL).is_file():
                 _say(console, f"The model is in {out / MODEL}")
+        return Answer(result)
 
 
 @dataclass(frozen=True)
@@ -62,10 +66,12 @@ class Quickstart:
 
     out: Folder = Path("gossamer-quickstart")
     """Folder for both runs."""
+    json: bool = False
+    """Print JSON instead of tables."""
     debug: bool = False
     """Show the traceback of an error."""
 
-    def carry_out(self, console: Console) -> None:
+    def carry_out(self, console: Console) -> Answer:
         torch.set_num_threads(1)  # a second thread does not help a network this small, and costs much on a busy machine
         folders = {name: at_home(self.out) / name for name in ("digits-dense", "digits")}
         results = [(name, _train(name, find(name).run, folder)) for name, folder in folders.items()]
@@ -81,6 +87,7 @@ class Quickstart:
         _say(console, _timed(folders["digits"]))
         _say(console, self._page(folders["digits"], dense=results[0][1]))
         _say(console, "Next: gossamer list, then gossamer train RECIPE --out DIR")
+        return Answer(dict(results))
 
     def _page(self, folder: Path, dense: dict[str, Any]) -> str:
         path = at_home(self.out) / "report.html"

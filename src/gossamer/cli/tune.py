@@ -5,8 +5,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from gossamer.cli.arguments import Folder, OptionalFile, at_home
-from gossamer.cli.console import lines_to
+from gossamer.cli.arguments import OptionalFile, OptionalFolder, at_home
+from gossamer.cli.console import Answer, lines_to
 from gossamer.lab import tables
 from gossamer.lab.suite import REPORTED, Tuning, freeze, tune, unstructured
 
@@ -16,8 +16,9 @@ class Tune:
     """Tune methods, all in the same way: random settings, judged on held-out images of the development problems of the
     general suite."""
 
-    out: Folder = Path("results/tuning")
-    """Folder for one record per run, and tuning.json; runs that have a record are not trained again."""
+    out: OptionalFolder = None
+    """Folder for one record per run, and tuning.json (default: results/tuning); runs with a record are not trained
+    again."""
     methods: tuple[str, ...] = REPORTED
     """Names from `gossamer list`; all: every method that prunes single weights."""
     trials: int = Tuning.trials
@@ -39,15 +40,17 @@ class Tune:
     """Processes of problems that cannot be trained as a batch."""
     device: str = "auto"
     """auto takes a GPU if there is one."""
+    json: bool = False
+    """Print JSON instead of a table."""
     debug: bool = False
     """Show the traceback of an error."""
 
-    def carry_out(self, console: Console) -> None:
+    def carry_out(self, console: Console) -> Answer:
         names = tuple(name for each in self.methods for name in (unstructured() if each == "all" else (each,)))
         tuning = Tuning(tuple(dict.fromkeys(names)), self.trials, self.problem, self.sparsity, self.seeds, self.share)
         found = tune(
             tuning,
-            at_home(self.out),
+            at_home(self.out or Path("results") / "tuning"),
             device=self.device,
             together=self.together,
             jobs=self.jobs,
@@ -60,3 +63,4 @@ class Tune:
             for name, each in found.items()
         ]
         console.print(tables.of_rows(["method", "trials", "run-epochs", "best settings"], rows))
+        return Answer(found)

@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
+from gossamer.io.kinds import IN_WORDS, kind_of
+
 HEADER_LIMIT = 100_000_000  # the limit of the safetensors library itself
 DIMENSIONS = 64  # the limit of numpy and of torch's iterators
 PIECE = 1 << 20
@@ -114,6 +116,11 @@ def read_header(path: Path, file: BinaryIO) -> tuple[dict[str, Section], dict[st
         raise bad_file(path, "at least 8 bytes", f"{file_size}")
     (length,) = struct.unpack("<Q", file.read(8))
     if length > min(HEADER_LIMIT, file_size - 8):
+        if (kind := kind_of(path)) in ("torch", "pickle", "json"):
+            raise ValueError(
+                f"expected a safetensors file, got {path}, which is {IN_WORDS[kind]}: "
+                "gossamer.save(model, 'model.safetensors') writes one, also of a state dict"
+            )
         raise bad_file(path, f"a header of at most {min(HEADER_LIMIT, file_size - 8)} bytes", f"{length}")
     header = parse_json(file.read(length), path, "a header")
     if not isinstance(header, dict):

@@ -28,7 +28,7 @@ from gossamer.lab.json_files import read_object
 from gossamer.lab.training import mask_variables, modes, networks
 from gossamer.lab.training.distributed import join
 from gossamer.lab.training.mask_variables import MASK_VARIABLES
-from gossamer.lab.training.result import MODEL, RUN, is_number, read_result_file, read_run
+from gossamer.lab.training.result import MODEL, RUN, check_folder, is_number, read_result_file, read_run
 from gossamer.lab.training.task import Task, make_task
 from gossamer.prunable import select
 from gossamer.zeros import impose
@@ -95,6 +95,7 @@ def frontier(
     this run itself."""
     if wrong := [each for each in sparsities if not 0 <= each < 1]:
         raise ValueError(f"expected sparsities from 0 to below 1, such as 0.9, got {wrong[0]:g}")
+    check_folder(folder)
     results = [read_result_file(path) for path in (folder, *against)]
     trained = _trained(results)
     run = read_run(folder / RUN)

@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from gossamer.io.kinds import in_words, kind_of
+
 MOST_BYTES = 64 << 20  # limit on a file; parsed, it may take twenty times as much memory
 
 
@@ -14,7 +16,8 @@ def read_object(path: Path, expected: str = "a JSON object", remedy: str = "") -
     try:
         values = json.loads(path.read_text("utf-8"))
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"expected {expected} in {path}, got something else ({error}){remedy}") from error
+        got = in_words(path) if kind_of(path) not in ("json", None) else f"something else ({error})"
+        raise ValueError(f"expected {expected} in {path}, got {got}{remedy}") from error
     if not isinstance(values, dict):
         raise ValueError(f"expected {expected} in {path}, got {type(values).__name__}{remedy}")
     return values

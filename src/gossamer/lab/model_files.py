@@ -99,6 +99,8 @@ def open_network(
 
 def knows_its_network(path: Path) -> bool:
     """Whether a safetensors file, or the run.json next to it, names a network of the registry."""
+    if path.suffix != ".safetensors" or not path.is_file():
+        return False
     name, _ = _named(path, None, ("", {}))
     return name in models.names()
 

@@ -14,10 +14,12 @@ from gossamer.lab.frontier import FRONTIER, WITHIN, frontier_table, read_frontie
 from gossamer.lab.json_files import MOST_BYTES, read_object
 from gossamer.lab.results.comparisons import by_epochs, displayed, subjects
 from gossamer.lab.results.plot import Line, Panel, lowest, panels
-from gossamer.lab.training.result import HEALTH, MODEL, SPARSE_MODEL, is_number, read_layers, read_result_file
+from gossamer.lab.training.result import HEALTH, MODEL, RESULT, SPARSE_MODEL, is_number, read_layers, read_result_file
 from gossamer.methods import METHODS
 from gossamer.report.page import Chart, Page, View, facts_of, sizes_of, thinned
+from gossamer.report.style import style_of
 
+_MOST_NEIGHBOURS = 200
 SPEED = "speed.json"  # what `gossamer speed --out` writes, beside the model
 _LOG = "log.jsonl"
 _PHASES = {
@@ -27,25 +29,30 @@ _PHASES = {
     "fine-tune": ("fine-tune", "var(--page)"),
 }
 _LONGEST = 1e9  # milliseconds
-_COLORS, _DASHES, _SYMBOLS = 9, ("solid", "dash", "dot", "dashdot"), ("circle", "square", "diamond", "triangle-up")
 
 
 # --- one run ---
 
 
 def page_of_run(folder: Path, dense: Mapping[str, Any] | None = None) -> Page:
-    """The page of a finished run. `dense` is the result of the same run without masks, to compare with."""
+    """The page of a finished run. `dense` is the result of the same run without masks, to compare with. Without it, a
+    dense run in a folder beside this one serves. Finished runs there of the same network, data and epochs are shown
+    together with this one."""
     result, rows = read_result_file(folder), read_layers(folder).rows
     model = folder / MODEL
     tensors: dict[str, Tensor] = read_checkpoint(model) if model.is_file() else {}
     tensors = {row.name: tensors[row.name] for row in rows if row.name in tensors}
     page = Page(f"{result.get('model', 'Run')} on {result.get('data', 'its data')}", _about(result))
-    speed = _speed(folder / SPEED)
+    speed = read_speed(folder / SPEED)
+    others = _neighbours(folder, result)
+    if dense is None:
+        dense = next((each for each in others if each.get("method") == "dense"), None)
     metric = "perplexity" if "perplexity" in result else "accuracy"
-    sparsity, *others = facts_of(rows, _file_sizes(folder))
-    page.add_facts([sparsity, _metric_fact(metric, result, dense), *others, *_speed_facts(speed)])
+    sparsity, *sizes = facts_of(rows, _file_sizes(folder))
+    page.add_facts([sparsity, _metric_fact(metric, result, dense), *sizes, *_speed_facts(speed)])
     health = _health(folder / HEALTH)
     _add_training(page, _log(folder / _LOG), health, metric)
+    _add_neighbours(page, [result, *others])
     _add_frontier(page, folder / FRONTIER)
     gradients = {layer["name"]: layer["gradient_scale"] for layer in health.get("layers", ())}
     page.add_layers(rows, tensors, sizes_of(rows, tensors), gradients)
@@ -203,6 +210,37 @@ def _bands(log: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], list
     return bands, [(label, color) for _, (label, color) in known] if len(known) > 1 else []
 
 
+# --- the runs beside it ---
+
+
+def _neighbours(folder: Path, result: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The results in folders beside that of a run, of the same network, data and epochs."""
+    same = ("model", "data", "epochs")
+    found = []
+    for path in sorted(folder.resolve().parent.glob(f"*/{RESULT}"))[:_MOST_NEIGHBOURS]:
+        if path.parent == folder.resolve():
+            continue
+        try:
+            other = read_result_file(path)
+        except (ValueError, OSError):  # no result of a run, or a damaged one, which is not what was asked about
+            continue
+        if all(other.get(name) == result.get(name) and name in other for name in same):
+            found.append(other)
+    return found
+
+
+def _add_neighbours(page: Page, results: Sequence[Mapping[str, Any]]) -> None:
+    if len(results) < 2 or any("accuracy" not in each for each in results):
+        return
+    panel = panel_of_sweep(results)
+    if not panel.sparse:
+        return
+    page.add_heading("Accuracy against sparsity", "This run and the finished runs in the folders beside it.")
+    lines = [*panel.dense, *panel.sparse]
+    page.add_legend([(line.label, _style(line.method)[0]) for line in lines])
+    page.add_charts([_chart_of(panel)])
+
+
 # --- its frontier ---
 
 
@@ -252,7 +290,7 @@ def _add_frontier(page: Page, path: Path) -> None:
 # --- its speed ---
 
 
-def _speed(path: Path) -> list[dict[str, Any]]:
+def read_speed(path: Path) -> list[dict[str, Any]]:
     """The cases that `gossamer speed` has measured; none without its file."""
     if not path.is_file():
         return []
@@ -317,6 +355,32 @@ def _add_speed(page: Page, cases: Sequence[Mapping[str, Any]]) -> None:
                 ]
             )
     page.add_table(head, rows)
+    _add_kernels(page, cases)
+
+
+def _add_kernels(page: Page, cases: Sequence[Mapping[str, Any]]) -> None:
+    """What gossamer.deploy chose for each layer, at the first batch size."""
+    case = cases[0]
+    layers = next((row.get("layers", ()) for row in case["rows"] if row["kind"] == "sparse"), ())
+    if not layers:
+        return
+    page.add_heading(
+        "Kernels",
+        f"What gossamer.deploy runs for each operation at batch {case['batch']}. It has timed them "
+        "where there was a choice.",
+    )
+    rows = [
+        [
+            each["name"],
+            f"{each['kind']} {each['shape']}",
+            each["kernel"],
+            each["reason"] or "–",
+            f"{each['nonzeros']:,} of {each['weights']:,}" if each["weights"] else "–",
+            f"{each['multiplications']:,}" if each["multiplications"] else "–",
+        ]
+        for each in layers
+    ]
+    page.add_table(["layer", "operation, output", "kernel", "timed", "nonzeros", "multiplications"], rows, words=4)
 
 
 # --- many runs ---
@@ -396,11 +460,8 @@ def _style(method: str) -> tuple[str, str, str]:
     """Color, dash and symbol of a method, the same on every page."""
     if method == "dense":
         return "var(--dense)", "dot", "circle"
-    if method == "scl":
-        return "var(--c0)", "solid", "circle"  # a color of its own
-    names = [name for name in METHODS if name not in ("scl", "dense")]
-    again, color = divmod(names.index(method) if method in names else len(names), _COLORS)
-    return f"var(--c{color + 1})", _DASHES[again % len(_DASHES)], _SYMBOLS[again % len(_SYMBOLS)]
+    style = style_of(method)
+    return f"var(--c{style.color})", style.dash, style.symbol
 
 
 def _chart_of(panel: Panel) -> Chart:
@@ -471,14 +532,27 @@ def _rows_chart(panel: Panel) -> Chart:
         }
         for line in panel.dense
     ]  # fmt: skip
+    lines = [*panel.dense, *panel.sparse]
     layout = {
         "height": 130 + 30 * len(labels),
         "shapes": dense,
-        "xaxis": {"title": {"text": "test accuracy, %"}},
+        "xaxis": {"title": {"text": "test accuracy, %"}, "range": _around(lines)},
         "yaxis": {"tickvals": list(range(len(labels))), "ticktext": [_safe(each[:40]) for each in labels]},
     }
     note = f"at {panel.sparsity[0]:g}% sparsity{'; dotted: dense' if panel.dense else ''}"
     return Chart("Test accuracy", [View("", traces, layout)], note)
+
+
+def _around(lines: Sequence[Line]) -> list[float]:
+    """An axis of percentages around the points of some lines, which ends at 100 at the latest."""
+    ends = [
+        mean + sign * spread
+        for line in lines
+        for mean, spread in zip(line.accuracy, line.spread, strict=True)
+        for sign in (-1, 1)
+    ]
+    margin = 0.05 * (max(ends) - min(ends)) or 0.5
+    return [max(0.0, min(ends) - margin), min(100.0, max(ends) + margin)]
 
 
 def _table_of(panel: Panel) -> tuple[list[str], list[list[str]]]:

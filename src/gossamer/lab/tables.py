@@ -3,7 +3,10 @@
 Names from files and users are shown literally: brackets in them are not markup.
 """
 
-from collections.abc import Mapping, Sequence
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
+from types import NoneType
 from typing import Any
 
 from rich import box
@@ -12,7 +15,9 @@ from rich.text import Text
 
 from gossamer.lab import data, models
 from gossamer.lab.recipes import RECIPES, Published, Recipe
+from gossamer.lab.training.setting_names import setting_types
 from gossamer.methods import METHODS
+from gossamer.settings import Phases
 
 _NUMBERS = 70  # characters for the numbers of a row, on a terminal with 80 columns
 
@@ -54,6 +59,14 @@ def of_rows(head: Sequence[str], rows: Sequence[Sequence[str]], title: str | Non
     return _with_whole_numbers(table)
 
 
+def of_words(head: Sequence[str], rows: Sequence[Sequence[str]], title: str | None = None) -> Table:
+    """A table of texts, whose last column wraps."""
+    table = _table(*head, left=len(head), title=title)
+    for row in rows:
+        table.add_row(*map(Text, row))
+    return table
+
+
 def against_paper(recipe: Recipe, result: Mapping[str, Any]) -> str:
     """The comparison with the paper for this run, in one line."""
     metric = "perplexity" if "perplexity" in result else "accuracy"
@@ -67,26 +80,82 @@ def against_paper(recipe: Recipe, result: Mapping[str, Any]) -> str:
     return f"The paper's number is {_metric(metric, expected.value)} ({expected.table}): {verdict} within {tolerance}."
 
 
-def of_everything() -> tuple[Table, ...]:
-    """Tables of the models, data sets, methods and recipes, each with a count."""
-    zoo = _table("model", "data", "weights", "", left=2, title=f"{len(models.names())} models")
-    for entry in models.MODELS:
-        zoo.add_row(entry.name, entry.data, f"{entry.weights:,}", entry.description)
-    sets = _table("data set", "", left=2, title=f"{len(data.names())} data sets")
-    for name, description in data.table():
-        sets.add_row(name, description)
-    methods = _table("method", "", left=2, title=f"{len(METHODS)} methods")
-    for name, rule in METHODS.items():
-        methods.add_row(name, rule.title)
-    recipes = _table("recipe", "", "epochs", "paper", left=2, title=f"{len(RECIPES)} recipes")
-    for recipe in RECIPES:
-        recipes.add_row(recipe.name, recipe.about, str(recipe.run.epochs), _published(recipe.expected()))
-    return zoo, sets, methods, recipes
+KINDS = ("models", "data", "methods", "recipes", "settings")
 
 
-def _published(number: Published | None) -> str:
-    if number is None:
-        return "–"
+def of_kind(kind: str) -> Table:
+    """The table of the models, data sets, methods, recipes or settings, with a count."""
+    rows = rows_of_kind(kind)
+    heads = {
+        "models": ("model", "data", "weights", ""),
+        "data": ("data set", ""),
+        "methods": ("method", ""),
+        "recipes": ("recipe", "", "epochs", "paper"),
+        "settings": ("setting", "type", "methods"),
+    }
+    cells: Mapping[str, Callable[[Mapping[str, Any]], tuple[str, ...]]] = {
+        "models": lambda row: (row["name"], row["data"], f"{row['weights']:,}", row["description"]),
+        "recipes": lambda row: (row["name"], row["description"], str(row["epochs"]), row["paper"] or "–"),
+        "settings": lambda row: (row["name"], row["type"], ", ".join(row["methods"])),
+    }
+    counted = {"data": "data sets"}.get(kind, kind)
+    table = _table(*heads[kind], left=3 if kind == "settings" else 2, title=f"{len(rows)} {counted}")
+    for row in rows:
+        table.add_row(*map(Text, cells.get(kind, _described)(row)))
+    return table
+
+
+def _described(row: Mapping[str, Any]) -> tuple[str, ...]:
+    return row["name"], row["description"]
+
+
+def rows_of_kind(kind: str) -> list[dict[str, Any]]:
+    """What `of_kind` shows, as plain values."""
+    if kind == "models":
+        return [
+            {"name": each.name, "data": each.data, "weights": each.weights, "description": each.description}
+            for each in models.MODELS
+        ]
+    if kind == "data":
+        return [{"name": name, "description": description} for name, description in data.table()]
+    if kind == "methods":
+        return [{"name": name, "description": rule.title} for name, rule in METHODS.items()]
+    if kind == "recipes":
+        return [
+            {
+                "name": each.name,
+                "description": each.about,
+                "epochs": each.run.epochs,
+                "paper": None if (expected := each.expected()) is None else _published(expected),
+            }
+            for each in RECIPES
+        ]
+    methods: dict[str, list[str]] = {}
+    kinds: dict[str, str] = {}
+    phases = {field.name for field in fields(Phases)}
+    for method in (each for each in METHODS if each != "dense"):
+        for name, kind_of_value in setting_types(method).items():
+            methods.setdefault(name, []).append(method)
+            kinds.setdefault(name, _type(kind_of_value))
+    return [
+        {"name": f"settings.{name}", "type": kinds[name], "methods": ["all"] if name in phases else takers}
+        for name, takers in sorted(methods.items())
+    ]
+
+
+def _type(kind: Any) -> str:
+    """A type as it is written on the command line."""
+    if isinstance(kind, type):
+        return {"str": "text", "int": "whole number", "float": "number", "bool": "true or false"}.get(
+            kind.__name__, kind.__name__
+        )
+    parts = typing.get_args(kind)
+    if typing.get_origin(kind) is typing.Literal:
+        return " or ".join(map(str, parts))
+    return " or ".join("none" if each is NoneType else _type(each) for each in parts) or str(kind)
+
+
+def _published(number: Published) -> str:
     return _metric("accuracy" if number.accuracy is not None else "perplexity", number.value)
 
 

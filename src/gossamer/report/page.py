@@ -28,6 +28,7 @@ MOST_PICTURES = 120
 MOST_POINTS = 1000  # of a line
 _MOST_BARS = 300  # of a chart; more layers are drawn as a line
 _NAMED = 10  # layers whose names fit below their bars
+_HEIGHT = 250  # pixels of a chart that names none, as in page.js
 _SIDE = 128  # pixels on the screen for the longer side of a picture
 _IN_A_NOTEBOOK = 60  # lines of the table
 
@@ -168,8 +169,8 @@ class Page:
         note = f"<small>{_escaped(chart.note)}</small>" if chart.note else ""
         return (
             f"<figure{' class=wide' if chart.wide else ''}><figcaption>{_escaped(chart.title)}{note}{views}"
-            f'</figcaption><div class="plot" data-chart="{number}" data-view="0" role="img" '
-            f'aria-label="Chart: {_escaped(chart.title)}"></div></figure>'
+            f'</figcaption><div class="plot" style="min-height:{_height(chart)}px" data-chart="{number}" '
+            f'data-view="0" role="img" aria-label="Chart: {_escaped(chart.title)}"></div></figure>'
         )
 
     def _add_pictures(self, rows: Sequence[Row], tensors: Mapping[str, Tensor]) -> None:
@@ -432,6 +433,11 @@ def _picture(number: int, row: Row, tensor: Tensor) -> str:
 
 def _figure_of(view: View) -> dict[str, Any]:
     return {"data": list(view.data), "layout": dict(view.layout)}
+
+
+def _height(chart: Chart) -> int:
+    """The height of a chart before it is drawn, so that the page does not move."""
+    return int(chart.views[0].layout.get("height", _HEIGHT)) if chart.views else _HEIGHT
 
 
 def _times(before: float, after: float, word: str) -> str:

@@ -238,9 +238,9 @@ def refusals(rank: int, folder: Path, methods: list[str]) -> dict[str, Any]:
             Sparsifier(model, SGD(model.parameters(), lr=0.1), sparsity=0.5, total_steps=10)
         except ValueError as error:
             messages[name] = str(error)
-    for name in methods:
+    for name, settings in {**{name: {"method": name} for name in methods}, "pattern": {"pattern": "row"}}.items():
         try:
-            _sharded("mlp", {"method": name, "sparsity": 0.5})
+            _sharded("mlp", {**settings, "sparsity": 0.5})
         except ValueError as error:
             messages[name] = str(error)
     return messages

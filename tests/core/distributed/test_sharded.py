@@ -45,5 +45,6 @@ def test_weights_sharded_in_other_ways_are_refused(results: Results) -> None:
     for messages in results.of("refusals"):
         assert "apply fully_shard to the whole model" in messages["mixture"]
         assert "sharded along one dimension" in messages["both ways"]
+        assert "pattern= needs whole weights in every process" in messages["pattern"]
         for name in WHOLE:
             assert f"method='{name}' needs whole weights in every process" in messages[name]

@@ -46,6 +46,7 @@ def train_alone(run: Run, images: ImageSet, make_network: Callable[[], nn.Module
             method=run.method,
             sparsity=run.sparsity,
             decay=run.decay,
+            pattern=run.pattern,
             total_steps=total,
             steps_per_epoch=per_epoch,
             preset=run.preset,

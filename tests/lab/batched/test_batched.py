@@ -9,6 +9,7 @@ from batched.alone import train_alone
 from torch import nn
 from torch.nn import functional as F
 
+import gossamer
 from gossamer.lab.batched.rows import Outcome
 from gossamer.lab.batched.stack import NetworkStack
 from gossamer.lab.batched.supported import batched_run
@@ -34,7 +35,7 @@ def scl(seed: int, sparsity: float | None = 0.7, decay: float | None = None, **s
     return replace(BASE, seed=seed, sparsity=sparsity, decay=decay, settings={**PHASES, **settings})
 
 
-def run_of(method: str, seed: int, sparsity: float = 0.7, **settings: float | str) -> Run:
+def run_of(method: str, seed: int, sparsity: float | None = 0.7, **settings: float | str) -> Run:
     if method == "dense":
         return replace(BASE, method="dense", sparsity=None, seed=seed, settings={})
     return replace(BASE, method=method, seed=seed, sparsity=sparsity, settings={**PHASES, **settings})
@@ -121,6 +122,21 @@ def test_every_method_is_the_same_in_a_batch_and_alone() -> None:
     # Many scores of these methods are equal, and the first are kept: a batch has its weights in another order.
     tied = ("soft_movement", "platon")
     check_against_runs_alone([run_of(name, 5) for name in METHODS if name not in tied])
+
+
+def test_patterns_are_the_same_in_a_batch_and_alone() -> None:
+    """Of the tensors, one has four inputs and one has six: what a pattern does not fit is pruned as single weights."""
+    wanted = [("scl", "1:2", 0.5), ("scl", "1:2", None), ("sr_ste", "1:4", None), ("gradual", "block:2x2", 0.7)]
+    wanted += [("scl", "block:2x2", 0.7), ("scl", "block:2x2", 0.5), ("scl", "row", 0.7), ("dpf", "filter", 0.6)]
+    runs = [
+        replace(BASE, method=method, pattern=pattern, sparsity=sparsity, seed=seed)
+        for seed, (method, pattern, sparsity) in enumerate(wanted)
+    ]
+    for run, (_, ours) in zip(runs, train(runs), strict=True):
+        theirs = train_alone(run, data(), network)
+        for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+            torch.testing.assert_close(one.double(), other, rtol=1e-5, atol=1e-6, msg=lambda m, of=run: f"{of}: {m}")
+        assert gossamer.verify(ours, theirs, pattern=run.pattern)
 
 
 def test_a_batch_without_warm_ups_and_one_with_seeds_of_both_kinds() -> None:

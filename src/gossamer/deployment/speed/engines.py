@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from gossamer.deployment.runtime import deploy
+from gossamer.deployment.runtime.records import Line
 
 Run = Callable[..., Any]
 Kind = Literal["dense", "int8", "sparse"]
@@ -63,6 +64,8 @@ class Ready:
     run: Run
     memory: int | None = None
     note: str = ""
+    layers: tuple[Line, ...] = ()
+    """What runs for each operation, if the engine says so."""
 
 
 @dataclass(frozen=True)
@@ -215,7 +218,8 @@ def _gossamer(job: Job) -> Ready:
     memory = None if fast.native is None else fast.native.plan_for(fast.native.example_batch).nbytes
     if explanation.engine != "native":
         memory = weights_bytes(job.model)
-    return Ready(fast, memory, f"runs {explanation.engine}: {explanation.reason}".splitlines()[0])
+    note = f"runs {explanation.engine}: {explanation.reason}".splitlines()[0]
+    return Ready(fast, memory, note, explanation.lines)
 
 
 OURS = "gossamer"

@@ -130,7 +130,7 @@ def _row(
     if samples is None or ready is None:
         return Row(name, kind, None, None, None, None, None, problem or "did not run")
     lower, middle, upper = (1e3 * value for value in statistics.quantiles(samples, n=4, method="inclusive"))
-    return Row(name, kind, middle, lower, upper, ready.memory, difference, ready.note)
+    return Row(name, kind, middle, lower, upper, ready.memory, difference, ready.note, ready.layers)
 
 
 def _difference(found: list[Tensor], expected: list[Tensor]) -> float:

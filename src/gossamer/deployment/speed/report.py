@@ -14,7 +14,9 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
+from gossamer.deployment.runtime.records import Line
 from gossamer.deprecation import renamed
+from gossamer.report.style import ACCENT, DENSE, MATPLOTLIB
 
 #: The minimum speed-up that counts as a gain; less is noise on a shared machine.
 GAIN = 1.03
@@ -38,6 +40,8 @@ class Row:
     difference: float | None
     """Largest difference from torch, relative to the largest output."""
     note: str = ""
+    layers: tuple[Line, ...] = ()
+    """What the engine runs for each operation, if it says so."""
 
 
 @dataclass(frozen=True)
@@ -197,12 +201,17 @@ def _bytes(count: int) -> str:
 def plot(report: SpeedReport, path: Path) -> None:
     """Bars with quartiles, one panel per case. Needs matplotlib."""
     try:
+        from matplotlib import rc_context
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError("expected matplotlib for the plot, got none: pip install matplotlib") from error
+    with rc_context(dict(MATPLOTLIB)):
+        _draw(report, Figure(figsize=(4.5 * len(report.cases), 3.2), layout="constrained"), path)
+
+
+def _draw(report: SpeedReport, figure: Any, path: Path) -> None:
     cases: Sequence[Case] = report.cases
-    figure = Figure(figsize=(4.5 * len(cases), 3.2), layout="constrained")
-    colours = {"dense": "#9aa5b1", "int8": "#d9c27e", "sparse": "#2f6f4f"}
+    colours = {"dense": DENSE, "int8": "#d9c27e", "sparse": ACCENT}
     for index, case in enumerate(cases):
         axes = figure.add_subplot(1, len(cases), index + 1)
         rows = [row for row in case.rows if row.median is not None]

@@ -150,6 +150,7 @@ def compare(
     save_models: bool = False,
     plot: Path | None = None,
     progress: Callable[[str], None] = lambda line: None,
+    moved: Callable[[float], None] = lambda share: None,
     finished: Callable[[list[Record]], None] = lambda records: None,
 ) -> list[Record]:
     """Train the runs without a record in `out`, `together` at a time, and return all the records.
@@ -169,6 +170,7 @@ def compare(
         together=together,
         save_models=save_models,
         progress=progress,
+        moved=moved,
         further=lambda run, network: {"tier": comparison.tier},
         batch_done=lambda: finished(_publish(runs, out, comparison.tier, plot)),
     )

@@ -3,6 +3,7 @@
 import math
 import time
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Required, TypedDict
 
 import torch
@@ -21,6 +22,7 @@ class LoopOptions(TypedDict, total=False):
     device: Required[torch.device]
     dtype: torch.dtype
     progress: Callable[[str], None]
+    moved: Callable[[float], None]
     checkpoints: Checkpoints | None
     checkpoint_minutes: float
     stop: Callable[[], bool]
@@ -76,6 +78,7 @@ def train_batched(
     device: torch.device,
     dtype: torch.dtype = torch.bfloat16,
     progress: Callable[[str], None] = lambda line: None,
+    moved: Callable[[float], None] = lambda share: None,
     checkpoints: Checkpoints | None = None,
     checkpoint_minutes: float = 5.0,
     stop: Callable[[], bool] = lambda: False,
@@ -86,9 +89,15 @@ def train_batched(
     With `checkpoints` the training is written every few minutes, after an epoch, and after the last step, and resumes
     from there if it is interrupted; the caller removes them once the outcomes are safe. `stop` is asked after
     every step: then a checkpoint is written, and `Interrupted` says how to resume; after a KeyboardInterrupt it says
-    how many steps are lost. `keep` gets every finished network, with the number of its run.
+    how many steps are lost. `moved` gets the share of the steps that are done, after each of them. `keep` gets every
+    finished network, with the number of its run.
     """
-    training = BatchedTraining(runs, data, make_network, device=device, dtype=dtype, stop=stop)
+
+    def stop_after_step() -> bool:
+        moved(training.done / training.steps)
+        return stop()
+
+    training = BatchedTraining(runs, data, make_network, device=device, dtype=dtype, stop=stop_after_step)
     first = 0 if checkpoints is None else training.restore(checkpoints)
     if training.done:
         epoch = min(first + 1, training.epochs)
@@ -125,9 +134,10 @@ def _train_epochs(training: BatchedTraining, first: int, keeper: _Keeper, progre
             losses = training.train_loss.tolist()
             finite = [loss for loss in losses if math.isfinite(loss)] or [math.nan]
             took = time.perf_counter() - started
+            left = timedelta(seconds=round(took * (epochs - epoch - 1) / (epoch + 1 - first)))
             progress(
                 f"epoch {epoch + 1}/{epochs} {training.phases(epoch)} {took:.1f} s, "
-                f"loss {min(finite):.3f} to {max(finite):.3f}"
+                f"loss {min(finite):.3f} to {max(finite):.3f}" + (f", {left} left" if left else "")
             )
             for each, loss in zip(training.runs, losses, strict=True):
                 run = each.run

@@ -46,6 +46,7 @@ def sweep(
     together: int = 32,
     save_models: bool = False,
     progress: Callable[[str], None] = lambda line: None,
+    moved: Callable[[float], None] = lambda share: None,
     further: Callable[[Run, nn.Module], Mapping[str, Any]] = lambda run, network: {},
     batch_done: Callable[[], None] = lambda: None,
 ) -> list[Record]:
@@ -63,7 +64,7 @@ def sweep(
     wanted = {run.run_id: run for run in runs}
     check([*wanted.values()])
     if missing_in(out, wanted.values()):
-        options = _Options(out, device, together, save_models, progress, further, batch_done)
+        options = _Options(out, device, together, save_models, progress, moved, further, batch_done)
         with held(out):
             _train_missing(wanted.values(), options)
     return [read_record_of(run, out) for run in wanted.values()]
@@ -78,6 +79,7 @@ class _Options:
     together: int
     save_models: bool
     progress: Callable[[str], None]
+    moved: Callable[[float], None]
     further: Callable[[Run, nn.Module], Mapping[str, Any]]
     batch_done: Callable[[], None]
 
@@ -163,6 +165,7 @@ def _train_missing(wanted: Collection[Run], options: _Options) -> None:
     batches: dict[str, list[Run]] = {}
     for run in wanted:
         batches.setdefault(shared(run).run_id, []).append(run)
+    whole = sum(run.epochs for run in missing_in(out, wanted))
     for alike in batches.values():
         missing = missing_in(out, sorted(alike, key=lambda run: run.seed))  # those of one seed share warm-ups
         if not missing:
@@ -173,7 +176,9 @@ def _train_missing(wanted: Collection[Run], options: _Options) -> None:
         for portion in portions(missing, there, options.together):
             left = len(missing_in(out, alike))
             options.progress(f"a batch of {len(portion)} runs of {portion[0].epochs} epochs, {left} to go")
-            stopping = _train_portion(portion, images, options)
+            done = whole - sum(run.epochs for run in missing_in(out, wanted))
+            moved = partial(_move, options.moved, done, sum(run.epochs for run in portion), whole)
+            stopping = _train_portion(portion, images, options, moved)
             options.batch_done()
             left = len(missing_in(out, wanted))
             if stopping and left:
@@ -183,7 +188,12 @@ def _train_missing(wanted: Collection[Run], options: _Options) -> None:
                 )
 
 
-def _train_portion(runs: Sequence[Run], images: ImageSet, options: _Options) -> bool:
+def _move(moved: Callable[[float], None], before: int, own: int, whole: int, share: float) -> None:
+    """Report the share of all epochs, from the share of those of one batch."""
+    moved((before + own * share) / whole)
+
+
+def _train_portion(runs: Sequence[Run], images: ImageSet, options: _Options, moved: Callable[[float], None]) -> bool:
     """Train these runs and write their records; whether a stop was requested after their last step."""
     first, checkpoints = runs[0], checkpoints_of(runs, options.out)
     started, writer = time.perf_counter(), RecordWriter()
@@ -195,6 +205,7 @@ def _train_portion(runs: Sequence[Run], images: ImageSet, options: _Options) -> 
             device=options.device,
             dtype=precision_of(first, options.device),
             progress=options.progress,
+            moved=moved,
             checkpoints=checkpoints,
             checkpoint_minutes=first.checkpoint_minutes or math.inf,
             stop=lambda: stop.asked,

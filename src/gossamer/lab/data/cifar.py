@@ -21,7 +21,7 @@ from gossamer.lab.data.files import CorruptData, File, read_checked, read_tar_me
 from gossamer.lab.data.locate import Download, Layout, read_first
 from gossamer.lab.data.sets import ImageSet, Labelled
 
-__all__ = ["CIFAR10", "CIFAR100", "CifarSpec", "load_cifar"]
+__all__ = ["CIFAR10", "CIFAR100", "CifarSpec", "cifar_layouts", "load_cifar"]
 
 _PIXELS = 3 * 32 * 32
 _Bytes = npt.NDArray[np.uint8]
@@ -55,9 +55,8 @@ class CifarSpec:
         return self.label_bytes + _PIXELS
 
 
-def load_cifar(spec: CifarSpec, root: Path | str | None = None) -> ImageSet:
-    """Read the set from the first place that has it (see `gossamer.lab.data.locate`)."""
-    layouts = (
+def cifar_layouts(spec: CifarSpec) -> tuple[Layout[ImageSet], ...]:
+    return (
         Layout("the unpacked binary version", _paths(spec.binary), lambda folder: _read_binary(spec, folder)),
         Layout("the binary version's archive", (spec.archive.path,), lambda folder: _read_archive(spec, folder)),
         Layout(
@@ -66,7 +65,11 @@ def load_cifar(spec: CifarSpec, root: Path | str | None = None) -> ImageSet:
             lambda folder: _read_grids(spec, folder),
         ),
     )
-    downloads = (Download(spec.archive, (spec.address,)),)
+
+
+def load_cifar(spec: CifarSpec, root: Path | str | None = None) -> ImageSet:
+    """Read the set from the first place that has it (see `gossamer.lab.data.locate`)."""
+    layouts, downloads = cifar_layouts(spec), (Download(spec.archive, (spec.address,)),)
     return read_first(spec.name, layouts, downloads, root=root, hint=lambda folder: _python_version(spec, folder))
 
 

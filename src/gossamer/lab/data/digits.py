@@ -6,6 +6,7 @@ bytes like all others; the split into 1,437 training and 360 test images is draw
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 
 import numpy as np
@@ -14,11 +15,17 @@ import torch
 from gossamer.lab.data.files import check_digest
 from gossamer.lab.data.sets import ImageSet, Labelled
 
-__all__ = ["load_digits"]
+__all__ = ["load_digits", "locate_digits"]
 
 _TEST_IMAGES = 360
 _SPLIT_SEED = 0
 _CONTENT = "sha256:87ff0c9e40dc7e2c0e34e7257799c2e3f3aec1a016363bb11cad869ec428a826"
+
+
+def locate_digits() -> Path | None:
+    """The folder of scikit-learn, if it is installed."""
+    found = importlib.util.find_spec("sklearn")
+    return None if found is None or found.origin is None else Path(found.origin).parent
 
 
 def load_digits(root: Path | str | None = None) -> ImageSet:

@@ -118,15 +118,18 @@ def load_folder(root: Path | str | None = None) -> FolderSet:
     """Index an image folder or a tar archive of one; without `root`, the first one in the search folders."""
     if root is not None:
         return _index(Path(root).expanduser())
-    folders = search_folders()
-    for folder in folders:
-        for name in _KNOWN:
-            if (folder / name).exists():
-                return _index(folder / name)
+    if (found := locate_folder()) is not None:
+        return _index(found)
     raise DataNotFound(
-        f"no image folder was found: searched {', '.join(map(str, folders))} for {', '.join(_KNOWN)}; "
+        f"no image folder was found: searched {', '.join(map(str, search_folders()))} for {', '.join(_KNOWN)}; "
         f"give its path as root, data_root of a run (a folder with {_TRAIN}/<class>/ and {_VALIDATION}/<class>/ in it)"
     )
+
+
+def locate_folder() -> Path | None:
+    """The first image folder, or archive of one, in the search folders."""
+    places = (folder / name for folder in search_folders() for name in _KNOWN)
+    return next((place for place in places if place.exists()), None)
 
 
 def _index(root: Path) -> FolderSet:

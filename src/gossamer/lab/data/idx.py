@@ -20,7 +20,7 @@ from gossamer.lab.data.files import CorruptData, File, check_digest, gunzip
 from gossamer.lab.data.locate import Download, Layout, read_first
 from gossamer.lab.data.sets import ImageSet, Labelled
 
-__all__ = ["FASHION_MNIST", "MNIST", "IdxPart", "IdxSpec", "load_idx", "parse_idx"]
+__all__ = ["FASHION_MNIST", "MNIST", "IdxPart", "IdxSpec", "idx_layouts", "load_idx", "parse_idx"]
 
 _UNSIGNED_BYTE = 0x08
 
@@ -53,9 +53,12 @@ class IdxSpec:
     system: Path | None = None
 
 
+def idx_layouts(spec: IdxSpec) -> tuple[Layout[ImageSet], ...]:
+    return tuple(_layout(spec, folder, suffix) for folder in spec.folders for suffix in (".gz", ""))
+
+
 def load_idx(spec: IdxSpec, root: Path | str | None = None) -> ImageSet:
     """Read the set from the first place that has it (see `gossamer.lab.data.locate`)."""
-    layouts = tuple(_layout(spec, folder, suffix) for folder in spec.folders for suffix in (".gz", ""))
     downloads = tuple(
         Download(
             File(f"{spec.folders[0]}/{part.name}.gz", part.compressed_digest),
@@ -63,7 +66,7 @@ def load_idx(spec: IdxSpec, root: Path | str | None = None) -> ImageSet:
         )
         for part in spec.parts
     )
-    return read_first(spec.name, layouts, downloads, root=root, system=spec.system)
+    return read_first(spec.name, idx_layouts(spec), downloads, root=root, system=spec.system)
 
 
 def _layout(spec: IdxSpec, folder: str, suffix: str) -> Layout[ImageSet]:

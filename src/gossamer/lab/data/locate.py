@@ -24,7 +24,7 @@ from typing import Generic, TypeVar
 
 from gossamer.lab.data.files import CorruptData, DataNotFound, File
 
-__all__ = ["Download", "Layout", "cache_folder", "fetch", "read_first", "search_folders"]
+__all__ = ["Download", "Layout", "cache_folder", "fetch", "locate", "read_first", "search_folders"]
 
 T = TypeVar("T")
 
@@ -125,6 +125,16 @@ def read_first(
             else "Put the files there, or name the folder that has them as root (data_root of a run)"
         )
     )
+
+
+def locate(layouts: Iterable[Layout[T]], *, system: Path | None = None) -> Path | None:
+    """The first folder that has all files of a layout. Nothing is read or downloaded."""
+    layouts, folders = tuple(layouts), search_folders()
+    folders = folders if system is None else (*folders[:-1], system, folders[-1])
+    places = (
+        folder for folder in folders for layout in layouts if all((folder / path).is_file() for path in layout.paths)
+    )
+    return next(places, None)
 
 
 def fetch(download: Download, folder: Path, *, timeout: float = 60.0) -> Path:

@@ -16,11 +16,11 @@ from torch import Tensor
 
 from gossamer.lab.data.batches import BatchSource, Position, epoch_plan
 from gossamer.lab.data.files import CorruptData, File, read_checked, read_tar_members
-from gossamer.lab.data.locate import Layout, read_first
+from gossamer.lab.data.locate import Layout, locate, read_first
 from gossamer.lab.data.pretrained import TOKENIZER, minilm_folder
 from gossamer.lab.data.sets import Sentences, SentenceSet
 
-__all__ = ["SentenceBatches", "load_sst2", "tokenize"]
+__all__ = ["SentenceBatches", "load_sst2", "locate_sst2", "tokenize"]
 
 TOKENS = 64  # of a sentence; four of the training set are longer, by up to two, and are cut
 PADDING = 0
@@ -34,9 +34,19 @@ _ARCHIVE = File("sst-2.tar.xz", "sha256:e028d8c5426662b460b0d1ad318494bce7dceb8b
 
 def load_sst2(root: Path | str | None = None) -> SentenceSet:
     """Read the set from the first place that has it (see `gossamer.lab.data.locate`)."""
-    plain = Layout("tables", tuple(part.path for part in _PARTS), _read_tables)
-    packed = Layout("an archive of them", (_ARCHIVE.path,), _read_archive)
-    return read_first("sst2", (plain, packed), (), root=root)
+    return read_first("sst2", _layouts(), (), root=root)
+
+
+def locate_sst2() -> Path | None:
+    """The first folder that has the set."""
+    return locate(_layouts())
+
+
+def _layouts() -> tuple[Layout[SentenceSet], ...]:
+    return (
+        Layout("tables", tuple(part.path for part in _PARTS), _read_tables),
+        Layout("an archive of them", (_ARCHIVE.path,), _read_archive),
+    )
 
 
 def _read_tables(folder: Path) -> SentenceSet:

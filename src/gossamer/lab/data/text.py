@@ -21,7 +21,7 @@ from gossamer.lab.data.files import CorruptData, File, read_checked, read_tar_me
 from gossamer.lab.data.locate import Download, Layout, read_first
 from gossamer.lab.data.sets import TextSet
 
-__all__ = ["PTB", "WIKITEXT2", "TextBatches", "TextSpec", "batchify", "encode", "load_text", "windows"]
+__all__ = ["PTB", "WIKITEXT2", "TextBatches", "TextSpec", "batchify", "encode", "load_text", "text_layouts", "windows"]
 
 END_OF_LINE = "<eos>"
 
@@ -41,8 +41,7 @@ class TextSpec:
     archive: File | None = None
 
 
-def load_text(spec: TextSpec, root: Path | str | None = None) -> TextSet:
-    """Read the set from the first place that has it (see `gossamer.lab.data.locate`)."""
+def text_layouts(spec: TextSpec) -> tuple[Layout[TextSet], ...]:
     layouts = [_plain_layout(spec, spec.parts)]
     for paths in spec.other_names:
         files = tuple(dataclasses.replace(part, path=path) for part, path in zip(spec.parts, paths, strict=True))
@@ -52,8 +51,13 @@ def load_text(spec: TextSpec, root: Path | str | None = None) -> TextSet:
         layouts.append(
             Layout("an archive of them", (archive.path,), lambda folder: _read_archive(spec, archive, folder))
         )
+    return tuple(layouts)
+
+
+def load_text(spec: TextSpec, root: Path | str | None = None) -> TextSet:
+    """Read the set from the first place that has it (see `gossamer.lab.data.locate`)."""
     downloads = [Download(part, (address,)) for part, address in zip(spec.parts, spec.addresses, strict=True)]
-    return read_first(spec.name, layouts, downloads, root=root)
+    return read_first(spec.name, text_layouts(spec), downloads, root=root)
 
 
 def _plain_layout(spec: TextSpec, files: tuple[File, ...], title: str = "plain text files") -> Layout[TextSet]:

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from gossamer.hints import did_you_mean
+from gossamer.io.kinds import in_words
 from gossamer.lab.recipes import cifar, digits, general, imagenet, mnist, wikitext
 from gossamer.lab.recipes.recipe import Published, Recipe
 from gossamer.lab.training.result import RESULT, RUN, read_run
@@ -39,5 +40,10 @@ def find(name: str) -> Recipe:
         return Recipe(own_name, f"from {name}", read_run(path))
     if name and path.is_dir():
         raise ValueError(f"expected the name of a recipe or the folder of a run, got {name}, which has no {RUN}")
+    if name and (what := in_words(path)) is not None:
+        raise ValueError(
+            f"expected the name of a recipe, the folder of a run or its {RUN}, got {name}, which is {what}: "
+            "gossamer list recipes shows the names"
+        )
     hint = did_you_mean(name.lower(), names(), f"the recipes are {', '.join(names())}", most=3)
     raise ValueError(f"expected the name of a recipe or a .json file, got {name!r}: {hint}")

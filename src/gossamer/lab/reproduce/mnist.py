@@ -90,6 +90,7 @@ def reproduce(
     epochs: int = EPOCHS,
     device: torch.device,
     progress: Callable[[str], None] = lambda line: None,
+    moved: Callable[[float], None] = lambda share: None,
 ) -> list[Record]:
     """Train what has no record under `out` yet, draw the picture, and return all the records."""
     wanted = {entry.run.run_id: entry for entry in entries(seeds=seeds, epochs=epochs)}
@@ -107,7 +108,7 @@ def reproduce(
     runs = [entry.run for entry in wanted.values()]
     # A GPU has room for all at once; a CPU gains nothing from it, and has a seed's records sooner.
     together = len(runs) if device.type == "cuda" else len(runs) // seeds
-    records = sweep(runs, out, device=device, together=together, progress=progress, further=further)
+    records = sweep(runs, out, device=device, together=together, progress=progress, moved=moved, further=further)
     try:
         draw_input_connections(records, out / PICTURE)
     except ImportError as error:

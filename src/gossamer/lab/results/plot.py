@@ -1,4 +1,7 @@
-"""Plots of records: accuracy against sparsity, a line per method; learning curves of map fitting. Need matplotlib."""
+"""Plots of records: accuracy against sparsity, a line per method; learning curves of map fitting. Need matplotlib.
+
+A method has the same color in every plot and on every page.
+"""
 
 import importlib.util
 import statistics
@@ -11,9 +14,12 @@ from typing import Any
 from gossamer.lab.results.comparisons import Block, Group, blocks_of
 from gossamer.lab.results.exhibits import best_of, rates_of
 from gossamer.lab.results.records import Record, percent
+from gossamer.report.style import COLORS, MATPLOTLIB, SOFT, style_of
 
 _COLLAPSED = 20.0  # points below the best at the same sparsity
-_MARKERS = "osD^v<>PXp"  # with the ten colours twice, so that each of twenty lines has its own pair
+_MARKERS = {"circle": "o", "square": "s", "diamond": "D", "triangle-up": "^"}
+_DASHES = {"solid": "-", "dash": "--", "dot": ":", "dashdot": "-."}
+_OF_VARIANTS = "osD^v<>PXp"  # several settings of a method have its color, and markers of their own
 
 
 @dataclass(frozen=True)
@@ -79,19 +85,21 @@ def _line(group: Group, block: Block) -> Line:
 def accuracy_against_sparsity(records: Sequence[Record], tier: str, path: Path) -> None:
     """Draw the records into a file of the kind that its suffix names. Whole filters have a panel of their own."""
     check()
-    from matplotlib.figure import Figure  # optional
+    from matplotlib import rc_context  # optional
+    from matplotlib.figure import Figure
 
     drawn = panels(records)
     rows = max(len(panel.sparse) for panel in drawn)
     lines = any(len(panel.sparsity) != 1 for panel in drawn)
-    figure = Figure(figsize=(8 * len(drawn), 7 if lines else min(7, 2 + 0.5 * rows)), layout="constrained")
-    for axes, panel in zip(figure.subplots(1, len(drawn), squeeze=False)[0], drawn, strict=True):
-        draw = _draw_rows if len(panel.sparsity) == 1 else _draw
-        draw(axes, panel)
-    config = records[0]["config"]
-    run = f"{tier}: {config['model']} on {config['data']}, {config['epochs']} epochs"
-    figure.suptitle(f"{run}, mean ± standard deviation over seeds")
-    _write(figure, path)
+    with rc_context(dict(MATPLOTLIB)):
+        figure = Figure(figsize=(8 * len(drawn), 7 if lines else min(7, 2 + 0.5 * rows)), layout="constrained")
+        for axes, panel in zip(figure.subplots(1, len(drawn), squeeze=False)[0], drawn, strict=True):
+            draw = _draw_rows if len(panel.sparsity) == 1 else _draw
+            draw(axes, panel)
+        config = records[0]["config"]
+        run = f"{tier}: {config['model']} on {config['data']}, {config['epochs']} epochs"
+        figure.suptitle(f"{run}, mean ± standard deviation over seeds")
+        _write(figure, path)
 
 
 def map_fitting_curves(records: Sequence[Record], path: Path) -> None:
@@ -100,26 +108,31 @@ def map_fitting_curves(records: Sequence[Record], path: Path) -> None:
     At the rate of the table, 0.1 and constant, and at the best rate of each on a cosine.
     """
     check()
-    from matplotlib.figure import Figure  # optional
+    from matplotlib import rc_context  # optional
+    from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(12, 5), layout="constrained")
-    panels = zip(figure.subplots(1, 2, sharey=True), ("constant", "cosine"), strict=True)
-    for axes, anneal in panels:
-        for number, record in enumerate(records):
-            for scale, style in (("batch", "-"), ("none", "--")):
-                groups = rates_of(record, scale, anneal)
-                chosen = groups[0.1] if anneal == "constant" else best_of(groups)
-                curve = [statistics.mean(errors) for errors in zip(*(each["curve"] for each in chosen), strict=True)]
-                steps = [record["steps"] * point / len(curve) for point in range(len(curve))]
-                label = f"{chosen[0]['fit']['estimator']}, {'normalised' if scale == 'batch' else 'raw'}"
-                axes.plot(steps, curve, style, color=f"C{number}", linewidth=1.5, label=label)
-        axes.set_title("mask rate 0.1, constant" if anneal == "constant" else "best mask rate of each, cosine to zero")
-        axes.set_yscale("log")
-        axes.set_xlabel("steps")
-        axes.grid(alpha=0.3)
-        axes.set_ylabel("mean squared error" if anneal == "constant" else "")
-    axes.legend(fontsize="small", loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
-    _write(figure, path)
+    with rc_context(dict(MATPLOTLIB)):
+        figure = Figure(figsize=(12, 5), layout="constrained")
+        panels = zip(figure.subplots(1, 2, sharey=True), ("constant", "cosine"), strict=True)
+        for axes, anneal in panels:
+            for number, record in enumerate(records):
+                for scale, style in (("batch", "-"), ("none", "--")):
+                    groups = rates_of(record, scale, anneal)
+                    chosen = groups[0.1] if anneal == "constant" else best_of(groups)
+                    curve = [
+                        statistics.mean(errors) for errors in zip(*(each["curve"] for each in chosen), strict=True)
+                    ]
+                    steps = [record["steps"] * point / len(curve) for point in range(len(curve))]
+                    label = f"{chosen[0]['fit']['estimator']}, {'normalised' if scale == 'batch' else 'raw'}"
+                    axes.plot(steps, curve, style, color=COLORS[number], linewidth=1.5, label=label)
+            axes.set_title(
+                "mask rate 0.1, constant" if anneal == "constant" else "best mask rate of each, cosine to zero"
+            )
+            axes.set_yscale("log")
+            axes.set_xlabel("steps")
+            axes.set_ylabel("mean squared error" if anneal == "constant" else "")
+        axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
+        _write(figure, path)
 
 
 def _wrapped(text: str, width: int = 60) -> str:
@@ -129,29 +142,34 @@ def _wrapped(text: str, width: int = 60) -> str:
 
 def _write(figure: Any, path: Path) -> None:
     """The same records give the same file."""
-    from matplotlib import rc_context
-
     path.parent.mkdir(parents=True, exist_ok=True)
-    with rc_context({"svg.hashsalt": "gossamer", "svg.fonttype": "none"}):
-        figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
 
 
 def _draw_rows(axes: Any, panel: Panel) -> None:
     """At a single sparsity there are no lines to draw: a row per method, the best on top."""
     for line in panel.dense:
-        axes.axvline(line.accuracy[0], color="black", linewidth=1, linestyle=":", label=_wrapped(line.label))
+        axes.axvline(line.accuracy[0], color=SOFT, linewidth=1, linestyle=":", label=_wrapped(line.label))
     ranked = panel.sparse[::-1]
     for place, line in enumerate(ranked):
-        ours = line.method == "scl"
-        style = {"color": "C0" if ours else "C7", "linewidth": 2.5 if ours else 1}
-        axes.errorbar(line.accuracy, [place], xerr=line.spread, marker="o", markersize=5, capsize=3, **style)
+        style = style_of(line.method)
+        axes.errorbar(
+            line.accuracy,
+            [place],
+            xerr=line.spread,
+            marker=_MARKERS[style.symbol],
+            markersize=5,
+            capsize=3,
+            color=COLORS[style.color],
+            linewidth=2.5 if line.method == "scl" else 1,
+        )
     axes.set_yticks(range(len(ranked)), [_wrapped(line.label, 50) for line in ranked])
     axes.set_ylim(-0.5, len(ranked) - 0.5)
     axes.set_title(_wrapped(panel.title, 40))  # half of the width is for the names of the rows
     axes.set_xlabel("test accuracy, %")
-    axes.grid(alpha=0.3)
+    axes.set_xlim(right=min(100.0, axes.get_xlim()[1]))
     if panel.dense:
-        axes.legend(fontsize="small", loc="upper left", frameon=False)
+        axes.legend(loc="upper left")
 
 
 def lowest(panel: Panel) -> float:
@@ -164,22 +182,24 @@ def lowest(panel: Panel) -> float:
 def _draw(axes: Any, panel: Panel) -> None:
     """The axis shows the logarithm of the density, as 90 and 95 % are farther apart than 50 and 55 %."""
     for line in panel.dense:
-        axes.axhline(line.accuracy[0], color="black", linewidth=1, linestyle=":", label=_wrapped(line.label))
+        axes.axhline(line.accuracy[0], color=SOFT, linewidth=1, linestyle=":", label=_wrapped(line.label))
     for number, line in enumerate(panel.sparse):
+        style = style_of(line.method)
+        variant = sum(before.method == line.method for before in panel.sparse[:number])
         axes.errorbar(
             [100 - each for each in line.sparsity],
             line.accuracy,
             yerr=line.spread,
-            linestyle="-" if number < 10 else "--",
-            marker=_MARKERS[number % len(_MARKERS)],
-            color=f"C{number % 10}",
+            linestyle=_DASHES[style.dash],
+            marker=_OF_VARIANTS[(_OF_VARIANTS.index(_MARKERS[style.symbol]) + variant) % len(_OF_VARIANTS)],
+            color=COLORS[style.color],
             markersize=4,
             capsize=2,
             linewidth=2.5 if line.method == "scl" else 1,
             label=_wrapped(line.label),
         )
     if panel.sparse:
-        axes.set_ylim(bottom=lowest(panel))
+        axes.set_ylim(bottom=lowest(panel), top=min(100.0, axes.get_ylim()[1]))
     axes.set_xscale("log")
     axes.invert_xaxis()
     axes.set_xticks([100 - each for each in panel.sparsity], [f"{each:g}" for each in panel.sparsity])
@@ -187,5 +207,4 @@ def _draw(axes: Any, panel: Panel) -> None:
     axes.set_title(_wrapped(panel.title))
     axes.set_xlabel("zeros, %")
     axes.set_ylabel("test accuracy, %")
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize="small", loc="upper center", bbox_to_anchor=(0.5, -0.1), ncols=2, frameon=False)
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.1), ncols=2)

@@ -77,11 +77,13 @@ def compare_suite(
     jobs: int = 1,
     save_models: bool = False,
     minutes: float = math.inf,
+    alone: bool = False,
     progress: Callable[[str], None] = lambda line: None,
 ) -> list[dict[str, Any]]:
     """Train the runs that have no record in `out` yet, and return the rows of the summary of all that have one.
 
-    After `minutes` no more runs begin; the same call goes on with them.
+    After `minutes` no more runs begin; the same call goes on with them. With `alone`, every run has a process of its
+    own, even where a batch could train it.
     """
     planned = {problem.name: comparison.runs(problem) for problem in comparison.chosen}
     problems = train_missing(
@@ -91,6 +93,7 @@ def compare_suite(
         together=together,
         jobs=jobs,
         minutes=minutes,
+        alone=alone,
         save_models=save_models,
         progress=progress,
         done=lambda: write_summary(out),
@@ -114,6 +117,7 @@ def train_missing(
     minutes: float,
     save_models: bool,
     progress: Callable[[str], None],
+    alone: bool = False,
     done: Callable[[], object] = lambda: None,
 ) -> list[str]:
     """Train the runs of each problem that have no record yet, in a folder of the problem's name in `out`.
@@ -129,7 +133,12 @@ def train_missing(
         if not missing or started > until:
             continue
         try:
-            problems += _train(runs, folder, device, together, jobs, save_models, until, progress)
+            if alone or any(unsupported(run) for run in runs):
+                problems += train_in_processes(
+                    runs, folder, device=device, jobs=jobs, save_models=save_models, until=until, progress=progress
+                )
+            else:
+                _train_batches(runs, folder, device, together, save_models, until, progress)
         except (ValueError, RuntimeError, ArithmeticError) as error:  # of a batch; the next problem may work
             problems.append(f"{name}: {error}")
         trained, took = missing - len(missing_in(folder, runs)), time.monotonic() - started
@@ -138,20 +147,16 @@ def train_missing(
     return problems
 
 
-def _train(
+def _train_batches(
     runs: Sequence[Run],
     folder: Path,
     device: str,
     together: int,
-    jobs: int,
     save_models: bool,
     until: float,
     progress: Callable[[str], None],
-) -> list[str]:
-    if any(unsupported(run) for run in runs):
-        return train_in_processes(
-            runs, folder, device=device, jobs=jobs, save_models=save_models, until=until, progress=progress
-        )
+) -> None:
+    """Train the runs without a record, `together` at a time, as long as the next batch should end before `until`."""
     missing, took = missing_in(folder, runs), 0.0
     for first in range(0, len(missing), together):
         started = time.monotonic()
@@ -161,4 +166,3 @@ def _train(
         batch = missing[first : first + together]
         sweep(batch, folder, device=device, together=together, save_models=save_models, progress=progress)
         took = time.monotonic() - started
-    return []

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from gossamer.diagnostics import Health
 from gossamer.io.container import is_count
+from gossamer.io.kinds import in_words
 from gossamer.io.sparse_file import save
 from gossamer.lab import model_files
 from gossamer.lab.checkpoint import Checkpoints, write_atomically
@@ -143,6 +144,17 @@ def read_run(path: Path) -> Run:
         return Run.from_dict(config if isinstance(config, dict) else values)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
+
+
+def check_folder(path: Path) -> None:
+    """Refuse a path that is not the folder of a run, and say what it is."""
+    if path.is_dir():
+        return
+    what = f"is {in_words(path)}" if in_words(path) else "is something else" if path.exists() else "does not exist"
+    raise ValueError(
+        f"expected the folder of a finished run, got {path}, which {what}: name the folder that gossamer train has "
+        "written"
+    )
 
 
 def read_result_file(path: Path) -> dict[str, Any]:
