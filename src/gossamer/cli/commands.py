@@ -17,6 +17,7 @@ from gossamer.cli.paper import Reproduce, TuneDecay
 from gossamer.cli.run_options import with_values
 from gossamer.cli.show import Frontier, List, Report
 from gossamer.cli.train import Quickstart, Train
+from gossamer.cli.tune import Tune
 
 
 class Executable(Protocol):
@@ -48,6 +49,7 @@ COMMANDS: Mapping[str, type] = MappingProxyType(
         "train": Train,
         "sweep": Sweep,
         "compare": Compare,
+        "tune": Tune,
         "reproduce": Reproduce,
         "tune-decay": TuneDecay,
         "list": List,

@@ -10,6 +10,7 @@ from torch import Tensor
 from gossamer.lab.batched.rows import BatchedRun, request_of
 from gossamer.lab.data import kind_of
 from gossamer.lab.data.sets import ImageSet
+from gossamer.lab.models import MODELS
 from gossamer.lab.training.checks import TRUNK
 from gossamer.lab.training.optimise import learning_rate, plan_without_masks
 from gossamer.lab.training.run import Run
@@ -43,8 +44,9 @@ def unsupported(run: Run) -> list[str]:
         found.append("schedule='plateau'")
     if run.distil and run.teacher != TRUNK:
         found.append(f"teacher={run.teacher!r}")
-    if run.model == "indrnn":  # whose recurrence is bounded after every step of the optimizer
-        found.append("model='indrnn'")
+    # The recurrence of an IndRNN is bounded after every step of the optimizer; torch cannot map recurrent layers.
+    if run.model == "indrnn" or any(entry.recurrent for entry in MODELS if entry.name == run.model):
+        found.append(f"model={run.model!r}")
     if kind_of(run.data) in ("folder", "text", "sentences"):
         found.append(f"data={run.data!r}")
     options = run.options
