@@ -82,7 +82,7 @@ def test_steps_are_judged_as_in_torch_operations() -> None:
 @pytest.mark.parametrize(
     "settings", [{}, {"mask_decay": 0.0}, {"pruned_grad_scale": 1.0, "mask_decay_cap": 0.0}], ids=str
 )
-def test_fused_masks_of_a_race_equal_those_in_torch_operations(settings: dict[str, Any]) -> None:
+def test_fused_masks_of_a_batch_equal_those_in_torch_operations(settings: dict[str, Any]) -> None:
     check_batched(torch.device("cuda"), **settings)
 
 
