@@ -1,8 +1,9 @@
-"""The general suite where only PyTorch is installed: what `gossamer compare --suite general` does, without tyro.
+"""The general suite where tyro is not installed: `gossamer compare --suite general`, and `gossamer tune`.
 
     python benchmarks/general.py --problem vit-cifar10 --methods scl feather --seeds 1 --jobs 12 --out results/general
     python benchmarks/general.py --out results/general --jobs 12          # the whole report
     python benchmarks/general.py --list
+    python benchmarks/general.py --tune 16 --out results/tuning --jobs 12    # trials of each method
     python benchmarks/general.py --problem vit-cifar10 --jobs 12 --minutes 9 --archive records.tar.gz   # a part of it
 
 The same command resumes what it has not finished: runs that have their record are not trained again.
@@ -14,7 +15,7 @@ import tarfile
 from pathlib import Path
 
 from gossamer.lab.recipes.general import PROBLEMS
-from gossamer.lab.suite import REPORTED, SuiteComparison, compare_suite, unstructured
+from gossamer.lab.suite import REPORTED, SuiteComparison, Tuning, compare_suite, tune, unstructured
 
 
 def main() -> None:
@@ -25,7 +26,11 @@ def main() -> None:
     parser.add_argument("--sparsity", nargs="+", type=float, default=[], help="default: those of each problem")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--epochs", type=int, help="default: those of each problem")
+    parser.add_argument("--tune", type=int, metavar="TRIALS", help="tune the methods instead of comparing them")
     parser.add_argument("--jobs", type=int, default=1, help="processes of problems that are not trained in batches")
+    parser.add_argument(
+        "--alone", action="store_true", help="a process for each run, even where a batch could train it"
+    )
     parser.add_argument("--together", type=int, default=32, help="runs of a batch")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no run that would end later")
@@ -37,30 +42,32 @@ def main() -> None:
             kind = "development" if problem.development else "report only"
             print(f"{problem.name}: {problem.about}, {problem.minutes:g} min, {kind}")
         return
-    methods = [name for each in options.methods for name in (unstructured() if each == "all" else [each])]
+    methods = tuple(name for each in options.methods for name in (unstructured() if each == "all" else [each]))
+    how = {"device": options.device, "together": options.together, "jobs": options.jobs, "minutes": options.minutes}
     try:
+        if options.tune:
+            problems = tuple(options.problem) or Tuning.problems
+            tuning = Tuning(methods, options.tune, problems, *options.sparsity[:1], seeds=options.seeds)
+            for name, each in tune(tuning, options.out, progress=say, **how).items():
+                print(f"{name}: {each['trials']} trials, best with {' '.join(each['settings']) or 'its defaults'}")
+            return
         comparison = SuiteComparison(
-            tuple(options.problem), tuple(methods), tuple(options.sparsity), options.seeds, options.epochs
+            tuple(options.problem), methods, tuple(options.sparsity), options.seeds, options.epochs
         )
-        rows = compare_suite(
-            comparison,
-            options.out,
-            device=options.device,
-            together=options.together,
-            jobs=options.jobs,
-            minutes=options.minutes,
-            progress=lambda line: print(line, flush=True),
-        )
+        for row in compare_suite(comparison, options.out, alone=options.alone, progress=say, **how):
+            spread = "" if row["stderr"] is None else f" ± {row['stderr']:.4f}"
+            print(f"{row['problem']} {row['sparsity']:.0%} {row['method']}: {row['mean']}{spread}, n = {row['n']}")
     except (ValueError, RuntimeError) as error:
         sys.exit(f"general.py: {error}")
     finally:
         if options.archive is not None and options.out.is_dir():
             with tarfile.open(options.archive, "w:gz") as archive:
-                for path in sorted(options.out.glob("*/*.json")):
+                for path in sorted([*options.out.glob("*.json"), *options.out.glob("*/*.json")]):
                     archive.add(path, path.relative_to(options.out))
-    for row in rows:
-        spread = "" if row["stderr"] is None else f" ± {row['stderr']:.4f}"
-        print(f"{row['problem']} {row['sparsity']:.0%} {row['method']}: {row['mean']}{spread}, n = {row['n']}")
+
+
+def say(line: str) -> None:
+    print(line, flush=True)
 
 
 if __name__ == "__main__":

@@ -48,7 +48,7 @@ from gossamer.optimizers import (
 from gossamer.patterns import Patterns, Shape, assign, described, target_of
 from gossamer.per_sample.capture import check_layers
 from gossamer.prunable import Use, Weight, select
-from gossamer.schedule import Phase, Plan, make_plan
+from gossamer.schedule import Phase, Plan, leave_interval, make_plan
 from gossamer.selectors import Selectors, clean_name, some
 from gossamer.settings import choose
 from gossamer.sharding import is_sharded, local, shard_group
@@ -58,7 +58,6 @@ from gossamer.target import make_target
 from gossamer.watch import watch, watch_zeros
 from gossamer.zeros import impose, share_of_zeros
 
-_LEAVE_EVERY = 20  # at most this many mask steps between two checks whether the sparsify phase can end
 _SPARSE_ALREADY = 0.05  # sparsity from which on the start of a plan looks like a run that should have been resumed
 _WARN_EVERY = 64  # steps between two reads of the number of steps with non-finite gradients, on an accelerator
 # Each weight has at most one Sparsifier: two would overwrite each other's masks.
@@ -496,10 +495,10 @@ class Sparsifier:
     def _leave_if_reached(self, sparsity: float) -> None:
         """The rule of the paper: end the sparsify phase when the target is almost reached."""
         in_phase = self._driver is not None and self.plan.at(self.step).phase is Phase.SPARSIFY
-        every = min(_LEAVE_EVERY, max(1, self.plan.sparsify // 10))
-        if in_phase and (self.step - self.plan.warmup) % every == 0 and self.sparsity >= sparsity:
+        due = (self.step - self.plan.warmup) % leave_interval(self.plan) == 0
+        if in_phase and due and self.sparsity >= sparsity:
             self.plan = self.plan.leave_sparsify(self.step)
-            self._begin().timeline.plan = self.plan
+            self._begin().timeline.follow(0, self.plan)
 
     def _warn_of_skipped_steps(self, *, at_last: bool) -> None:
         """Warn about non-finite gradients: the first time, whenever their number has doubled, and at the end.

@@ -22,8 +22,9 @@ from gossamer.cli.arguments import at_home, nameless_folder, repeated
 from gossamer.cli.commands import Executable, parse
 from gossamer.cli.console import put, tell
 from gossamer.cli.many import Compare, Sweep
-from gossamer.cli.paper import Reproduce
+from gossamer.cli.paper import Reproduce, TuneDecay
 from gossamer.cli.train import Quickstart, Train, leads
+from gossamer.cli.tune import Tune
 from gossamer.lab.checkpoint import Checkpoints
 from gossamer.lab.training import Interrupted
 from gossamer.lab.training.distributed import end_process
@@ -113,7 +114,7 @@ def _afterwards(command: Executable) -> str:
     """What the same command would do after an immediate stop (a second Ctrl-C, or before the first step), in words."""
     if isinstance(command, Train) and command.out is not None:
         return f" at once; if the same command is run again, {Checkpoints(at_home(command.out)).next_time()}"
-    if isinstance(command, Train | Quickstart | Sweep | Compare | Reproduce):
+    if isinstance(command, Train | Quickstart | Sweep | Compare | Tune | Reproduce | TuneDecay):
         return "; finished runs are kept, and the same command resumes the rest, from a checkpoint if there is one"
     return ""
 

@@ -13,10 +13,11 @@ from gossamer.cli.console import Answer
 from gossamer.cli.deploy import Compact, Export, Speed, Verify
 from gossamer.cli.doctor import Doctor
 from gossamer.cli.many import Compare, Sweep
-from gossamer.cli.paper import Reproduce
+from gossamer.cli.paper import Reproduce, TuneDecay
 from gossamer.cli.run_options import with_values
 from gossamer.cli.show import Frontier, List, Report
 from gossamer.cli.train import Quickstart, Train
+from gossamer.cli.tune import Tune
 
 
 class Executable(Protocol):
@@ -48,7 +49,9 @@ COMMANDS: Mapping[str, type] = MappingProxyType(
         "train": Train,
         "sweep": Sweep,
         "compare": Compare,
+        "tune": Tune,
         "reproduce": Reproduce,
+        "tune-decay": TuneDecay,
         "list": List,
         "report": Report,
         "frontier": Frontier,

@@ -16,7 +16,7 @@ from gossamer.lab.training.result import check_result, with_current_keys
 from gossamer.lab.training.run import Run
 
 Row = dict[str, Any]
-SUMMARY = "summary.json"
+SUMMARY, TUNING = "summary.json", "tuning.json"
 OURS, DENSE = "scl", "dense"
 
 
@@ -26,7 +26,7 @@ def summarise(out: Path) -> list[Row]:
     for problem in PROBLEMS:
         cells: dict[tuple[float, str], list[Row]] = {}
         for path in sorted((out / problem.name).glob("*.json")):
-            record = _read(path)
+            record = read_run_record(path)
             run = Run.from_dict(record["config"])
             cells.setdefault((run.sparsity or 0.0, variant(run, problem)), []).append(record)
         rows += [_row(problem, *cell, records) for cell, records in sorted(cells.items())]
@@ -56,7 +56,8 @@ def _value(run: Run, name: str) -> Any:
     return getattr(run, field).get(key) if key else getattr(run, field)
 
 
-def _read(path: Path) -> Row:
+def read_run_record(path: Path) -> Row:
+    """The record of a run, which may have diverged, or have a perplexity."""
     remedy = ": delete it to train the run again"
     record = with_current_keys(read_object(path, "the record of a run", remedy))
     if not isinstance(record.get("config"), dict):
@@ -93,7 +94,9 @@ def general(root: Path) -> str:
     for problem in PROBLEMS:
         if own := [row for row in rows if row["problem"] == problem.name]:
             parts += [f"### {problem.about}", table(*problem_table(own, bold="**"))]
-    parts += [_verdict(rows), "### Average rank", _RANKS, table(*_ranks(rows))]
+    tuning = root / "tuning" / TUNING
+    tuned = read_object(tuning)["methods"] if tuning.is_file() else {}
+    parts += [_verdict(rows), "### Average rank", _RANKS, table(*_ranks(rows, tuned))]
     return "\n\n".join(filter(None, parts))
 
 
@@ -102,7 +105,10 @@ _ABOUT = (
     "would, in short runs. Test accuracy in percent, or perplexity, at the last epoch: mean ± standard error, and in "
     "brackets the difference to the best method of the column, which is bold."
 )
-_RANKS = "Over all problems and sparsities that all methods of the table have; 1 is the best."
+_RANKS = (
+    "Over all problems and sparsities that all methods of the table have; 1 is the best. Beside it, what the tuning of "
+    "each method has cost (`gossamer tune`, on development problems only): trials, and the sum of their epochs."
+)
 
 
 def _cells(rows: Iterable[Row]) -> dict[tuple[str, float], list[Row]]:
@@ -183,5 +189,12 @@ def average_ranks(rows: Iterable[Row]) -> Mapping[str, float]:
     return dict(sorted(((name, statistics.mean(each)) for name, each in ranks.items()), key=lambda pair: pair[1]))
 
 
-def _ranks(rows: Iterable[Row]) -> tuple[list[str], list[list[str]]]:
-    return ["method", "average rank"], [[name, f"{rank:.2f}"] for name, rank in average_ranks(rows).items()]
+def _ranks(rows: Iterable[Row], tuned: Mapping[str, Row]) -> tuple[list[str], list[list[str]]]:
+    def cost(name: str, key: str) -> str:
+        return f"{tuned[name][key]:,}" if name in tuned else "–"
+
+    lines = [
+        [name, f"{rank:.2f}", cost(name, "trials"), cost(name, "run_epochs")]
+        for name, rank in average_ranks(rows).items()
+    ]
+    return ["method", "average rank", "trials", "run-epochs"], lines

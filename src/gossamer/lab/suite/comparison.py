@@ -7,7 +7,7 @@ and its frozen settings, if tuning has chosen any.
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -77,29 +77,27 @@ def compare_suite(
     jobs: int = 1,
     save_models: bool = False,
     minutes: float = math.inf,
+    alone: bool = False,
     progress: Callable[[str], None] = lambda line: None,
 ) -> list[dict[str, Any]]:
     """Train the runs that have no record in `out` yet, and return the rows of the summary of all that have one.
 
-    After `minutes` no more runs begin; the same call goes on with them.
+    After `minutes` no more runs begin; the same call goes on with them. With `alone`, every run has a process of its
+    own, even where a batch could train it.
     """
-    until = time.monotonic() + 60.0 * minutes
-    planned = [(problem, comparison.runs(problem)) for problem in comparison.chosen]  # wrong settings are refused first
-    problems = list[str]()
-    for problem, runs in planned:
-        folder = out / problem.name
-        missing = len(missing_in(folder, runs))
-        progress(f"{problem.name} ({problem.about}): {len(runs)} runs, {missing} to train")
-        started = time.monotonic()
-        if not missing or started > until:
-            continue
-        try:
-            problems += _train(runs, folder, device, together, jobs, save_models, until, progress)
-        except (ValueError, RuntimeError, ArithmeticError) as error:  # of a batch; the next problem may work
-            problems.append(f"{problem.name}: {error}")
-        trained, took = missing - len(missing_in(folder, runs)), time.monotonic() - started
-        progress(f"{problem.name}: {trained} of {missing} runs trained in {took / 60:.1f} min")
-        write_summary(out)
+    planned = {problem.name: comparison.runs(problem) for problem in comparison.chosen}
+    problems = train_missing(
+        planned,
+        out,
+        device=device,
+        together=together,
+        jobs=jobs,
+        minutes=minutes,
+        alone=alone,
+        save_models=save_models,
+        progress=progress,
+        done=lambda: write_summary(out),
+    )
     rows = write_summary(out)
     if problems:
         raise RuntimeError(
@@ -109,20 +107,56 @@ def compare_suite(
     return rows
 
 
-def _train(
-    runs: list[Run],
-    folder: Path,
+def train_missing(
+    planned: Mapping[str, Sequence[Run]],
+    out: Path,
+    *,
     device: str,
     together: int,
     jobs: int,
+    minutes: float,
+    save_models: bool,
+    progress: Callable[[str], None],
+    alone: bool = False,
+    done: Callable[[], object] = lambda: None,
+) -> list[str]:
+    """Train the runs of each problem that have no record yet, in a folder of the problem's name in `out`.
+
+    Returns what went wrong, a line for each run. `done` is called after each problem.
+    """
+    until, problems = time.monotonic() + 60.0 * minutes, list[str]()
+    for name, runs in planned.items():
+        folder = out / name
+        missing = len(missing_in(folder, runs))
+        progress(f"{name}: {len(runs)} runs, {missing} to train")
+        started = time.monotonic()
+        if not missing or started > until:
+            continue
+        try:
+            if alone or any(unsupported(run) for run in runs):
+                problems += train_in_processes(
+                    runs, folder, device=device, jobs=jobs, save_models=save_models, until=until, progress=progress
+                )
+            else:
+                _train_batches(runs, folder, device, together, save_models, until, progress)
+        except (ValueError, RuntimeError, ArithmeticError) as error:  # of a batch; the next problem may work
+            problems.append(f"{name}: {error}")
+        trained, took = missing - len(missing_in(folder, runs)), time.monotonic() - started
+        progress(f"{name}: {trained} of {missing} runs trained in {took / 60:.1f} min")
+        done()
+    return problems
+
+
+def _train_batches(
+    runs: Sequence[Run],
+    folder: Path,
+    device: str,
+    together: int,
     save_models: bool,
     until: float,
     progress: Callable[[str], None],
-) -> list[str]:
-    if any(unsupported(run) for run in runs):
-        return train_in_processes(
-            runs, folder, device=device, jobs=jobs, save_models=save_models, until=until, progress=progress
-        )
+) -> None:
+    """Train the runs without a record, `together` at a time, as long as the next batch should end before `until`."""
     missing, took = missing_in(folder, runs), 0.0
     for first in range(0, len(missing), together):
         started = time.monotonic()
@@ -132,4 +166,3 @@ def _train(
         batch = missing[first : first + together]
         sweep(batch, folder, device=device, together=together, save_models=save_models, progress=progress)
         took = time.monotonic() - started
-    return []
