@@ -75,9 +75,9 @@ def map_fitting(root: Path) -> str:
             table(head, map_fitting_rows(records)),
             "The paper has a figure and no numbers: clipped ReLU worst, ReLU better, the other three better still and "
             "alike, normalisation better for every estimator. At one constant rate for all, 0.1, that comes out here "
-            "too, but clipped ReLU (bound 0.1) learns nothing either way, and leaky ReLU (slope 0.1) stays far behind softplus "
-            "and identity. With the rate chosen for each estimator, raw masks fit better than normalised ones, and a rate "
-            "that goes to zero matters most.",
+            "too, but clipped ReLU (bound 0.1) learns nothing either way, and leaky ReLU (slope 0.1) stays far behind "
+            "softplus and identity. With the rate chosen for each estimator, raw masks fit better than normalised "
+            "ones, and a rate that goes to zero matters most.",
             *(["![errors against steps](../results/map-fitting/curves.svg)"] if drawn else []),
             *_alpha(root / "map-fitting" / "alpha"),
         ]
