@@ -1,7 +1,7 @@
 """Sweeps, comparisons and single runs for machines without the packages that the command line needs.
 
 python -m gossamer.lab.batched sweep cifar10-resnet20 --out results/a --grid seed=0,1,2 sparsity=0.5,0.7 --set epochs=50
-python -m gossamer.lab.batched compare --net resnet20 --methods scl dpf --sparsity 0.9 0.95 --out results/compare-resnet20
+python -m gossamer.lab.batched compare --net resnet20 --methods scl dpf --sparsity 0.9 0.95 --out results/b
 python -m gossamer.lab.batched train wikitext2-lstm --out runs/lstm
 
 They do what `gossamer sweep`, `compare` and `train` do. A first SIGINT or SIGTERM (of `timeout`, say) writes a
@@ -17,11 +17,22 @@ from gossamer.lab.batched.compare import TIERS, Comparison, compare
 from gossamer.lab.batched.grid import runs_of
 from gossamer.lab.batched.sweeps import sweep
 from gossamer.lab.recipes import find
-from gossamer.lab.training import train
+from gossamer.lab.training import Run, train
 from gossamer.lab.training.signals import Interrupted
 
 
 def main(arguments: list[str] | None = None) -> int:
+    chosen = parse(arguments)
+    action: Callable[[argparse.Namespace], None] = chosen.action
+    try:
+        action(chosen)
+    except Interrupted as stopped:
+        tell(str(stopped))
+        return 130
+    return 0
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m gossamer.lab.batched", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -46,25 +57,22 @@ def main(arguments: list[str] | None = None) -> int:
             command.add_argument("--grid", nargs="*", default=[], metavar="KEY=VALUE,VALUE")
         if name != "train":
             command.add_argument("--together", type=int, default=32, help="runs trained at the same time")
-    chosen = parser.parse_args(arguments)
-    action: Callable[[argparse.Namespace], None] = chosen.action
-    try:
-        action(chosen)
-    except Interrupted as stopped:
-        tell(str(stopped))
-        return 130
-    return 0
+    return parser.parse_args(arguments)
+
+
+def runs_of_sweep(chosen: argparse.Namespace) -> list[Run]:
+    return runs_of(find(chosen.recipe).run.with_settings(chosen.set), chosen.grid)
 
 
 def _sweep(chosen: argparse.Namespace) -> None:
-    runs = runs_of(find(chosen.recipe).run.with_settings(chosen.set), chosen.grid)
+    runs = runs_of_sweep(chosen)
     for each in sweep(runs, chosen.out, device=runs[0].device, together=chosen.together, progress=tell):
         tell(f"{each['run_id']}, seed {each['seed']}: {each['accuracy']:.2%} at {each['sparsity']:.1%} zeros")
 
 
-def _compare(chosen: argparse.Namespace) -> None:
+def comparison_of(chosen: argparse.Namespace) -> Comparison:
     tier = TIERS[chosen.tier]
-    comparison = Comparison(
+    return Comparison(
         chosen.net,
         chosen.data,
         tuple(dict.fromkeys(("dense", *chosen.methods))),
@@ -74,6 +82,10 @@ def _compare(chosen: argparse.Namespace) -> None:
         tier.validation,
         chosen.tier,
     )
+
+
+def _compare(chosen: argparse.Namespace) -> None:
+    comparison = comparison_of(chosen)
     records = compare(comparison, chosen.out, device=chosen.device, together=chosen.together, progress=tell)
     tell(f"{len(records)} records and their table are in {chosen.out}")
 
