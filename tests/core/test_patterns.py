@@ -129,6 +129,14 @@ def test_a_mapping_gives_each_tensor_its_pattern() -> None:
     assert 0 <= total - int(0.6 * total + 0.5) - nonzeros < 16
 
 
+def test_weights_without_inputs_and_features_have_no_pattern() -> None:
+    model = nn.Bilinear(4, 4, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for pattern in ("2:4", "row"):
+        with pytest.raises(ValueError, match=r"weight: it is neither a matrix nor the weight of a convolution"):
+            gossamer.Sparsifier(model, optimizer, total_steps=4, pattern=pattern, sparsity=0.5)
+
+
 def test_flops_are_met_with_blocks() -> None:
     asked: dict[str, Any] = {"flops": 0.3, "example_input": torch.randn(1, 3, 6, 6, dtype=torch.float64)}
     training = Training(pattern="block:1x4", **asked).steps().finish()
