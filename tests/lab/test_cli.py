@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 
 import gossamer
 from gossamer import cli
+from gossamer.cli.train import Train
 from gossamer.lab import data, models, tables
 from gossamer.lab.batched import runs_of
 from gossamer.lab.recipes import RECIPES, find
@@ -509,3 +510,7 @@ def test_numbers_stay_whole_beside_a_long_name() -> None:
         shown = console.file.getvalue()
         assert all(number in shown for number in numbers)
         assert max(map(len, shown.splitlines())) <= 80
+
+
+def test_a_stop_before_the_first_step_is_explained_without_a_folder() -> None:
+    assert "at once" in cli._afterwards(Train("digits", {}))
