@@ -124,7 +124,7 @@ def test_of_a_second_interrupt(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(cli.train, "train", stop)
-    assert cli.run(cli.Train("digits", tmp_path, {})) == 130
+    assert cli.run(cli.Train("digits", {}, tmp_path)) == 130
     assert capsys.readouterr().err.strip().endswith(next_time)
 
 
