@@ -77,7 +77,7 @@ def test_only_an_error_that_may_come_of_the_signal_is_the_stop_that_was_asked_fo
         raise error
 
     monkeypatch.setattr(step.Step, "__call__", fails)
-    assert cli.run(cli.Train("digits", tmp_path, {}, set=(("device=cpu",),))) == code
+    assert cli.run(cli.Train("digits", {}, tmp_path, set=(("device=cpu",),))) == code
     assert words in capsys.readouterr().err
 
 
