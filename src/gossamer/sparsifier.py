@@ -173,6 +173,7 @@ class Sparsifier:
         self._topology_done = 0  # the step of the last topology update
         self._started = False  # whether this object has taken its first step
         self._left: list[int] | None = None  # version counters of the weights after the last mask step
+        self._ahead: list[int] = []  # weights whose optimizer stepped before the first one did
         self.step, self.in_step = 0, False
         self.phase = self.plan.at(0).phase
         _claim(self, self.weights)
@@ -466,6 +467,18 @@ class Sparsifier:
                     "first-order optimizer, without create_graph=True"
                 )
 
+    def _check_order(self) -> None:
+        """Raise if optimizers stepped before the first one, and their gradients were cleared."""
+        cleared = [self.weights[index].name for index in self._ahead if self.weights[index].parameter.grad is None]
+        self._ahead.clear()
+        if cleared:
+            raise RuntimeError(
+                f"the gradients of {some(cleared)} are gone, as their optimizer stepped before the first one of the "
+                "list, when masks learn from all gradients: take all steps after the backward pass, in the order of "
+                "the list, and clear the gradients after them. Optimizers that step inside the backward pass are not "
+                "supported"
+            )
+
     def impose(self, other: nn.Module) -> None:
         """Apply the masks to another model with the same names, such as an average of the weights."""
         impose(other, self.masks)
@@ -574,6 +587,10 @@ class Sparsifier:
                 "that are created in it: use torch.no_grad()"
             )
         leads = optimizer is self._owned[0][0]  # with several optimizers, the first one advances the plan
+        if not leads and not self.in_step:
+            self._ahead += self._indices(optimizer)
+        if leads and self._ahead:
+            self._check_order()
         if leads and not capturing():
             self.advance()
             self._set_learning_rate(optimizer)
@@ -702,7 +719,8 @@ class Sparsifier:
 
     def _weight_versions(self) -> list[int]:
         """Version counters that change with every write to the weights."""
-        return [local(weight.parameter)._version for weight in self.weights]
+        parameters = (weight.parameter for weight in self.weights)
+        return [(local(each) if is_sharded(each) else each)._version for each in parameters]  # each view is a call
 
     def _versions_of(self, owned: Sequence[int]) -> list[tuple[int, int, int]]:
         """Version counters that change with every write to the weights or to their gradients."""

@@ -18,7 +18,7 @@ import torch
 from rich.console import Console
 
 import gossamer
-from gossamer.cli.arguments import at_home, nameless_folder, repeated
+from gossamer.cli.arguments import nameless_folder, repeated
 from gossamer.cli.commands import Executable, parse
 from gossamer.cli.console import put, tell
 from gossamer.cli.many import Compare, Sweep
@@ -112,9 +112,9 @@ def _remedy(error: Exception) -> str:
 
 def _afterwards(command: Executable) -> str:
     """What the same command would do after an immediate stop (a second Ctrl-C, or before the first step), in words."""
-    if isinstance(command, Train) and command.out is not None:
-        return f" at once; if the same command is run again, {Checkpoints(at_home(command.out)).next_time()}"
-    if isinstance(command, Train | Quickstart | Sweep | Compare | Tune | Reproduce | TuneDecay):
+    if isinstance(command, Train):
+        return f" at once; if the same command is run again, {Checkpoints(command.folder()).next_time()}"
+    if isinstance(command, Quickstart | Sweep | Compare | Tune | Reproduce | TuneDecay):
         return "; finished runs are kept, and the same command resumes the rest, from a checkpoint if there is one"
     return ""
 

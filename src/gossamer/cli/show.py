@@ -96,7 +96,7 @@ class Report:
             return values, page_of_panels("Comparison", ", ".join(map(str, self.files)), panels)
         found = {run: read_result_file(run) for file in self.files for run in _runs_in(file)}
         results: list[dict[str, Any]] = [{"path": str(run), **result} for run, result in found.items()]
-        console.print(tables.of_results([(str(run), result) for run, result in found.items()]))
+        console.print(tables.of_results([(_name(run), result) for run, result in found.items()]))
         swept = [result for result in found.values() if {"config", "diverged"} <= result.keys()]
         if len(swept) > 1:  # the names of their files do not describe them
             console.print(tables.of_rows(*sweep_table(sorted(swept, key=lambda each: json.dumps(each["config"])))))
@@ -151,6 +151,11 @@ class Frontier:
             highlight=False,
         )
         return Answer(found.to_dict())
+
+
+def _name(run: Path) -> str:
+    """The name of a run in a table: its folder, or its record without the suffix."""
+    return str(run.with_suffix("") if run.suffix == ".json" and run.name != RESULT else run)
 
 
 def _is_model(path: Path) -> bool:

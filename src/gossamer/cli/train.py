@@ -44,9 +44,7 @@ class Train:
     """Show the traceback of an error."""
 
     def carry_out(self, console: Console) -> Answer:
-        recipe, changes = find(self.recipe), joined(self.set)
-        run = recipe.run.with_settings(changes + assignments(self.options, changes))
-        out = at_home(self.out or Path("runs") / f"{recipe.name}-{run.run_id}")
+        recipe, run, out = find(self.recipe), self._run(), self.folder()
         written_before = _written(out / RESULT)
         result = _train(recipe.name, run, out, keep_mask_variables=self.keep_mask_variables)
         if leads():
@@ -57,6 +55,14 @@ class Train:
             if (out / MODEL).is_file():
                 _say(console, f"The model is in {out / MODEL}")
         return Answer(result)
+
+    def folder(self) -> Path:
+        """The folder of the run."""
+        return at_home(self.out or Path("runs") / f"{find(self.recipe).name}-{self._run().run_id}")
+
+    def _run(self) -> Run:
+        changes = joined(self.set)
+        return find(self.recipe).run.with_settings(changes + assignments(self.options, changes))
 
 
 @dataclass(frozen=True)

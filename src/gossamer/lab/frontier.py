@@ -100,6 +100,11 @@ def frontier(
     results = [read_result_file(path) for path in (folder, *against)]
     trained = _trained(results)
     run = read_run(folder / RUN)
+    if run.pattern is not None:
+        raise ValueError(
+            f"expected a run without a pattern, got pattern={run.pattern}, which cuts at other sparsities would break: "
+            "train a run for each sparsity (gossamer sweep)"
+        )
     context = join(device or run.device)
     chosen = modes.resolve(run, context)
     task = make_task(chosen, context)

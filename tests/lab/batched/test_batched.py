@@ -18,6 +18,7 @@ from gossamer.lab.batched.training import BatchedTraining
 from gossamer.lab.data import Batches
 from gossamer.lab.data.sets import ImageSet, Labelled
 from gossamer.lab.models.densenet import DenseNet
+from gossamer.lab.models.mobilenet import MobileNet
 from gossamer.lab.models.resnet import BasicBlock, ResNet
 from gossamer.lab.models.transformer import VisionTransformer
 from gossamer.lab.models.wide_resnet import WideResNet
@@ -241,8 +242,12 @@ def dense_net() -> nn.Module:
     return DenseNet(2, growth=4, bottleneck=True, compression=0.5, num_classes=4)
 
 
+def mobilenet() -> nn.Module:
+    return MobileNet(4, ((16, 2), (24, 1)))
+
+
 @pytest.mark.parametrize(
-    "make", [classifier, biased, lambda: DenseNet(2, growth=4), dense_net, lambda: WideResNet(10, 1)]
+    "make", [classifier, biased, lambda: DenseNet(2, growth=4), dense_net, lambda: WideResNet(10, 1), mobilenet]
 )
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_a_stack_of_networks_computes_what_each_computes(dtype: torch.dtype, make: Callable[[], nn.Module]) -> None:

@@ -266,7 +266,7 @@ def test_what_a_batch_cannot_do_is_named(tmp_path: Path) -> None:
         (replace(BASE, sparsity=None, flops=0.5), "flops=0.5"),
         (replace(BASE, settings={"scale": "per_sample"}), "settings.scale='per_sample'"),
         (replace(BASE, settings={"mask_momentum": 0.9}), "settings.mask_momentum=0.9"),
-        (replace(BASE, model="lstm_lm", data="wikitext2"), "data='wikitext2'"),
+        (replace(BASE, model="lstm_lm", data="wikitext2"), "model='lstm_lm', data='wikitext2'"),
         (replace(BASE, schedule="plateau", validation=10), "schedule='plateau'"),
         (replace(BASE, distil=0.5, teacher="runs/dense"), "teacher='runs/dense'"),
         (replace(BASE, model="indrnn", model_options={}), "model='indrnn'"),

@@ -200,10 +200,12 @@ def _grouped_convolution(
     dilation: Any, groups: int,
 ) -> Tensor:  # fmt: skip
     assert weight_axis is not None
-    shared = axis is None and groups == 1
+    shared, depthwise = axis is None and groups == 1, groups > 1 and weight.shape[-3] == 1
     weight = weight.movedim(weight_axis, 0).flatten(0, 1)
     if not shared:
         images, groups = _beside(images, axis, networks), groups * networks
+    if depthwise:  # which GPU libraries have kernels for
+        return _apart(F.conv2d(images, weight, None, stride, padding, dilation, groups), networks)
     plain_3x3 = weight.shape[2:] == (3, 3) and padding == (1, 1) and dilation == (1, 1)
     if stride == (2, 2) and plain_3x3 and images.shape[2] % 2 == 0 == images.shape[3] % 2:
         return _apart(_halving_convolution(images, weight, groups), networks)

@@ -75,9 +75,9 @@ def map_fitting(root: Path) -> str:
             table(head, map_fitting_rows(records)),
             "The paper has a figure and no numbers: clipped ReLU worst, ReLU better, the other three better still and "
             "alike, normalisation better for every estimator. At one constant rate for all, 0.1, that comes out here "
-            "too, but clipped ReLU learns nothing either way, and leaky ReLU (slope 0.1) stays far behind softplus and "
-            "identity. With the rate chosen for each estimator, raw masks fit better than normalised ones, and a rate "
-            "that goes to zero matters most.",
+            "too, but clipped ReLU (bound 0.1) learns nothing either way, and leaky ReLU (slope 0.1) stays far behind "
+            "softplus and identity. With the rate chosen for each estimator, raw masks fit better than normalised "
+            "ones, and a rate that goes to zero matters most.",
             *(["![errors against steps](../results/map-fitting/curves.svg)"] if drawn else []),
             *_alpha(root / "map-fitting" / "alpha"),
         ]
@@ -92,6 +92,9 @@ def _alpha(folder: Path) -> list[str]:
         "The estimators with an α, for several of them. A clipping bound of 0.1 leaves 4 % of normally distributed "
         "masks in its live zone:",
         table(head, alpha_rows(read_objects(folder))),
+        "So clipped ReLU learns as soon as its live zone is wide, and comes close to ReLU, which is dead below zero as "
+        "well. Leaky ReLU comes close to identity as its slope does; with a small slope, masks move so slowly on the "
+        "pruned side that noise collects them there.",
     ]
 
 

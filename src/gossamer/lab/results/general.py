@@ -82,7 +82,34 @@ def _row(problem: Problem, sparsity: float, method: str, records: Sequence[Row])
     }
 
 
-# --- the page ---
+# --- the pages ---
+
+
+def readme_table(root: Path) -> str:
+    """One line per problem: ours and the best rival at two sparsities, and the dense network; empty without records."""
+    rows = [row for row in summarise(root / "general") if row["n"]]
+    cells, lines = _cells(rows), []
+    for problem in PROBLEMS:
+        line = [problem.about]
+        for sparsity in _IN_THE_README:
+            own = cells.get((problem.name, sparsity), [])
+            ours = next((_number(row) for row in own if row["method"] == OURS), "–")
+            rival = next((f"{_number(row)} ({row['method']})" for row in own if row["method"] != OURS), "–")
+            line += [ours, rival]
+        dense = next((_number(row) for row in rows if (row["problem"], row["method"]) == (problem.name, DENSE)), "–")
+        if any(cell != "–" for cell in line[1:]):
+            lines.append([*line, dense])
+    if not lines:
+        return ""
+    head = [title for sparsity in _IN_THE_README for title in (f"ours, {sparsity:.0%}", f"best rival, {sparsity:.0%}")]
+    return f"{_ABOUT_README}\n\n{table(['', *head, 'dense'], lines)}"
+
+
+_IN_THE_README = (0.9, 0.95)
+_ABOUT_README = (
+    "Test accuracy in percent, or perplexity, at the last epoch of short runs, mean ± standard error; a line for each "
+    "problem of the general suite, with the best of the other methods ([all results](docs/results.md#general-suite)):"
+)
 
 
 def general(root: Path) -> str:
