@@ -3,8 +3,10 @@
     python benchmarks/gpu_queue.py --list
     python benchmarks/gpu_queue.py --minutes 25 --out results/queue
 
-A run begins only if its expected minutes are left. Its output goes to NAME.log in the folder, and queue.json there says
-what has ended how. The same command goes on with the runs that have not succeeded. `--only NAME …` chooses some.
+A run begins only if its expected minutes are left, unless it `resumes`: then it is asked to stop in time, writes a
+checkpoint, and goes on when the same command is given again. Its output goes to NAME.log in the folder, and queue.json
+there says what has ended how. The same command goes on with the runs that have not succeeded. `--only NAME …` chooses
+some. Data sets are searched where gossamer does, first in the folder that GOSSAMER_DATA names.
 """
 
 import argparse
@@ -15,8 +17,10 @@ import sys
 import time
 import tomllib
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
+INTERRUPTED = 130
+STOPPING = 45.0  # seconds in which a run that resumes writes its checkpoint
 QUEUE = Path(__file__).with_name("gpu_queue.toml")
 
 
@@ -38,25 +42,39 @@ def work(runs: list[dict[str, Any]], out: Path, minutes: float) -> dict[str, Any
         if ended.get(run["name"], {}).get("status") == 0:
             print(f"{run['name']}: done before")
             continue
-        if left < 60 * run["minutes"]:
+        resumes = run.get("resumes", False)
+        if left < (2 * STOPPING if resumes else 60 * run["minutes"]):
             print(f"{run['name']}: needs {run['minutes']} minutes, {left / 60:.1f} are left")
             continue
         print(f"{run['name']}: {run['why']}", flush=True)
         started = time.monotonic()
         command = shlex.split(run["command"].format(out=out))
-        with (out / f"{run['name']}.log").open("w") as log:
-            try:
-                status = subprocess.run(
-                    command, stdout=log, stderr=subprocess.STDOUT, timeout=left, check=False
-                ).returncode
-            except (subprocess.TimeoutExpired, FileNotFoundError) as error:
-                status = 1
-                log.write(f"\n{error}\n")
+        with (out / f"{run['name']}.log").open("a" if resumes else "w") as log:
+            status = _run(command, log, left - STOPPING if resumes else left)
         ended[run["name"]] = {"status": status, "seconds": round(time.monotonic() - started, 1)}
         record.write_text(json.dumps(ended, indent=1) + "\n")
-        verdict = "succeeded" if status == 0 else f"failed with {status}"
+        verdict = {0: "succeeded", INTERRUPTED: "was interrupted"}.get(status, f"failed with {status}")
         print(f"{run['name']}: {verdict} after {ended[run['name']]['seconds']} s")
     return ended
+
+
+def _run(command: list[str], log: IO[str], seconds: float) -> int:
+    """The exit status of a command; one that takes longer is asked to stop, and killed if it does not."""
+    try:
+        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+    except FileNotFoundError as error:
+        log.write(f"\n{error}\n")
+        return 1
+    try:
+        return process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        process.terminate()
+    try:
+        return process.wait(STOPPING)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        log.write(f"\nkilled after {seconds + STOPPING:.0f} s\n")
+        return process.wait() or 1
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -40,6 +40,23 @@ def test_files_that_a_page_names_exist(page: Path) -> None:
     assert not [path for path in named if not (ROOT / path).exists()]
 
 
+def test_the_integration_matrix_names_tests_that_exist() -> None:
+    """Each cell is a dash or names tests of the file at the head of its column, or of two processes."""
+    page = (ROOT / "docs" / "integration.md").read_text()
+    head, _, *rows = re.findall(r"^\|.*(?:\n\|.*)*", page[page.index("| | [Lightning]") :])[0].splitlines()
+    folder = ROOT / "tests" / "integrations"
+    columns = [(folder / Path(path).name).read_text() for path in re.findall(r"\]\(([^)]+)\)", head)]
+    shared = (folder / "test_two_processes.py").read_text()
+    assert len(columns) == 5
+    assert len(rows) >= 15
+    for row in rows:
+        name, *cells = [cell.strip() for cell in row.strip("|").split("|")]
+        for cell, column in zip(cells, columns, strict=True):
+            tests = re.findall(r"`(test_\w+)`", cell)
+            assert tests or cell == "–", (name, cell)
+            assert all(f"def {test}(" in column + shared for test in tests), (name, cell)
+
+
 class Links(HTMLParser):
     """What a page of the site links to, what it loads, and the anchors it has."""
 

@@ -28,6 +28,7 @@ class Phase(StrEnum):
         return self in (Phase.SPARSIFY, Phase.STABILISE)
 
 
+_LEAVE_EVERY = 20
 _DURATION = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*(ep|it|run)\s*")
 
 
@@ -101,6 +102,11 @@ class Plan:
         """The same plan with the sparsify phase ended at `step`; fine-tuning gets the remaining steps."""
         length = max(1, step - self.warmup)
         return replace(self, sparsify=length, finetune=self.finetune + self.sparsify - length)
+
+
+def leave_interval(plan: Plan) -> int:
+    """Steps between two checks whether the sparsify phase can end because a sparsity is reached."""
+    return min(_LEAVE_EVERY, max(1, plan.sparsify // 10))
 
 
 def make_plan(

@@ -48,7 +48,7 @@ from gossamer.optimizers import (
 from gossamer.patterns import Patterns, Shape, assign, described, target_of
 from gossamer.per_sample.capture import check_layers
 from gossamer.prunable import Use, Weight, select
-from gossamer.schedule import Phase, Plan, make_plan
+from gossamer.schedule import Phase, Plan, leave_interval, make_plan
 from gossamer.selectors import Selectors, clean_name, some
 from gossamer.settings import choose
 from gossamer.sharding import is_sharded, local, shard_group
@@ -58,7 +58,6 @@ from gossamer.target import make_target
 from gossamer.watch import watch, watch_zeros
 from gossamer.zeros import impose, share_of_zeros
 
-_LEAVE_EVERY = 20  # at most this many mask steps between two checks whether the sparsify phase can end
 _SPARSE_ALREADY = 0.05  # sparsity from which on the start of a plan looks like a run that should have been resumed
 _WARN_EVERY = 64  # steps between two reads of the number of steps with non-finite gradients, on an accelerator
 # Each weight has at most one Sparsifier: two would overwrite each other's masks.
@@ -174,6 +173,7 @@ class Sparsifier:
         self._topology_done = 0  # the step of the last topology update
         self._started = False  # whether this object has taken its first step
         self._left: list[int] | None = None  # version counters of the weights after the last mask step
+        self._ahead: list[int] = []  # weights whose optimizer stepped before the first one did
         self.step, self.in_step = 0, False
         self.phase = self.plan.at(0).phase
         _claim(self, self.weights)
@@ -467,6 +467,18 @@ class Sparsifier:
                     "first-order optimizer, without create_graph=True"
                 )
 
+    def _check_order(self) -> None:
+        """Raise if optimizers stepped before the first one, and their gradients were cleared."""
+        cleared = [self.weights[index].name for index in self._ahead if self.weights[index].parameter.grad is None]
+        self._ahead.clear()
+        if cleared:
+            raise RuntimeError(
+                f"the gradients of {some(cleared)} are gone, as their optimizer stepped before the first one of the "
+                "list, when masks learn from all gradients: take all steps after the backward pass, in the order of "
+                "the list, and clear the gradients after them. Optimizers that step inside the backward pass are not "
+                "supported"
+            )
+
     def impose(self, other: nn.Module) -> None:
         """Apply the masks to another model with the same names, such as an average of the weights."""
         impose(other, self.masks)
@@ -496,10 +508,10 @@ class Sparsifier:
     def _leave_if_reached(self, sparsity: float) -> None:
         """The rule of the paper: end the sparsify phase when the target is almost reached."""
         in_phase = self._driver is not None and self.plan.at(self.step).phase is Phase.SPARSIFY
-        every = min(_LEAVE_EVERY, max(1, self.plan.sparsify // 10))
-        if in_phase and (self.step - self.plan.warmup) % every == 0 and self.sparsity >= sparsity:
+        due = (self.step - self.plan.warmup) % leave_interval(self.plan) == 0
+        if in_phase and due and self.sparsity >= sparsity:
             self.plan = self.plan.leave_sparsify(self.step)
-            self._begin().timeline.plan = self.plan
+            self._begin().timeline.follow(0, self.plan)
 
     def _warn_of_skipped_steps(self, *, at_last: bool) -> None:
         """Warn about non-finite gradients: the first time, whenever their number has doubled, and at the end.
@@ -575,6 +587,10 @@ class Sparsifier:
                 "that are created in it: use torch.no_grad()"
             )
         leads = optimizer is self._owned[0][0]  # with several optimizers, the first one advances the plan
+        if not leads and not self.in_step:
+            self._ahead += self._indices(optimizer)
+        if leads and self._ahead:
+            self._check_order()
         if leads and not capturing():
             self.advance()
             self._set_learning_rate(optimizer)
@@ -703,7 +719,8 @@ class Sparsifier:
 
     def _weight_versions(self) -> list[int]:
         """Version counters that change with every write to the weights."""
-        return [local(weight.parameter)._version for weight in self.weights]
+        parameters = (weight.parameter for weight in self.weights)
+        return [(local(each) if is_sharded(each) else each)._version for each in parameters]  # each view is a call
 
     def _versions_of(self, owned: Sequence[int]) -> list[tuple[int, int, int]]:
         """Version counters that change with every write to the weights or to their gradients."""

@@ -38,6 +38,8 @@ def answered(given: Sequence[str]) -> int | None:
     """The exit code of a command line that asks for help or for an unknown command; None for all others."""
     helps: dict[str, str] = json.loads(HELP.read_text("utf-8"))
     command, *others = given or ("--help",)
+    if command == "help":  # gossamer help train
+        command, *others = *others[:1], "--help"
     if command in ("-h", "--help"):
         return _print(helps[""])
     if command.startswith("-"):

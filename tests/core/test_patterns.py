@@ -156,6 +156,49 @@ def test_channels_last_weights_get_the_same_pattern(pattern: str) -> None:
         assert np.array_equal(kept, other.kept[name])
 
 
+class Recurrent(nn.Module):
+    """An embedding, a convolution over time and a recurrent layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.conv, self.gru = nn.Embedding(12, 8), nn.Conv1d(8, 8, 3), nn.GRU(8, 4, batch_first=True)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        output: Tensor = self.gru(self.conv(self.embedding(tokens).transpose(1, 2)).transpose(1, 2))[0]
+        return output.mean(1)
+
+
+@pytest.mark.parametrize("scale", ["global", "batch", "none"])
+@pytest.mark.parametrize("pattern", ["1:4", "block:2x4"])
+def test_recurrent_layers_and_sequences(pattern: str, scale: str) -> None:
+    model = Recurrent()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    with gossamer.Sparsifier(model, optimizer, total_steps=STEPS, pattern=pattern, sparsity=0.75, scale=scale):
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            tokens = torch.randint(12, (8, 6), generator=torch.Generator().manual_seed(step))
+            nn.functional.cross_entropy(model(tokens), tokens[:, 0] % 4).backward()
+            optimizer.step()
+    for name in ("embedding.weight", "conv.weight", "gru.weight_ih_l0", "gru.weight_hh_l0"):
+        kept = (model.get_parameter(name).detach() != 0).numpy()
+        assert has_pattern(kept.reshape(*kept.shape[:2], -1).swapaxes(1, 2), pattern), name
+
+
+def test_the_scale_of_each_sample_with_blocks() -> None:
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with gossamer.Sparsifier(
+        model, optimizer, total_steps=STEPS, pattern="block:4x1", sparsity=0.5, scale="per_sample"
+    ) as sparsifier:
+        for _ in range(STEPS):
+            optimizer.zero_grad()
+            model(torch.randn(8, 8)).square().mean().backward()
+            optimizer.step()
+    assert sparsifier.sparsity == 0.5
+    assert gossamer.verify(model, model, pattern="block:4x1")
+
+
 # --- against equations of their own ---
 
 LAYOUT = Layout(("a", "b"), ((8, 6), (4, 8)))

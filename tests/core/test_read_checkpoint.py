@@ -222,7 +222,7 @@ def test_many_small_files_do_not_add_up_to_more_than_one_may_hold(tmp_path: Path
 
 
 def test_a_folder_does_not_name_itself(tmp_path: Path) -> None:
-    for name in ("", "..", "a/b"):
+    for name in ("", "..", "a/b", "a\0b"):
         (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"w": name}}))
         with pytest.raises(ValueError, match="expected files next to"):
             read_checkpoint(tmp_path)

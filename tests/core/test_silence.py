@@ -272,6 +272,35 @@ def test_an_interrupted_step_is_repaired_as_before() -> None:
 # --- optimizers with steps of their own kind ---
 
 
+def test_optimizers_that_step_inside_the_backward_pass_are_refused() -> None:
+    """The last layer would have stepped, and cleared its gradients, before masks learn."""
+    model = network()
+    optimizers = {parameter: sgd([parameter]) for parameter in model.parameters()}
+
+    def step(parameter: Tensor) -> None:
+        optimizers[parameter].step()
+        optimizers[parameter].zero_grad()
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(step)
+    sparsify(model, list(optimizers.values()))
+    with pytest.raises(RuntimeError, match=r"gradients of 2\.weight are gone, as their optimizer stepped before"):
+        loss_of(model, 0).backward()
+
+
+def test_optimizers_may_step_in_another_order_while_gradients_stay() -> None:
+    model = network()
+    one, two = sgd(model[0].parameters()), sgd(model[2].parameters())
+    sparsifier = sparsify(model, [one, two])
+    for step in range(TOTAL):
+        model.zero_grad()
+        loss_of(model, step).backward()
+        two.step()
+        one.step()
+    sparsifier.finish()
+    assert zeros(model) == EXACT
+
+
 class SAM(Optimizer):
     """Sharpness-aware minimization as it is usually written: the closure is evaluated at weights that were moved."""
 

@@ -126,3 +126,11 @@ def test_outputs_that_differ_are_found_out() -> None:
 def test_missing_packages_are_named_together() -> None:
     with pytest.raises(ImportError, match=r"got no nonesuch and no nonesuch2: pip install nonesuch nonesuch2"):
         exports.require("numpy", "nonesuch", "nonesuch2")
+
+
+def test_conjugate_and_negative_views_are_written_with_their_values(tmp_path: Path) -> None:
+    values = torch.randn(3, 4, dtype=torch.complex64)
+    exports.to_dense({"a": values, "conj": values.conj(), "imag": values.conj().imag}, tmp_path / "m.safetensors")
+    found = load_file(tmp_path / "m.safetensors")
+    assert torch.equal(found["conj"], values.conj().resolve_conj())
+    assert torch.equal(found["imag"], -values.imag)

@@ -39,7 +39,7 @@ from gossamer.deployment.runtime.capture import capture
 from gossamer.deployment.runtime.compiling import content_digest, is_whole
 from gossamer.deployment.runtime.native_model import Setting, possible_lanes
 from gossamer.io.checkpoints import read_checkpoint
-from gossamer.lab import models, recipes, tables
+from gossamer.lab import frontier, models, recipes, report_pages, tables
 from gossamer.lab.batched.sweeps import begun_batches, checkpoints_of
 from gossamer.lab.batched.training import check_state, fill_
 from gossamer.lab.checkpoint import Checkpoints
@@ -50,13 +50,16 @@ from gossamer.lab.data.folder import load_folder
 from gossamer.lab.data.idx import IdxPart, IdxSpec, load_idx
 from gossamer.lab.data.pixels import centre_crop, decode, random_crop_flip
 from gossamer.lab.data.text import TextSpec, load_text
+from gossamer.lab.frontier import Frontier, Point
 from gossamer.lab.model_files import open_network
 from gossamer.lab.results import comparison_page, records
-from gossamer.lab.training import Run, result, snapshot
+from gossamer.lab.training import Run, mask_variables, result, snapshot
 from gossamer.lab.training.distributed import DistributedContext
+from gossamer.lab.training.mask_variables import MASK_VARIABLES
 from gossamer.lab.training.progress import JsonLines, Status
 from gossamer.methods.scl import SCLOptions
 from gossamer.report import report
+from gossamer.report.page import Page
 
 
 @dataclass(frozen=True)
@@ -145,11 +148,15 @@ def _checkpoint_seeds() -> list[bytes]:
 
 
 def _finish(parts: snapshot.Parts) -> None:
+    assert parts.sparsifier is not None
+    _finish_quietly(parts.sparsifier)
+
+
+def _finish_quietly(sparsifier: gossamer.Sparsifier) -> None:
     """A Sparsifier that is discarded before would warn."""
     with warnings.catch_warnings(), suppress(RuntimeError):  # of weights that are not finite
         warnings.simplefilter("ignore")
-        assert parts.sparsifier is not None
-        parts.sparsifier.finish()
+        sparsifier.finish()
 
 
 def _write_checkpoint(content: bytes, folder: Path, step: int, name: str = "checkpoint") -> None:
@@ -322,16 +329,97 @@ def _read_result(content: bytes, folder: Path) -> None:
     _show(tables.of_results([("a", found)]))
     if isinstance(found.get("config"), dict):
         result.read_run(folder / result.RESULT)
+    _write_page(folder)
+    if not found.get("diverged") and "accuracy" in found:
+        _as_text(report_pages.page_of_panels("x", "y", [("z", report_pages.panel_of_sweep([found, _RESULT]))]))
 
 
 def _read_layers(content: bytes, folder: Path) -> None:
     (folder / result.LAYERS).write_bytes(content)
     _show(result.read_layers(folder).table("x"))
+    _write_page(folder)
+
+
+def _read_beside(name: str) -> Callable[[bytes, Path], None]:
+    """A reader of a file beside a result, which `gossamer report` shows on a page."""
+
+    def read(content: bytes, folder: Path) -> None:
+        (folder / name).write_bytes(content)
+        _write_page(folder)
+
+    return read
+
+
+def _write_page(folder: Path) -> None:
+    """The page of a run, whose other files are whole."""
+    for name, whole in ((result.RESULT, json.dumps(dict(_RESULT)).encode()), (result.LAYERS, _layers()[0])):
+        if not (folder / name).exists():
+            (folder / name).write_bytes(whole)
+    _as_text(report_pages.page_of_run(folder))
+
+
+def _as_text(page: Page) -> None:
+    """What text from files may not do to a page: start a script, or be no text."""
+    page.to_html().encode()
+    assert "<script>alert" not in "".join(page.parts) + page.plain
 
 
 def _read_record(content: bytes, folder: Path) -> object:
     (folder / "a.json").write_bytes(content)
+    for heading, panel in report_pages.panels_of_comparison([folder]):
+        _as_text(report_pages.page_of_panels("x", "y", [(heading, panel)]))
     return comparison_page(records.read_records(folder, ("tier", "options", "hardware")), "final")
+
+
+def _health_seeds() -> list[bytes]:
+    layers = [{"name": name, "gradient_scale": 0.5} for name in ("0.weight", "1.weight")]
+    traces = {"steps": [1, 2], "decay": [0.5, None], "nonzeros": [9, 8], "flips": [0, 3]}
+    return [json.dumps({**traces, "layers": layers}).encode()]
+
+
+def _speed_seeds() -> list[bytes]:
+    timed = {"median": 0.5, "lower": 0.4, "upper": 0.6, "note": ""}
+    failed = {"engine": "openvino", "kind": "dense", "median": None, "lower": None, "upper": None, "note": "none"}
+    rows = [{"engine": "torch", "kind": "dense", **timed}, {"engine": "gossamer", "kind": "sparse", **timed}, failed]
+    return [json.dumps({"cases": [{"batch": 1, "threads": 1, "rows": rows}]}).encode()]
+
+
+def _frontier_seeds() -> list[bytes]:
+    points = (Point(0.5, 0.9, None, None, 0), Point(0.9, 0.8, 0.79, 0.85, 3))
+    return [json.dumps(Frontier("magnitudes", points).to_dict()).encode()]
+
+
+def _read_curve(content: bytes, folder: Path) -> None:
+    """The weights of a frontier, with their mask variables."""
+    (folder / MASK_VARIABLES).write_bytes(content)
+    model = _small()[0]
+    scores, _ = frontier.scores_of(folder, model)
+    gossamer.impose(model, frontier.masks_at(scores, 0.5))
+
+
+@cache
+def _curve_seeds() -> list[bytes]:
+    model, _, sparsifier = _small()
+    with tempfile.TemporaryDirectory() as folder:
+        for _ in range(12):
+            model(torch.randn(4, 6)).square().mean().backward()
+            sparsifier._owned[0][0].step()
+        mask_variables.write(Path(folder), model, sparsifier)
+        found = (Path(folder) / MASK_VARIABLES).read_bytes()
+    _finish_quietly(sparsifier)
+    return [found]
+
+
+def _index_seeds() -> list[bytes]:
+    return [json.dumps({"weight_map": {"a": "a.safetensors", "b": "b.bin", "c": "a.safetensors"}}).encode()]
+
+
+def _read_index(content: bytes, folder: Path) -> object:
+    """The index of a folder with weights in several files."""
+    (folder / "model.safetensors.index.json").write_bytes(content)
+    (folder / "a.safetensors").write_bytes(_plain_safetensors())
+    (folder / "b.bin").write_bytes(_foreign_seeds()[0])
+    return read_checkpoint(folder)
 
 
 def _layers() -> list[bytes]:
@@ -598,6 +686,17 @@ READERS: Mapping[str, Reader] = MappingProxyType(
                 "result", _read_result, lambda: [json.dumps(dict(_RESULT)).encode()], forge.or_anywhere(forge.json_file)
             ),
             Reader("layers", _read_layers, _layers, forge.or_anywhere(forge.json_file)),
+            *(
+                Reader(name.partition(".")[0], _read_beside(name), seeds, forge.or_anywhere(forge.json_file))
+                for name, seeds in (
+                    ("health.json", _health_seeds),
+                    ("speed.json", _speed_seeds),
+                    ("frontier.json", _frontier_seeds),
+                )
+            ),
+            Reader("shown_log", _read_beside("log.jsonl"), _log_seeds, forge.text),
+            Reader("mask_variables", _read_curve, _curve_seeds, forge.sparse_file),
+            Reader("index", _read_index, _index_seeds, forge.or_anywhere(forge.json_file)),
             Reader("record", _read_record, _record, forge.or_anywhere(forge.json_file)),
             Reader(
                 "network",

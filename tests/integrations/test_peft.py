@@ -1,15 +1,19 @@
 """LoRA on sparse bases, with the real library."""
 
+import copy
+from pathlib import Path
 from typing import Any
 
 import peft
 import pytest
 import torch
+import transformers
 from torch import nn
 from torch.nn import functional as F
 
 import gossamer
 from gossamer.integrations.peft import merge
+from integrations.test_transformers import network, trainer_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 
@@ -104,6 +108,34 @@ def test_the_base_is_made_sparse_while_adapters_train_beside_it() -> None:
     merged = merge(model)
     zeros = sum(int((weight == 0).sum()) for name, weight in merged.model.named_parameters() if "weight" in name)
     assert zeros == int(0.8 * (240 + 96) + 0.5)
+
+
+def test_a_sparsifier_of_adapters_alone_is_noticed() -> None:
+    """The base is frozen under LoRA, so that the target would hold for the adapters."""
+    model = with_lora(Net())
+    optimizer = torch.optim.Adam([each for each in model.parameters() if each.requires_grad], lr=1e-2)
+    with pytest.warns(UserWarning, match=r"the 124 weights in training, such as .*lora_A.*, while 336 others"):
+        gossamer.Sparsifier(model, optimizer, sparsity=0.8, total_steps=40)
+
+
+def test_adapters_on_a_sparse_base_in_the_trainer(tmp_path: Path) -> None:
+    model = network()
+    encoder = [weight.name for weight in gossamer.select(model, include="*.encoder.*")]
+    gossamer.impose(model, {name: torch.rand(model.get_parameter(name).shape) < 0.2 for name in encoder})
+    masks = gossamer.masks(model, include="*.encoder.*")
+    before = copy.deepcopy(model.state_dict())
+    adapted = peft.get_peft_model(
+        model, peft.LoraConfig(target_modules=["query", "value"], modules_to_save=["classifier"], r=2, lora_alpha=16)
+    )
+    trainer_of(transformers.Trainer, adapted, tmp_path, learning_rate=1e-2).train()
+    merged = merge(adapted)
+    assert len(merged.lost) == 4  # query and value of two layers
+    for name, mask in masks.items():
+        weight = merged.model.get_parameter(name)
+        assert not bool(weight[~mask].any())
+        changed = "query" in name or "value" in name
+        assert torch.equal(weight, before[name]) is not changed
+    assert not torch.equal(merged.model.classifier.weight, before["classifier.weight"])
 
 
 def test_a_model_without_adapters_is_refused() -> None:

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from accelerate import Accelerator
 from torch import Tensor, nn
 
 import gossamer
@@ -167,6 +166,26 @@ def test_the_best_checkpoint_is_one_with_its_final_masks(tmp_path: Path) -> None
     assert found == asked
 
 
+def test_early_stopping_waits_for_the_final_masks(tmp_path: Path) -> None:
+    """The metric is worse after every evaluation, so that training would stop in the warm-up."""
+
+    class Worse(transformers.TrainerCallback):
+        def on_evaluate(self, args: Any, state: Any, control: Any, metrics: dict[str, float], **kwargs: Any) -> None:
+            metrics["eval_score"] = -float(state.global_step)
+
+    model, callback = network(), SparsifierCallback(sparsity=0.9)
+    trainer_of(
+        transformers.Trainer, model, tmp_path, eval_strategy="steps", eval_steps=2, save_strategy="steps", save_steps=2,
+        load_best_model_at_end=True, metric_for_best_model="score", greater_is_better=True,
+        callbacks=[callback, Worse(), transformers.EarlyStoppingCallback(early_stopping_patience=2)],
+    ).train()  # fmt: skip
+    found, asked = counts(callback, model)
+    assert found == asked
+    assert callback.sparsifier is not None
+    plan = callback.sparsifier.plan
+    assert plan.total - plan.finetune < callback.sparsifier.step < plan.total
+
+
 class OutOfMemory(transformers.TrainerCallback):
     """Fails once, in the second step, as a batch that is too large for the memory."""
 
@@ -257,38 +276,3 @@ def test_metrics_reach_tensorboard(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     values = [event.value for event in events.Scalars("train/sparsifier/sparsity")]
     assert len(values) >= STEPS // 4
     assert values[-1] == pytest.approx(0.9, abs=1e-3)
-
-
-def test_accelerate_before_and_after_prepare(tmp_path: Path) -> None:
-    def run(after: bool, stop: int | None = None, resume: bool = False) -> nn.Module:
-        torch.manual_seed(0)
-        model: nn.Module = nn.Sequential(nn.Linear(10, 24), nn.ReLU(), nn.Linear(24, 4))
-        optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        accelerator = Accelerator(cpu=True)
-        asked: dict[str, Any] = {"sparsity": 0.8, "total_steps": 40}
-        if not after:
-            sparsifier = gossamer.Sparsifier(model, optimizer, **asked)
-        model, optimizer = accelerator.prepare(model, optimizer)
-        if after:
-            sparsifier = gossamer.Sparsifier(model, optimizer, **asked)
-        accelerator.register_for_checkpointing(sparsifier)
-        first = 0
-        if resume:
-            accelerator.load_state(str(tmp_path / "state"))
-            first = sparsifier.step
-        for step in range(first, 40):
-            if step == stop:
-                accelerator.save_state(str(tmp_path / "state"))
-            inputs = torch.randn(16, 10, generator=torch.Generator().manual_seed(step))
-            accelerator.backward(nn.functional.mse_loss(model(inputs), inputs[:, :4]))
-            optimizer.step()
-            optimizer.zero_grad()
-        sparsifier.finish()
-        return accelerator.unwrap_model(model)
-
-    before, after = run(after=False), run(after=True, stop=17)
-    resumed = run(after=True, resume=True)
-    for one, two, three in zip(before.parameters(), after.parameters(), resumed.parameters(), strict=True):
-        assert torch.equal(one, two)
-        assert torch.equal(one, three)
-    assert sum(int((each == 0).sum()) for each in before.parameters()) == int(0.8 * 336 + 0.5)

@@ -56,6 +56,22 @@ def test_train_writes_the_model_and_shows_the_result(tmp_path: Path, capsys: pyt
         assert f" {int(tensor.count_nonzero())} " in shown
 
 
+def test_train_with_a_pattern(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ("train", "digits", *SHORT, "--pattern", "2:4")
+    assert run(*asked, "--out", str(tmp_path / "refused")) == 2
+    assert "pattern 2:4 allows" in capsys.readouterr().err
+    folder = str(tmp_path / "run")
+    assert run(*asked, "--sparsity", "none", "--out", folder) == 0
+    matrices = [tensor for tensor in load_file(tmp_path / "run" / "model.safetensors").values() if tensor.ndim > 1]
+    halves = [2 * int(tensor.count_nonzero()) == tensor.numel() for tensor in matrices]
+    assert halves == [tensor.shape[1] % 4 == 0 for tensor in matrices]
+    assert capsys.readouterr()
+    assert run("report", folder, "--layers") == 0
+    assert "2:4" in capsys.readouterr().out
+    assert run("frontier", folder) == 2
+    assert "expected a run without a pattern, got pattern=2:4" in capsys.readouterr().err
+
+
 def test_the_quick_start_compares_dense_and_sparse(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -55,11 +55,14 @@ def start(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", code, *arguments], env=environment, capture_output=True, text=True)
 
 
-@pytest.mark.parametrize("arguments", [[], ["--help"], ["-h"], ["train", "--help"], ["doctor", "-h"]])
+@pytest.mark.parametrize(
+    "arguments", [[], ["--help"], ["-h"], ["train", "--help"], ["doctor", "-h"], ["help"], ["help", "train"]]
+)
 def test_help_needs_no_torch(arguments: list[str]) -> None:
     found = start(*arguments)
     assert (found.returncode, found.stderr) == (0, "")
-    assert found.stdout.startswith(f"usage: gossamer {arguments[0] if len(arguments) == 2 else '[-h]'}")
+    named = [each for each in arguments if each in COMMANDS]
+    assert found.stdout.startswith(f"usage: gossamer {named[0] if named else '[-h]'}")
 
 
 def test_the_help_that_is_shown_is_that_of_the_commands() -> None:

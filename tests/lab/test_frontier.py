@@ -6,11 +6,22 @@ from pathlib import Path
 
 import pytest
 import torch
+from fuzz.limits import Bounds, judge
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
 
+import gossamer
 from gossamer import cli
-from gossamer.lab.frontier import Frontier, Point, frontier, frontier_table, masks_at, read_frontier, write_frontier
+from gossamer.lab.frontier import (
+    Frontier,
+    Point,
+    frontier,
+    frontier_table,
+    masks_at,
+    read_frontier,
+    scores_of,
+    write_frontier,
+)
 from gossamer.lab.recipes import find
 from gossamer.lab.report_pages import page_of_run
 from gossamer.lab.training import mask_variables, train
@@ -158,3 +169,33 @@ def test_from_the_command_line_to_the_page(tmp_path: Path, capsys: pytest.Captur
     assert "cut at many places" in "".join(page.parts)
     assert run("frontier", str(tmp_path)) == 2
     assert "expected a finished run" in capsys.readouterr().err
+
+
+def test_a_damaged_frontier_is_refused_or_shown_in_no_time(tmp_path: Path) -> None:
+    point = {"sparsity": 0.5, "test": 0.9, "validation": None, "trained": None, "runs": 0}
+    path = tmp_path / "frontier.json"
+    for wrong in ({"test": 1e308}, {"test": -1}, {"trained": "x"}, {"runs": -1}, {"sparsity": 1.0}):
+        path.write_text(json.dumps({"order": "x", "points": [point | wrong]}))
+        with pytest.raises(ValueError, match=r"expected the result of gossamer frontier in .*delete it"):
+            read_frontier(path)
+    for count, allowed in ((10_000, True), (10_001, False)):
+        path.write_text(json.dumps({"order": "x", "points": [point] * count}))
+        verdict = judge(lambda: frontier_table(read_frontier(path)), path.stat().st_size, Bounds())
+        assert not verdict.problem
+        assert verdict.accepted == allowed
+
+
+def test_mask_variables_of_another_network_are_refused(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 3))
+    state = {f"state:{name}": tensor for name, tensor in model.state_dict().items()}
+    right = {f"mask_variable:{name}": torch.ones_like(model.get_parameter(name)) for name in ("0.weight", "1.weight")}
+    gossamer.save(state | right, tmp_path / MASK_VARIABLES)
+    assert scores_of(tmp_path, model)[0].keys() == {"0.weight", "1.weight"}
+    for wrong, message in (
+        ({"mask_variable:2.weight": torch.ones(2, 2)}, "expected a mask variable for each of 2"),
+        ({"mask_variable:0.weight": torch.ones(2, 2)}, "expected a mask variable for each of 2"),
+        ({"state:0.weight": torch.ones(2, 2)}, "expected the tensors of this run"),
+    ):
+        gossamer.save(state | right | wrong, tmp_path / MASK_VARIABLES)
+        with pytest.raises(ValueError, match=message):
+            scores_of(tmp_path, model)

@@ -59,6 +59,24 @@ def test_runs_go_in_order_as_far_as_the_time_goes_and_are_not_repeated(
     assert (tmp_path / "out" / "first.txt").read_text() == "once"
 
 
+def test_a_run_that_resumes_is_stopped_in_time_and_goes_on(queue: ModuleType, tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import pathlib, signal, sys, time\n"
+        "before = pathlib.Path(sys.argv[1])\n"
+        "sys.exit(0) if before.exists() else None\n"
+        "signal.signal(signal.SIGTERM, lambda *_: (before.touch(), sys.exit(130)))\n"
+        "print('waits', flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    (tmp_path / "out").mkdir()
+    command = f"{sys.executable} {program} {{out}}/checkpoint"
+    run = {"name": "long", "why": "a test", "command": command, "minutes": 30, "resumes": True}
+    queue.STOPPING = 2.0
+    assert queue.work([run], tmp_path / "out", 5 / 60)["long"]["status"] == queue.INTERRUPTED
+    assert queue.work([run], tmp_path / "out", 5 / 60)["long"]["status"] == 0
+
+
 def test_wrong_calls(queue: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = write(tmp_path / "gpu_queue.toml", ("a", "true", 1))
     with pytest.raises(SystemExit):

@@ -21,10 +21,11 @@ from gossamer.lab.report_pages import (
     panels_of_comparison,
     speed_ratios,
 )
+from gossamer.lab.results import plot
 from gossamer.lab.training import train
 from gossamer.methods import METHODS
 from gossamer.report.page import Page
-from gossamer.report.style import COLORS, Style, style_of
+from gossamer.report.style import COLORS, ORDER, Style, style_of
 
 graph_objects = pytest.importorskip("plotly.graph_objects")
 RESULTS = Path(__file__).parents[2] / "results"
@@ -134,6 +135,10 @@ def test_a_page_shows_what_deploy_chose_for_each_layer(finished: Path) -> None:
     case = {**CASE, "rows": [{**row, "layers": [line] if row["kind"] == "sparse" else []} for row in CASE["rows"]]}
     (finished / "speed.json").write_text(json.dumps({"cases": [case]}))
     text = checked(page_of_run(finished)).to_html()
+    damaged = {**case, "rows": [{**row, "layers": [{"name": 3}]} for row in case["rows"]]}
+    (finished / "speed.json").write_text(json.dumps({"cases": [damaged]}))
+    with pytest.raises(ValueError, match="expected a measurement of gossamer speed"):
+        page_of_run(finished)
     for said in ("planes of 1", "881 of 18,432", "14,096", "panels 0.4 µs"):
         assert f">{said}" in text
 
@@ -160,7 +165,8 @@ def test_runs_of_the_same_network_beside_a_run_are_compared_with_it(finished: Pa
 def test_a_method_has_one_color_everywhere() -> None:
     """Colors do not depend on which methods are shown, or on their order in the registry."""
     assert style_of("scl") == Style(0)
-    assert len({style_of(name) for name in METHODS if name != "dense"}) == len(METHODS) - 1
+    assert len({style_of(name) for name in ORDER}) == len(ORDER)
+    assert {"dpf", "rigl", "str", "slimming"} <= {*ORDER} & {*METHODS}
     assert style_of("my_package:MyMethod") == style_of("my_package:MyMethod")
     colors = re.findall(r"--c\d: (#\w+);", (Path(gossamer.__file__).parent / "report" / "page.css").read_text())
     assert tuple(colors[: len(COLORS)]) == COLORS  # those of light screens
@@ -176,6 +182,11 @@ def test_axes_of_percentages_end_at_one_hundred() -> None:
     lines, rows = (page_of_panels("", "", [("", panel_of_sweep(each))]).charts[0].views[0] for each in (high, one))
     assert lines.layout["yaxis"]["range"][1] <= 100
     assert rows.layout["xaxis"]["range"][1] <= 100
+    figure = pytest.importorskip("matplotlib.figure").Figure()
+    for axes, draw, drawn in zip(figure.subplots(1, 2), (plot._draw, plot._draw_rows), (high, one), strict=True):
+        draw(axes, panel_of_sweep(drawn))
+    assert figure.axes[0].get_ylim()[1] <= 100
+    assert figure.axes[1].get_xlim()[1] <= 100
 
 
 def records() -> list[dict[str, Any]]:

@@ -22,7 +22,7 @@ from gossamer.cli.arguments import nameless_folder, repeated
 from gossamer.cli.commands import Executable, parse
 from gossamer.cli.console import put, tell
 from gossamer.cli.many import Compare, Sweep
-from gossamer.cli.paper import Reproduce
+from gossamer.cli.paper import Reproduce, TuneDecay
 from gossamer.cli.train import Quickstart, Train, leads
 from gossamer.cli.tune import Tune
 from gossamer.lab.checkpoint import Checkpoints
@@ -114,7 +114,7 @@ def _afterwards(command: Executable) -> str:
     """What the same command would do after an immediate stop (a second Ctrl-C, or before the first step), in words."""
     if isinstance(command, Train):
         return f" at once; if the same command is run again, {Checkpoints(command.folder()).next_time()}"
-    if isinstance(command, Quickstart | Sweep | Compare | Tune | Reproduce):
+    if isinstance(command, Quickstart | Sweep | Compare | Tune | Reproduce | TuneDecay):
         return "; finished runs are kept, and the same command resumes the rest, from a checkpoint if there is one"
     return ""
 

@@ -13,7 +13,7 @@ from gossamer.cli.console import Answer
 from gossamer.cli.deploy import Compact, Export, Speed, Verify
 from gossamer.cli.doctor import Doctor
 from gossamer.cli.many import Compare, Sweep
-from gossamer.cli.paper import Reproduce
+from gossamer.cli.paper import Reproduce, TuneDecay
 from gossamer.cli.run_options import with_values
 from gossamer.cli.show import Frontier, List, Report
 from gossamer.cli.train import Quickstart, Train
@@ -51,6 +51,7 @@ COMMANDS: Mapping[str, type] = MappingProxyType(
         "compare": Compare,
         "tune": Tune,
         "reproduce": Reproduce,
+        "tune-decay": TuneDecay,
         "list": List,
         "report": Report,
         "frontier": Frontier,

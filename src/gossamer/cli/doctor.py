@@ -150,6 +150,8 @@ def _data() -> Iterator[Finding]:
             yield Finding(entry.name, "ok", f"in {place}")
         elif entry.name == "digits":
             yield Finding(entry.name, "missing", entry.description, "pip install 'gossamer[demo]'")
+        elif entry.kind == "sentences":
+            yield Finding(entry.name, "missing", entry.description, "set GOSSAMER_DATA to a folder that has it")
         elif entry.kind == "folder":
             yield Finding(entry.name, "missing", entry.description, "--data-root DIR, or set GOSSAMER_DATA")
         else:

@@ -1,7 +1,7 @@
 """`gossamer list` of what is available, and `gossamer report` of finished runs and of models."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -92,24 +92,25 @@ class Report:
 
     def _runs(self, console: Console) -> tuple[Any, Page | None]:
         if self.html is not None and (panels := panels_of_comparison(self.files)):
-            return {}, page_of_panels("Comparison", ", ".join(map(str, self.files)), panels)
+            values = {"panels": [{"heading": heading, **asdict(panel)} for heading, panel in panels]}
+            return values, page_of_panels("Comparison", ", ".join(map(str, self.files)), panels)
         found = {run: read_result_file(run) for file in self.files for run in _runs_in(file)}
-        values: list[dict[str, Any]] = [{"path": str(run), **result} for run, result in found.items()]
-        console.print(tables.of_results([(str(run), result) for run, result in found.items()]))
+        results: list[dict[str, Any]] = [{"path": str(run), **result} for run, result in found.items()]
+        console.print(tables.of_results([(_name(run), result) for run, result in found.items()]))
         swept = [result for result in found.values() if {"config", "diverged"} <= result.keys()]
         if len(swept) > 1:  # the names of their files do not describe them
             console.print(tables.of_rows(*sweep_table(sorted(swept, key=lambda each: json.dumps(each["config"])))))
-        for file, each in zip(found if self.layers else (), values, strict=False):
+        for file, each in zip(found if self.layers else (), results, strict=False):
             layers = read_layers(file)
             console.print(layers.table(str(file)))
             each["layers"] = layers.to_dict()["rows"]
         if self.html is None:
-            return values, None
+            return results, None
         if len(found) == 1:
             (run,) = found
-            return values, page_of_run(run if run.is_dir() else run.parent)
+            return results, page_of_run(run if run.is_dir() else run.parent)
         about = f"{len(found)} runs in {', '.join(map(str, self.files))}"
-        return values, page_of_panels("Sweep", about, [("Runs", panel_of_sweep([*found.values()]))])
+        return results, page_of_panels("Sweep", about, [("Runs", panel_of_sweep([*found.values()]))])
 
 
 @dataclass(frozen=True)
@@ -150,6 +151,11 @@ class Frontier:
             highlight=False,
         )
         return Answer(found.to_dict())
+
+
+def _name(run: Path) -> str:
+    """The name of a run in a table: its folder, or its record without the suffix."""
+    return str(run.with_suffix("") if run.suffix == ".json" and run.name != RESULT else run)
 
 
 def _is_model(path: Path) -> bool:

@@ -106,14 +106,15 @@ def to_torch(
 
 def to_dense(model: nn.Module | Mapping[str, Tensor], path: str | Path) -> Exported:
     """Write plain safetensors with every name of the state dict; tied weights are written twice."""
-    state = dict(model.state_dict() if isinstance(model, nn.Module) else model)
+    given = dict(model.state_dict() if isinstance(model, nn.Module) else model)
+    state = {name: tensor.detach().cpu().resolve_conj().resolve_neg() for name, tensor in given.items()}
     target = writable(path)
-    save_file({name: tensor.detach().cpu().contiguous().clone() for name, tensor in state.items()}, target)
+    save_file({name: tensor.contiguous().clone() for name, tensor in state.items()}, target)
     again = load_file(target)
     for name, tensor in state.items():
-        if again[name].dtype != tensor.dtype or not torch.equal(_bits(again[name]), _bits(tensor.detach().cpu())):
+        if again[name].dtype != tensor.dtype or not torch.equal(_bits(again[name]), _bits(tensor)):
             raise RuntimeError(f"expected {name} back from {target} as it was written, got something else")
-    return Exported(target, _size(target), _zeros(_unique(state)), 0.0, "read back, bitwise equal")
+    return Exported(target, _size(target), _zeros(_unique(given)), 0.0, "read back, bitwise equal")
 
 
 def require(*packages: str) -> None:

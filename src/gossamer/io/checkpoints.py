@@ -94,7 +94,7 @@ def _listed(index: Path) -> list[Path]:
     if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
         raise ValueError(f"expected a weight_map from tensors to files in {index}, got something else")
     files = list(dict.fromkeys(names.values()))
-    outside = [name for name in files if Path(name).name != name or name in ("", "..")]
+    outside = [name for name in files if Path(name).name != name or name in ("", "..") or "\0" in name]
     if outside:
         raise ValueError(f"expected files next to {index} in its weight_map, got {outside[0]!r}")
     return [index.with_name(name) for name in files]

@@ -38,6 +38,7 @@ SPARSITIES = (0.0, 0.5, 0.7, 0.8, 0.85, 0.9, 0.93, 0.95, 0.97, 0.98, 0.99)
 WITHIN = 0.01  # of the best accuracy, at the knee
 _ALIKE = ("model", "data", "method", "epochs")
 _CALIBRATION = 200  # batches
+_MOST_POINTS = 10_000
 
 
 @dataclass(frozen=True)
@@ -99,13 +100,18 @@ def frontier(
     results = [read_result_file(path) for path in (folder, *against)]
     trained = _trained(results)
     run = read_run(folder / RUN)
+    if run.pattern is not None:
+        raise ValueError(
+            f"expected a run without a pattern, got pattern={run.pattern}, which cuts at other sparsities would break: "
+            "train a run for each sparsity (gossamer sweep)"
+        )
     context = join(device or run.device)
     chosen = modes.resolve(run, context)
     task = make_task(chosen, context)
     if task.metric != "accuracy":
         raise ValueError(f"expected a run that classifies images, got one on {run.data}")
     model = networks.to_layout(networks.create(run, task.num_classes), chosen, context.device)
-    scores, order = _load(folder, model)
+    scores, order = scores_of(folder, model)
     first = (
         0.0 if (folder / MASK_VARIABLES).is_file() else round(results[0]["sparsity"], 4)
     )  # pruned weights cannot come back
@@ -146,8 +152,8 @@ def recalibrate(model: nn.Module, task: Task) -> None:
         update_bn((batch[0] for batch in islice(task.source, _CALIBRATION)), model)
 
 
-def _load(folder: Path, model: nn.Module) -> tuple[dict[str, Tensor], str]:
-    """Fill the model; the scores by name of the weight, and what they are."""
+def scores_of(folder: Path, model: nn.Module) -> tuple[dict[str, Tensor], str]:
+    """Fill the model with the weights of a run; the scores by name of the weight, and what they are."""
     kept = (folder / MASK_VARIABLES).is_file()
     state, variables = mask_variables.read(folder) if kept else (load(folder / MODEL), {})
     source = folder / (MASK_VARIABLES if kept else MODEL)
@@ -200,9 +206,10 @@ def write_frontier(found: Frontier, path: Path) -> None:
 
 def frontier_table(found: Frontier) -> tuple[list[str], list[list[str]]]:
     """Head and rows. The gap has a sign: training for a sparsity should be better than cutting to it."""
+    knee = found.knee
     rows = [
         [
-            f"{each.sparsity:.1%}{' ← knee' if each is found.knee else ''}",
+            f"{each.sparsity:.1%}{' ← knee' if each is knee else ''}",
             f"{each.test:.2%}",
             "–" if each.validation is None else f"{each.validation:.2%}",
             "–" if each.trained is None else f"{each.trained:.2%} ({each.runs})",
@@ -223,7 +230,7 @@ def read_frontier(path: Path) -> Frontier:
         raise ValueError(wrong) from error
     optional = [(point.validation, point.trained) for point in points]
     if (
-        not points
+        not 0 < len(points) <= _MOST_POINTS
         or not isinstance(values.get("order"), str)
         or not all(map(_is_share, (each for point in points for each in (point.sparsity, point.test))))
         or not all(point.sparsity < 1 and is_count(point.runs) for point in points)

@@ -14,7 +14,10 @@ def read_object(path: Path, expected: str = "a JSON object", remedy: str = "") -
     if (size := path.stat().st_size) > MOST_BYTES:
         raise ValueError(f"expected {expected} of at most {MOST_BYTES} bytes in {path}, got {size} bytes{remedy}")
     try:
-        values = json.loads(path.read_text("utf-8"))
+        text = path.read_text("utf-8")
+        values = json.loads(text)
+        if "\\ud" in text.lower():  # half a surrogate pair is not text: it could not be printed
+            json.dumps(values, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         got = in_words(path) if kind_of(path) not in ("json", None) else f"something else ({error})"
         raise ValueError(f"expected {expected} in {path}, got {got}{remedy}") from error

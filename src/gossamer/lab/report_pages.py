@@ -41,7 +41,8 @@ def page_of_run(folder: Path, dense: Mapping[str, Any] | None = None) -> Page:
     result, rows = read_result_file(folder), read_layers(folder).rows
     model = folder / MODEL
     tensors: dict[str, Tensor] = read_checkpoint(model) if model.is_file() else {}
-    tensors = {row.name: tensors[row.name] for row in rows if row.name in tensors}
+    own = [(row, tensors[row.name]) for row in rows if row.name in tensors]
+    tensors = {row.name: each for row, each in own if each.shape == row.shape and each.ndim > 1 and each.numel()}
     page = Page(f"{result.get('model', 'Run')} on {result.get('data', 'its data')}", _about(result))
     speed = read_speed(folder / SPEED)
     others = _neighbours(folder, result)
@@ -135,7 +136,8 @@ def _add_training(page: Page, log: Sequence[Mapping[str, Any]], health: Mapping[
     unit = ", %" if metric == "accuracy" else ""
 
     def line(name: str, color: str = "var(--accent)", scale: float = 1, label: str = "", **line: Any) -> dict[str, Any]:
-        points = [(each["step"], scale * each[name]) for each in log if is_number(each.get(name))]
+        known = [each for each in log if is_number(each.get(name)) and is_number(scale * each[name])]
+        points = [(each["step"], scale * each[name]) for each in known]
         return _trace(points, label or name, color, **line)
 
     def chart(title: str, traces: Sequence[dict[str, Any]], note: str = "", **axis: Any) -> Chart:
@@ -314,7 +316,19 @@ def _is_timing(row: object) -> bool:
         return False
     times = [row[name] for name in ("median", "lower", "upper")]
     named = all(isinstance(row[name], str) for name in ("engine", "kind"))
+    layers = row.get("layers", [])
+    if not isinstance(layers, list) or not all(map(_is_layer, layers)):
+        return False
     return named and (times == [None] * 3 or all(is_number(each) and 0 <= each < _LONGEST for each in times))
+
+
+def _is_layer(layer: object) -> bool:
+    words, counts = ("name", "kind", "shape", "kernel", "reason"), ("weights", "nonzeros", "multiplications")
+    return (
+        isinstance(layer, dict)
+        and all(isinstance(layer.get(name), str) for name in words)
+        and all(is_number(layer.get(name)) for name in counts)
+    )
 
 
 def speed_ratios(case: Mapping[str, Any]) -> dict[str, float]:
@@ -405,8 +419,11 @@ def panel_of_sweep(records: Sequence[Mapping[str, Any]]) -> Panel:
     """The records of a sweep as lines: one for every combination of settings that differ, apart from the seed and what
     asks for a sparsity."""
     sound = [record for record in records if not record.get("diverged")]
-    if not all("accuracy" in record for record in sound):
-        raise ValueError("expected runs with an accuracy to draw, got others, such as those of language models")
+    if not sound or not all("accuracy" in record for record in sound):
+        raise ValueError(
+            "expected runs with an accuracy to draw, got runs that have diverged or have none, such as those of "
+            "language models: name others, or leave out --html"
+        )
     settings = [_settings(record) for record in sound]
     varying = [name for name in dict.fromkeys(name for each in settings for name in each)
                if len({json.dumps(each.get(name)) for each in settings}) > 1]  # fmt: skip

@@ -42,18 +42,9 @@ def of_results(results: Sequence[tuple[str, Mapping[str, Any]]]) -> Table:
     return _with_whole_numbers(table)
 
 
-def of_map_fitting(rows: Sequence[Sequence[str]]) -> Table:
-    """Two rows per estimator, raw and normalised: error and fraction of recovered masks."""
-    table = _table("estimator", "mask gradient", "rate 0.1", "best constant", "best cosine", left=2)
-    for estimator, *cells in rows:
-        table.add_row(estimator, "raw", *cells[:3])
-        table.add_row("", "normalised", *cells[3:])
-    return table
-
-
-def of_rows(head: Sequence[str], rows: Sequence[Sequence[str]], title: str | None = None) -> Table:
-    """A table from given cells, such as those in the docs."""
-    table = _table(*head, left=1, title=title)
+def of_rows(head: Sequence[str], rows: Sequence[Sequence[str]], title: str | None = None, *, left: int = 1) -> Table:
+    """A table from given cells, such as those in the docs; the first columns, `left` of them, are words."""
+    table = _table(*head, left=left, title=title)
     for row in rows:
         table.add_row(*map(Text, row))
     return _with_whole_numbers(table)

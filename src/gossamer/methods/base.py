@@ -148,9 +148,12 @@ class Request(Generic[S]):
 class Series:
     """One number per run that changes over the steps of the mask phases."""
 
-    def __init__(self, function: Callable[[int], Sequence[float]], like: Tensor) -> None:
-        self._function, self._like = function, like
-        self.table: Tensor | None = None
+    def __init__(
+        self, function: Callable[[int], Sequence[float]], like: Tensor, make_table: Callable[[], Tensor] | None = None
+    ) -> None:
+        """`make_table` computes the values of all steps, (steps, runs)."""
+        self._function, self._like, self._make_table = function, like, make_table
+        self.table = None if make_table is None else make_table().to(like.device, like.dtype)
         self.now = torch.tensor([list(function(0))], dtype=like.dtype, device=like.device).T.contiguous()
 
     def at(self, step: int) -> Tensor:
@@ -164,26 +167,26 @@ class Series:
         else:
             self.now.copy_(self.at(step))
 
-    def tabulate(self, steps: int) -> None:
-        values = [list(self._function(step)) for step in range(steps)]
-        self.fill(torch.tensor(values, dtype=self._like.dtype))
-
-    def fill(self, table: Tensor) -> None:
-        """Set the values of all steps, (steps, runs)."""
-        self.table = table.to(self._like.device, self._like.dtype)
+    def refresh(self) -> None:
+        """Compute the table again, in place."""
+        if self.table is not None and self._make_table is not None:
+            self.table.copy_(self._make_table())
 
 
 class Timeline:
     """The phases of the runs, the clock of their mask phases, and the learning rate of the weights in this step.
 
     A `tabulated` timeline reads its values from tables on the device, indexed by the clock, so that a captured step
-    needs nothing from the host. Other timelines are set before each step by `set`, so that the plan may change.
+    needs nothing from the host. Other timelines are set before each step by `set`.
+
+    Each run has a plan of its own, because it may leave the sparsify phase early; all begin with the same one, `plan`.
     """
 
     def __init__(
         self, plan: Plan, *, rows: int, device: torch.device, dtype: torch.dtype, epoch: int, tabulated: bool = True
     ) -> None:
         self.plan, self.epoch, self.device, self.dtype = plan, max(1, epoch), device, dtype
+        self.plans = [plan] * rows
         self.length = plan.sparsify + plan.stabilise
         self.clock = torch.zeros(1, dtype=torch.int64, device=device)
         self.rate = torch.zeros(rows, 1, dtype=dtype, device=device)
@@ -194,6 +197,13 @@ class Timeline:
         self.clock.fill_(step)
         for series in self._series:
             series.set(step)
+
+    def follow(self, row: int, plan: Plan) -> None:
+        """Let a run follow a plan whose sparsify phase ended early. Tables change in place, where a captured step reads
+        them."""
+        self.plans[row] = plan
+        for series in self._series:
+            series.refresh()
 
     def now(self, series: Series) -> Tensor:
         """The current value, as a column: one number per run."""
@@ -207,11 +217,12 @@ class Timeline:
         table: Callable[[], Tensor] | None = None,
     ) -> Series:
         """A `Series` of the timeline. `table` computes all values, (steps, runs), faster than the function."""
-        found = Series(function, torch.empty(0, dtype=dtype or self.dtype, device=self.device))
-        if self._tabulated and table is not None:
-            found.fill(table())
-        elif self._tabulated:
-            found.tabulate(self.length)
+        like = torch.empty(0, dtype=dtype or self.dtype, device=self.device)
+
+        def by_step() -> Tensor:
+            return torch.tensor([list(function(step)) for step in range(self.length)], dtype=like.dtype)
+
+        found = Series(function, like, (table or by_step) if self._tabulated else None)
         self._series.append(found)
         return found
 
@@ -219,12 +230,12 @@ class Timeline:
         """The budget of each run after each step: along the cubic ramp, or the final one "at_once"."""
 
         def at(step: int) -> list[int]:
-            return [_budget(step, self.plan.sparsify, target.total, target.final, ramp) for target in targets]
+            ramp_steps = self.plan.sparsify
+            return [_budget(step, ramp_steps, target.total, target.final, ramp) for target in targets]
 
         def table() -> Tensor:
-            columns = [
-                _budgets(self.length, self.plan.sparsify, target.total, target.final, ramp) for target in targets
-            ]
+            ramp_steps = self.plan.sparsify
+            columns = [_budgets(self.length, ramp_steps, target.total, target.final, ramp) for target in targets]
             return torch.stack(columns, dim=1)
 
         return self.series(at, torch.int64, table=table)
@@ -234,10 +245,12 @@ class Timeline:
         chosen = list(kinds) or ["cosine"] * len(values)
 
         def at(step: int) -> list[float]:
-            return [value * _factor(self.plan, step, kind) for value, kind in zip(values, chosen, strict=True)]
+            plans = zip(values, self.plans, chosen, strict=True)
+            return [value * _factor(plan, step, kind) for value, plan, kind in plans]
 
         def table() -> Tensor:
-            factors = torch.stack([_factors(self.plan, kind) for kind in chosen], dim=1)
+            plans = zip(self.plans, chosen, strict=True)
+            factors = torch.stack([_factors(plan, self.length, kind) for plan, kind in plans], dim=1)
             return factors * torch.tensor(values, dtype=factors.dtype)
 
         return self.series(at, table=table)
@@ -257,6 +270,8 @@ def _budget(step: int, ramp_steps: int, total: int, final: int, ramp: str) -> in
 
 def _factor(plan: Plan, step: int, kind: str) -> float:
     moment = plan.at(plan.warmup + step)
+    if not moment.phase.masks_train:
+        return 0.0
     if kind == "cosine":
         return cosine(moment.settling)
     return 0.1 if kind == "step" and moment.phase is Phase.STABILISE else 1.0
@@ -270,9 +285,8 @@ def _budgets(steps: int, ramp_steps: int, total: int, final: int, ramp: str) -> 
     return torch.tensor([_budget(step, ramp_steps, total, final, ramp) for step in range(steps)])
 
 
-@lru_cache(maxsize=8)
-def _factors(plan: Plan, kind: str) -> Tensor:
-    steps = plan.sparsify + plan.stabilise
+@lru_cache(maxsize=64)
+def _factors(plan: Plan, steps: int, kind: str) -> Tensor:
     return torch.tensor([_factor(plan, step, kind) for step in range(steps)], dtype=torch.float64)
 
 

@@ -32,6 +32,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from types import MappingProxyType
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -63,6 +64,7 @@ from gossamer.schedule import ANNEALS
 EPSILON = 1e-12
 SCALES = ("none", "global", "batch", "per_sample")
 STARTS = ("magnitude", "constant")
+Alpha: TypeAlias = float | Tensor
 _MANY = 64  # from this many tensors on, one pass over all is faster than a call per tensor
 
 
@@ -82,32 +84,32 @@ def masked_weight(weight: Tensor, mask: Tensor) -> Tensor:
 # --- the straight-through estimators: σ' stands in for the derivative of the unit step ------------------------------
 
 
-def _identity(m: Tensor, alpha: float) -> Tensor:
+def _identity(m: Tensor, alpha: Alpha) -> Tensor:
     """Eq. (identity): σ(x) = x. Also Eq. (step_redefine3)."""
     return torch.ones_like(m)
 
 
-def _leaky_relu(m: Tensor, alpha: float) -> Tensor:
+def _leaky_relu(m: Tensor, alpha: Alpha) -> Tensor:
     """Eq. (lrelu): σ(x) = max(x, αx)."""
     return torch.where(m > 0, torch.ones_like(m), alpha)
 
 
-def _softplus(m: Tensor, alpha: float) -> Tensor:
+def _softplus(m: Tensor, alpha: Alpha) -> Tensor:
     """Eq. (softplus): σ(x) = log(1 + exp x)."""
     return torch.sigmoid(m)
 
 
-def _relu(m: Tensor, alpha: float) -> Tensor:
+def _relu(m: Tensor, alpha: Alpha) -> Tensor:
     """Eq. (relu): σ(x) = max(0, x). A mask variable that falls to 0 or below never moves again."""
     return (m > 0).to(m.dtype)
 
 
-def _clipped_relu(m: Tensor, alpha: float) -> Tensor:
+def _clipped_relu(m: Tensor, alpha: Alpha) -> Tensor:
     """Eq. (crelu): σ(x) = min(max(0, x), α). Dead below 0 and above α."""
     return ((m > 0) & (m <= alpha)).to(m.dtype)
 
 
-ESTIMATORS: Mapping[str, Callable[[Tensor, float], Tensor]] = MappingProxyType(
+ESTIMATORS: Mapping[str, Callable[[Tensor, Alpha], Tensor]] = MappingProxyType(
     {
         "identity": _identity,
         "leaky_relu": _leaky_relu,
@@ -150,7 +152,7 @@ def mask_gradient(
     mask_variable: Tensor,
     *,
     estimator: str = "identity",
-    alpha: float = 0.1,
+    alpha: Alpha = 0.1,
     l2: float = 0.0,
     out: Tensor | None = None,
 ) -> Tensor:
@@ -201,9 +203,9 @@ def divisor(scale: Tensor) -> Tensor:
 # --- the update -----------------------------------------------------------------------------------------------------
 
 
-def descent_direction_(scaled_gradient: Tensor, *, decay: float) -> Tensor:
+def descent_direction_(scaled_gradient: Tensor, *, decay: Tensor | float | None) -> Tensor:
     """Eq. (connectivity): λ1·Σm adds λ1 to the gradient of every mask variable; it is never scaled."""
-    return scaled_gradient.add_(decay) if decay else scaled_gradient
+    return scaled_gradient if decay is None else scaled_gradient.add_(decay)
 
 
 def update_mask_variable_(mask_variable: Tensor, direction: Tensor, *, learning_rate: Tensor) -> Tensor:
@@ -304,7 +306,12 @@ class SCL(GlobalThreshold[SCLOptions]):
             self.resolve(request.options, mask_steps=timeline.length, density=target.density)
             for request, target in zip(context.requests, context.targets, strict=True)
         ]
-        self._options, self._decay = chosen[0], context.targets[0].decay
+        self._options = chosen[0]
+        decays = [target.decay for target in context.targets]
+        if (decays[0] is None) != (None in decays):
+            raise ValueError("expected a fixed λ1 for all runs of one method object or for none, got both")
+        self._decay = None if decays[0] is None else column([each or 0.0 for each in decays], weights)
+        self._pushes = any(decays)
         self._rate = timeline.annealed([each.mask_lr or 0.0 for each in chosen], [each.anneal for each in chosen])
         self._mask_lr = column([each.mask_lr or 0.0 for each in chosen], weights)[:, 0]
         self._mask_decay = None
@@ -475,14 +482,14 @@ class SCL(GlobalThreshold[SCLOptions]):
     ) -> None:
         """A step of gradient descent on the mask variables of a block, of length zero if `gate` is False."""
         variable, work = self.mask_variable[:, block.columns], block.work
-        if divide is not None and not self._decay and self._velocity is None:
+        if divide is not None and not self._pushes and self._velocity is None:
             rate = rate / divide  # one pass less, as nothing is added to the scaled gradient
         elif divide is not None:
             work.div_(divide)
         if gate is not None:
             work = torch.where(gate, work, 0.0)
             rate = torch.where(gate, rate, 0.0)
-        direction = descent_direction_(work, decay=self._decay or 0.0)
+        direction = descent_direction_(work, decay=self._decay if self._pushes else None)
         if self._velocity is not None:
             velocity = self._velocity[:, block.columns]
             direction = velocity * self._options.mask_momentum + direction
@@ -527,7 +534,7 @@ class SCL(GlobalThreshold[SCLOptions]):
             divide=divide if self._options.scale == "global" else None,
             finite=finite,
             rate=rate,
-            decay=self._decay or 0.0,
+            decay=self._decay if self._pushes else None,
             mask_decay=mask_decay,
             caps=caps,
             pruned_scale=self._pruned_scale,
@@ -561,7 +568,7 @@ class SCL(GlobalThreshold[SCLOptions]):
         self._budget.raise_protected_()
         before = self.mask.clone()
         unit_step(self.mask_variable, out=self.mask)
-        return torch.full_like(rate[:, 0], self._decay), torch.count_nonzero(before.bitwise_xor_(self.mask), dim=1)
+        return self._decay[:, 0].clone(), torch.count_nonzero(before.bitwise_xor_(self.mask), dim=1)
 
     def weight_gradient(self, gradient: Tensor, weights: Tensor) -> None:
         self._weight_gradient(gradient, slice(None))

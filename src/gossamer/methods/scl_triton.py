@@ -108,7 +108,7 @@ def _descend(
     if divide is not None:
         direction = tl.div_rn(direction, tl.load(divide + run))
     if decay is not None:
-        direction = direction + decay
+        direction = direction + tl.load(decay + run)
     new = old - direction * tl.load(rate + run)
     if mask_decay is not None:
         size = tl.abs(weight)
@@ -169,13 +169,14 @@ def descend_on_gpu_(
     divide: Tensor | None,
     finite: Tensor,
     rate: Tensor,
-    decay: float,
+    decay: Tensor | None,
     mask_decay: Tensor | None,
     caps: Tensor | None,
     pruned_scale: Tensor | float,
 ) -> None:
     """Update the mask variables, scale the gradients of pruned weights, and copy w̃ to the parameters. `divide`, `rate`,
-    `mask_decay`, `caps` and `pruned_scale` are columns with one number per run; `pruned_scale` may be a scalar."""
+    `decay`, `mask_decay`, `caps` and `pruned_scale` are columns with one number per run; `pruned_scale` may be a
+    scalar."""
     same = None if isinstance(pruned_scale, Tensor) or pruned_scale == 1.0 else pruned_scale
     with torch.cuda.device_of(mask):
         for grid, first, these in launches(blocks):
@@ -193,7 +194,7 @@ def descend_on_gpu_(
                 divide,
                 finite.view(torch.uint8),
                 rate,
-                decay if decay else None,
+                decay,
                 mask_decay,
                 caps,
                 pruned_scale if isinstance(pruned_scale, Tensor) else None,

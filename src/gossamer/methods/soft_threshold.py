@@ -47,7 +47,7 @@ def soft_threshold(weights: Tensor, threshold: Tensor) -> Tensor:
 
 
 class STR(BudgetedMethod[STROptions]):
-    name, title, options = "str", "soft thresholds, one a layer (STR)", STROptions
+    name, title, options = "str", "soft thresholds per layer (STR)", STROptions
     reference = "Kusupati et al. 2020, Soft Threshold Weight Reparameterization for Learnable Sparsity"
     masked_forward = False
     needs_rate = True

@@ -12,10 +12,10 @@ COLORS = (ACCENT, WARM, "#4a63c9", "#a8458f", "#6b8e12", "#b8860b", "#2a86c1", "
 
 _DASHES, _SYMBOLS = ("solid", "dash", "dot", "dashdot"), ("circle", "square", "diamond", "triangle-up")
 # The order decides about colors, so new methods go to the end. The first has a color of its own.
-_ORDER = (
+ORDER = (
     *("scl", "dpf", "gradual", "gradual_per_layer", "one_shot", "narang", "surgery", "lottery", "snip", "rigl", "str"),
     *("l0", "autoprune", "hyperflux", "feather", "proximal", "movement", "soft_movement", "acdc", "granet", "platon"),
-    *("elsa", "spred", "soft_filter", "l1_filter", "slimming"),
+    *("elsa", "spred", "soft_filter", "l1_filter", "slimming", "sr_ste"),
 )
 
 
@@ -31,9 +31,9 @@ class Style:
 
 def style_of(method: str) -> Style:
     """The style of a method; that of a method from outside depends on its name alone."""
-    if method == _ORDER[0]:
+    if method == ORDER[0]:
         return Style(0)
-    number = _ORDER.index(method) - 1 if method in _ORDER else crc32(method.encode())
+    number = ORDER.index(method) - 1 if method in ORDER else crc32(method.encode())
     again, color = divmod(number, len(COLORS) - 1)
     return Style(1 + color, _DASHES[again % len(_DASHES)], _SYMBOLS[again % len(_SYMBOLS)])
 

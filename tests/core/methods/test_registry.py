@@ -35,6 +35,18 @@ def test_every_method_has_a_card_and_its_settings_in_the_docs() -> None:
         assert published is None or published[1] in cards[name]
 
 
+def test_the_docs_name_the_methods_for_shards_and_other_targets() -> None:
+    part = PAGE.partition("## What each method works with\n")[2].partition("\n## ")[0]
+    cells = dict(re.findall(r"^\| (.*) \| (.*) \|$", part, flags=re.MULTILINE))
+    named = {left: re.findall(r"`(\w+)`", right) for left, right in cells.items()}
+    assert named["weights sharded by FSDP2"] == [name for name, kind in METHODS.items() if kind.shardable]
+    assert named["targets other than `sparsity=` (`flops=`, `decay=`)"] == [
+        name for name, kind in METHODS.items() if kind.solves_targets
+    ]
+    filters = [name for name, kind in METHODS.items() if kind.structured]
+    assert [name for name, kind in METHODS.items() if not kind.exact] == ["dense", *filters]
+
+
 def test_older_names_and_wrong_ones() -> None:
     assert find("magnitude") is METHODS["dpf"]
     with pytest.raises(ValueError, match="unknown method 'rigle': did you mean 'rigl'"):

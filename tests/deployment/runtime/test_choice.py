@@ -42,15 +42,17 @@ def network() -> nn.Module:
 
 
 def times(monkeypatch: pytest.MonkeyPatch, seconds: Mapping[str, float]) -> list[str]:
-    """Makes the race say this; a candidate that is not named takes a second. Returns who took part."""
-    raced: list[str] = []
+    """Replace the timing by these seconds, one for a candidate without a name here. Returns the timed candidates."""
+    timed: list[str] = []
 
-    def race(candidates: Mapping[str, Any], inputs: Sequence[Any], _: float, wanted: int = 3) -> dict[str, list[float]]:
-        raced.extend(candidates)
+    def time_in_turns(
+        candidates: Mapping[str, Any], inputs: Sequence[Any], _: float, wanted: int = 3
+    ) -> dict[str, list[float]]:
+        timed.extend(candidates)
         return {name: [seconds.get(name, 1.0)] for name in candidates}
 
-    monkeypatch.setattr(deployed, "race", race)
-    return raced
+    monkeypatch.setattr(deployed, "time_in_turns", time_in_turns)
+    return timed
 
 
 def test_no_gain_is_called_no_gain_and_the_model_runs_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,10 +72,10 @@ def test_noise_is_no_gain(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(("two", "threads"), [(0.79, 1), (0.5, 2)])
 def test_a_second_thread_has_to_earn_its_place(monkeypatch: pytest.MonkeyPatch, two: float, threads: int) -> None:
-    raced = times(monkeypatch, {"torch": 9.0, "32/1": 0.8, "32/2": two})
+    timed = times(monkeypatch, {"torch": 9.0, "32/1": 0.8, "32/2": two})
     fast = gossamer.deploy(network(), torch.randn(64, 40), threads=2, seconds=0)
-    assert {"32/1", "32/2", "64/1", "torch"} <= set(raced)
-    assert not {"64/2", "32/3"} & set(raced)  # one group cannot be shared, a third thread was not asked for
+    assert {"32/1", "32/2", "64/1", "torch"} <= set(timed)
+    assert not {"64/2", "32/3"} & set(timed)  # one group cannot be shared, a third thread was not asked for
     assert fast.native is not None
     assert fast.native.setting_for(64).threads == threads
     assert fast.native.setting_for(64).lanes == 32
@@ -106,23 +108,23 @@ def test_a_profile_accounts_for_the_call() -> None:
 
 
 def test_a_decision_is_remembered_for_the_same_shapes_and_densities(monkeypatch: pytest.MonkeyPatch) -> None:
-    raced = times(monkeypatch, {"torch": 9.0, "1/1": 2.0})
+    timed = times(monkeypatch, {"torch": 9.0, "1/1": 2.0})
     first = gossamer.deploy(network(), torch.randn(1, 40), seconds=0)
     assert "timed now" in first.explain().reason
-    del raced[:]
+    del timed[:]
     second = gossamer.deploy(network(), torch.randn(1, 40), seconds=0)
-    assert not raced
+    assert not timed
     assert "remembered" in second.explain().reason
     assert second.explain().milliseconds == {"torch": 9000.0, "native": 2000.0}
     assert second.explain().lines == first.explain().lines
     gossamer.deploy(network(), torch.randn(2, 40), seconds=0)
-    assert raced
-    del raced[:]
+    assert timed
+    del timed[:]
     gossamer.deploy(network(), torch.randn(1, 40), seconds=0, threads=2)
-    assert raced
-    del raced[:]
+    assert timed
+    del timed[:]
     gossamer.deploy(network(), torch.randn(1, 40), seconds=0, remember=False)
-    assert raced
+    assert timed
 
 
 @pytest.mark.parametrize("damage", ["not json", "[]", '{"KEY": 3}', '{"KEY": {"lanes": 1}}', "nothing", "kernel"])

@@ -162,7 +162,7 @@ def test_deploy_says_which_layers_run_sparse(monkeypatch: pytest.MonkeyPatch) ->
     with torch.no_grad():
         model.first.weight.mul_(torch.rand_like(model.first.weight) < 0.05)
     times = {"torch": [2.0], "torch, sparse linear layers native": [1.0]}
-    monkeypatch.setattr(deployed, "race", lambda *_: times)
+    monkeypatch.setattr(deployed, "time_in_turns", lambda *_: times)
     said = str(deploy(model, torch.randn(2, 300), seconds=0, remember=False).explain())
     assert "2.00 times as fast as torch by 1 layer (first); no native form of the whole: no native kernel for" in said
     times["torch"] = [1.0]

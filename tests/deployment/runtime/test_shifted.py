@@ -193,10 +193,10 @@ def test_a_decision_is_remembered_by_the_kernels_that_densities_allow() -> None:
 
 
 @pytest.mark.parametrize(("seconds", "wanted", "rounds"), [(0.0, 3, 3), (0.0, 7, 3), (5.0, 7, 7)])
-def test_a_race_has_as_many_rounds_as_are_wanted_if_there_is_time(
+def test_a_timing_has_as_many_rounds_as_are_wanted_if_there_is_time(
     monkeypatch: pytest.MonkeyPatch, seconds: float, wanted: int, rounds: int
 ) -> None:
     clock = iter(range(100_000))  # a second whenever it is asked
     monkeypatch.setattr(tuning.time, "perf_counter", lambda: next(clock))
-    found = tuning.race({"one": lambda: None}, [], seconds, wanted=wanted)
+    found = tuning.time_in_turns({"one": lambda: None}, [], seconds, wanted=wanted)
     assert len(found["one"]) == rounds

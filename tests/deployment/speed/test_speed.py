@@ -1,4 +1,4 @@
-"""The speed report: what it computes from times, and a small race for real."""
+"""The speed report: what it computes from times, and a small measurement."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_half_full_keeps_what_was_there() -> None:
             assert torch.equal(before, after)
 
 
-def test_a_race_for_real(tmp_path: Path) -> None:
+def test_a_real_measurement(tmp_path: Path) -> None:
     model = sparse_mlp()
     shares: list[float] = []
     found = measure(

@@ -46,6 +46,7 @@ def train_alone(run: Run, images: ImageSet, make_network: Callable[[], nn.Module
             method=run.method,
             sparsity=run.sparsity,
             decay=run.decay,
+            leave_at=run.leave_at,
             pattern=run.pattern,
             total_steps=total,
             steps_per_epoch=per_epoch,
@@ -64,6 +65,8 @@ def train_alone(run: Run, images: ImageSet, make_network: Callable[[], nn.Module
         if run.distil and step == plan.warmup:
             teacher = copy.deepcopy(network).eval()
         pixels, labels = next(epoch)
+        if sparsifier is not None:
+            plan = sparsifier.plan
         optimizer.param_groups[0]["lr"] = rate(step)
         left = 1.0 - (run.sparsity or 0.0) if step >= plan.warmup else 1.0
         optimizer.param_groups[0]["weight_decay"] = run.weight_decay * left**run.weight_decay_power

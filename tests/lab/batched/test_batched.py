@@ -119,6 +119,27 @@ def test_the_papers_settings_equal_the_sparsifier_too() -> None:
     assert all(0.05 < outcome.sparsity < 0.95 for outcome in fixed)
 
 
+def test_runs_leave_the_sparsify_phase_when_each_has_reached_its_sparsity() -> None:
+    """The paper's schedule: with a fixed λ1, the learning rates fall once the target is almost reached."""
+    paper: dict[str, float | str] = {"scale": "batch", "mask_lr": 0.1, "anneal": "step", "mask_decay": 0.0}
+    runs = [
+        replace(scl(seed, None, decay=decay, **{**paper, **more}), schedule="phases", leave_at=leave_at)
+        for seed, decay, leave_at, more in [
+            (1, 0.4, 0.3, {}),
+            (1, 0.4, 0.6, {}),
+            (2, 0.1, 0.5, {}),
+            (2, 0.4, 0.4, {"mask_decay": 0.05, "anneal": "cosine"}),
+            (2, 0.0, 0.9, {}),  # never reaches it
+        ]
+    ]
+    found = check_against_runs_alone(runs)
+    left = [outcome.left for outcome in found]
+    assert left[-1] is None
+    assert len(set(left)) > 3
+    assert all(run.leave_at <= outcome.sparsity for run, outcome in zip(runs[:-1], found[:-1], strict=True))
+    assert all(len(outcome.sparsity_by_epoch) in (1, 2, 3) for outcome in found)
+
+
 def test_every_method_is_the_same_in_a_batch_and_alone() -> None:
     # Many scores of these methods are equal, and the first are kept: a batch has its weights in another order.
     tied = ("soft_movement", "platon")

@@ -215,8 +215,8 @@ def test_the_weight_decay_is_that_of_the_recipes_or_what_is_asked_for(tmp_path: 
     assert [run.weight_decay for run in asked.runs()] == [5e-4, 5e-4, 1e-3]
     command = cli.Compare(
         tmp_path,
-        "lenet300",
-        "mnist",
+        net="lenet300",
+        data="mnist",
         sparsity=(0.9,),
         seeds=1,
         epochs=4,

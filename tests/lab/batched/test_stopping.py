@@ -76,6 +76,8 @@ def test_batched_training_resumes_after_any_step_to_the_same_bits(tmp_path: Path
     phases = {"warmup": "7it", "sparsify": "6it", "stabilise": "2it"}
     runs = [replace(BASE, method=name, settings=phases) for name in METHODS if name != "dense"]
     runs += [replace(BASE, method="dense", sparsity=None), replace(BASE, settings={"warmup": "1ep"}, seed=1)]
+    fixed = replace(BASE, sparsity=None, decay=0.0, preset="paper", schedule="phases", settings=phases)
+    runs += [replace(fixed, decay=decay, leave_at=0.3) for decay in (0.0, 2.0, 4.0)]
     batched, wanted = [batched_run(run, PER_EPOCH) for run in runs], []
 
     def fresh(*, stops: bool) -> BatchedTraining:
@@ -103,6 +105,7 @@ def test_batched_training_resumes_after_any_step_to_the_same_bits(tmp_path: Path
         if cut.done % PER_EPOCH == 0:
             assert cut.train_loss.tolist() == wanted[step // PER_EPOCH]
     assert cut.outcomes() == whole.outcomes()
+    assert len({each.left for each in whole.runs[-3:]}) == 3
     for (_, ours), (_, theirs) in zip(cut.networks(), whole.networks(), strict=True):
         for name, tensor in theirs.state_dict().items():
             assert torch.equal(ours.state_dict()[name], tensor), name

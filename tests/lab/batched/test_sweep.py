@@ -264,7 +264,6 @@ def test_what_a_batch_cannot_do_is_named(tmp_path: Path) -> None:
     strange = [
         (replace(BASE, nesterov=True, sharding="fsdp2"), "nesterov=True, sharding='fsdp2'"),
         (replace(BASE, sparsity=None, flops=0.5), "flops=0.5"),
-        (replace(BASE, leave_at=0.5), "leave_at=0.5"),
         (replace(BASE, settings={"scale": "per_sample"}), "settings.scale='per_sample'"),
         (replace(BASE, settings={"mask_momentum": 0.9}), "settings.mask_momentum=0.9"),
         (replace(BASE, model="lstm_lm", data="wikitext2"), "model='lstm_lm', data='wikitext2'"),

@@ -67,5 +67,5 @@ def test_one_process_repeats_an_exhibit_in_a_folder(
     assert "expected one process" in capsys.readouterr().err
     monkeypatch.delenv("WORLD_SIZE")
     assert cli.run(command) == 0
-    assert held == [True] * len(ESTIMATORS)
+    assert held == [True] * (len(ESTIMATORS) + len(map_fitting.ALPHAS))
     assert not (tmp_path / NAME).exists()

@@ -124,7 +124,7 @@ def test_a_row_says_what_differs_from_the_defaults() -> None:
         f"{title}, mask_lr=0.03, shares=0.2+0.8",
         f"{METHODS['dpf'].title}, weight_decay=0.0001",
         f"{title}, label_smoothing=0.1, phases=0.20+0.40+0.16+0.24",
-        f"{title}, preset=paper, min_density=0",
+        f"{title}, preset=paper, λ1=solved for, schedule=cosine, min_density=0",
     ]
 
 
@@ -203,7 +203,7 @@ def test_ours_is_the_default_though_something_else_ran_at_more_sparsities_and_th
     told += [record("scl", 0.9, 91.0), record("scl", 0.9, 89.0, fields={"preset": "paper"}), record("dpf", 0.9, 90.0)]
     ours = METHODS["scl"].title
     shown, others = one_per_method(told)
-    assert labels(shown) == [ours, METHODS["dpf"].title, f"{ours}, preset=paper"]
+    assert labels(shown) == [ours, METHODS["dpf"].title, f"{ours}, preset=paper, λ1=solved for, schedule=cosine"]
     assert labels(others) == [f"{ours}, distil=0.5"]
 
 

@@ -137,8 +137,8 @@ def test_commands_that_keep_nothing_promise_nothing(
     monkeypatch.setattr(cli.Sweep, "carry_out", stop)
     assert cli.run(cli.Sweep("digits", Path("somewhere"), {}, grid=())) == 130
     assert capsys.readouterr().err.endswith("resumes the rest, from a checkpoint if there is one\n")
-    monkeypatch.setattr(cli.List, "carry_out", stop)
-    assert cli.run(cli.List()) == 130
+    monkeypatch.setattr(cli.commands.List, "carry_out", stop)
+    assert cli.run(cli.commands.List()) == 130
     assert capsys.readouterr().err == "gossamer: stopped\n"
 
 

@@ -104,7 +104,6 @@ def test_what_a_run_says_is_kept(said: str, expected: Mode) -> None:
             DistributedContext(torch.device("cuda", 1), rank=1, world=2),
             "2 processes synchronize in every step",
         ),
-        (Run(method="scl", decay=0.1, leave_at=0.9), GPU, "with leave_at the host reads the sparsity"),
         (SPARSE.with_settings(["settings.scale=per_sample"]), GPU, "scale=per_sample observes the forward pass"),
         (Run(method="rigl", sparsity=0.5), GPU, "only steps of dense and scl can be replayed, not of method=rigl"),
     ],

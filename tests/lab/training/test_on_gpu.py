@@ -23,6 +23,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 
 IMAGES = Run(model="digits_cnn", data="digits", epochs=12, batch_size=8, log_steps=7, device="cuda")
 SPARSE = IMAGES.with_settings(["method=scl", "sparsity=0.8"])
+PAPER = IMAGES.with_settings(["method=scl", "decay=0.5", "leave_at=0.5", "preset=paper", "schedule=phases"])
 TAUGHT = SPARSE.with_settings(["distil=0.5", "schedule=restart"])
 WORDS = Run(
     model="lstm_lm",
@@ -62,7 +63,7 @@ def assert_same(left: dict[str, Tensor], right: dict[str, Tensor]) -> None:
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-@pytest.mark.parametrize("run", [IMAGES, SPARSE, TAUGHT], ids=["dense", "sparse", "taught"])
+@pytest.mark.parametrize("run", [IMAGES, SPARSE, PAPER, TAUGHT], ids=["dense", "sparse", "paper", "taught"])
 def test_captured_equals_eager(
     images: ImageSet, linear: Callable[[float], None], tmp_path: Path, run: Run, optimizer: str
 ) -> None:

@@ -22,7 +22,7 @@ from gossamer.deployment.runtime.native import Native, load_native
 from gossamer.deployment.runtime.native_model import NativeModel, Setting, possible_lanes
 from gossamer.deployment.runtime.network import UnsupportedError
 from gossamer.deployment.runtime.records import Line
-from gossamer.deployment.runtime.tuning import Run, Tuned, race, tune
+from gossamer.deployment.runtime.tuning import Run, Tuned, time_in_turns, tune
 from gossamer.forward import batch_size_of, check_example
 
 #: The minimum speed-up that counts as faster.
@@ -155,12 +155,12 @@ def _decide(native: NativeModel, inputs: tuple[Any, ...], dense: Run, threads: i
         name: NativeModel(native.graph, native.native, setting) for name, setting in settings.items()
     }
     # Numbers of lanes often differ by a tenth, torch by a factor: so they are compared separately, in more rounds.
-    samples = race(candidates, inputs, 0.3 * seconds, wanted=7) if len(candidates) > 1 else {}
+    samples = time_in_turns(candidates, inputs, 0.3 * seconds, wanted=7) if len(candidates) > 1 else {}
     times = {name: median(values) for name, values in samples.items()}
     # A second thread must gain enough: on a busy machine, two threads can be slower than one.
     best = min(settings, key=lambda name: times.get(name, 0.0) * (1 if settings[name].threads == 1 else WORTH_IT))
     with torch_threads(threads):
-        against = race({"torch": dense, best: candidates[best]}, inputs, 0.2 * seconds)
+        against = time_in_turns({"torch": dense, best: candidates[best]}, inputs, 0.2 * seconds)
     kernels = {number: dict(each) for number, each in tuned[settings[best].lanes].seconds.items()}
     found = {"torch": median(against["torch"]), "native": median(against[best])}
     return memory.Decision(settings[best], found, kernels)
@@ -235,7 +235,7 @@ def _by_layers(
             dense, Explanation("torch", f"no linear layer is sparse enough, and {problem}", 0, {}, ()), None
         )
     with torch_threads(threads):
-        samples = race({"torch": dense, name: sparse}, inputs, seconds)
+        samples = time_in_turns({"torch": dense, name: sparse}, inputs, seconds)
     times = {each: median(values) for each, values in samples.items()}
     shown = {each: spent * 1e3 for each, spent in times.items()}
     gain = times["torch"] / times[name]

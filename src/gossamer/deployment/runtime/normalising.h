@@ -10,7 +10,7 @@ struct normalise_op { /* y = relu(normalised x * scale + shift + add) */
     int64_t together;     /* and so are the pixels inside of a chunk */
     int64_t count;        /* values that one mean is taken of */
     int64_t epsilon;      /* address of one float */
-    int64_t scale, shift; /* one a row, or 0 */
+    int64_t scale, shift; /* one per row, or 0 */
     int64_t relu;
 };
 

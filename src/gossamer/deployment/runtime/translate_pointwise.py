@@ -55,7 +55,7 @@ def _relu(t: Translator, node: fx.Node) -> Handle:
 
 
 def _sum(t: Translator, node: fx.Node) -> Handle:
-    """``add`` and ``sub`` of two activations, or of an activation and a number or one a channel."""
+    """``add`` and ``sub`` of two activations, or of an activation and one number, or one number per channel."""
     first, second = t.arguments(node)[:2]
     alpha: Any = node.kwargs.get("alpha", 1)
     sign = -alpha if "sub" in str(node.target) else alpha
@@ -94,7 +94,7 @@ def _negative(t: Translator, node: fx.Node) -> Handle:
 
 
 def _product(t: Translator, node: fx.Node) -> Handle:
-    """``mul`` and ``div`` by a number or one a channel, ``mul`` of two activations, one of which may have a single
+    """``mul`` and ``div`` by one number or one per channel, ``mul`` of two activations, one of which may have a single
     pixel."""
     first, second = t.arguments(node, None, None)
     divides = "div" in str(node.target)

@@ -99,7 +99,7 @@ def _fastest(seconds: Mapping[Kernel, float]) -> Kernel:
     return min(seconds, key=lambda kernel: seconds[kernel] * (WORTH_THE_MEMORY if kernel == "dense" else 1))
 
 
-def race(
+def time_in_turns(
     candidates: Mapping[str, Run], inputs: Sequence[Any], seconds: float, wanted: int = 3
 ) -> dict[str, list[float]]:
     """Seconds per call of each candidate, in samples. Candidates take turns, so that other load affects them equally. A

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from gossamer.deployment.exports import to_dense
 from gossamer.deployment.runtime import torch_threads
 from gossamer.deployment.runtime.memory import processor
-from gossamer.deployment.runtime.tuning import race
+from gossamer.deployment.runtime.tuning import time_in_turns
 from gossamer.deployment.speed.engines import ENGINES, OURS, Job, Ready, Unavailable, outputs
 from gossamer.deployment.speed.report import Case, Row, SpeedReport
 from gossamer.io.sparse_file import save
@@ -113,8 +113,8 @@ def _case(
         step("half of the nonzeros", len(engines))
         half = Job(half_full(job.model), job.inputs, job.threads, job.folder, job.seconds, job.remember)
         candidates[HALF] = ENGINES[OURS].prepare(half).run
-    step("race", len(engines) + 1)
-    samples = race(candidates, job.inputs, seconds, rounds)
+    step("timing", len(engines) + 1)
+    samples = time_in_turns(candidates, job.inputs, seconds, rounds)
     rows = [
         _row(name, samples.get(name), ready.get(name), differences.get(name), missing.get(name)) for name in engines
     ]

@@ -9,7 +9,6 @@ method object trains their rows, which are adjacent.
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
-from itertools import chain
 from typing import Any
 
 from torch import Tensor
@@ -18,7 +17,7 @@ from gossamer.lab.training.run import Run
 from gossamer.methods import find
 from gossamer.methods.base import Layout, Method, Options, Request
 from gossamer.patterns import Shape, assign, parse_option, target_of
-from gossamer.schedule import Plan
+from gossamer.schedule import Phase, Plan, leave_interval
 from gossamer.target import make_target
 
 
@@ -29,6 +28,8 @@ class BatchedRun:
     run: Run
     plan: Plan | None  # None for a dense run, which is a warm-up to its end
     rates: Tensor  # the learning rate of each step, in double precision
+    left: int | None = None  # the step at which it left the sparsify phase early
+    first_plan: Plan | None = None  # the one that it began with, if it left early
 
     def __post_init__(self) -> None:
         if (self.plan is None) != (self.run.method == "dense"):
@@ -56,12 +57,13 @@ class BatchedRun:
     def group(self) -> tuple[Any, ...]:
         """Runs with the same group share one method object."""
         shared = (getattr(self.options, name) for name in self.method_type.shared)
-        return self.method_type.name, *shared, self.run.decay, self.run.pattern, self.plan, self.min_density
+        solved = self.run.decay is None
+        return self.method_type.name, *shared, solved, self.run.pattern, self.begun, self.min_density
 
     @property
-    def row_changes(self) -> tuple[int, ...]:
-        """The steps at which it gets a row of its own, as masks begin to learn, and at which they are frozen."""
-        return () if self.plan is None else (self.plan.warmup, self.plan.total - self.plan.finetune)
+    def begun(self) -> Plan | None:
+        """The plan that it began with; runs of a group share it, whenever they leave the sparsify phase."""
+        return self.first_plan or self.plan
 
     @property
     def warmup_steps(self) -> int:
@@ -69,7 +71,19 @@ class BatchedRun:
 
     @property
     def mask_steps(self) -> int:
-        return 0 if self.plan is None else self.plan.sparsify + self.plan.stabilise
+        return 0 if self.begun is None else self.begun.sparsify + self.begun.stabilise
+
+    @property
+    def leave_steps(self) -> int:
+        """Steps between two checks whether it may leave the sparsify phase."""
+        return 1 if self.begun is None else leave_interval(self.begun)
+
+    def may_leave(self, step: int) -> bool:
+        """Whether its sparsity decides, before this step, if the sparsify phase ends."""
+        if self.plan is None or self.run.leave_at is None or step <= self.plan.warmup:
+            return False
+        in_phase = self.plan.at(step).phase is Phase.SPARSIFY
+        return in_phase and (step - self.plan.warmup) % self.leave_steps == 0
 
     def has_masks(self, step: int) -> bool:
         return self.plan is not None and step >= self.plan.warmup
@@ -105,7 +119,9 @@ class Outcome:
     train_loss: float  # cross-entropy in the last epoch
     nonzeros_by_tensor: tuple[int, ...]
     warmup_steps: int = 0  # before its masks began to learn
-    mask_steps: int = 0  # in which weights could be pruned
+    mask_steps: int = 0  # planned, in which weights could be pruned
+    left: int | None = None  # the step at which it left the sparsify phase early
+    sparsity_by_epoch: tuple[float, ...] = ()  # with a fixed λ1: after each epoch in which masks learned
     seconds_before: float = field(default=0.0, compare=False)  # of the whole batch, in interrupted sessions
 
 
@@ -137,8 +153,13 @@ class Rows:
 
 
 def row_changes(runs: Sequence[BatchedRun]) -> list[int]:
-    """The steps at which masks of any run begin to learn or are frozen, and step 0."""
-    return sorted({0, *chain.from_iterable(each.row_changes for each in runs)})
+    """The steps at which masks of any run begin to learn, or are frozen in all runs of a group, and step 0."""
+    frozen: dict[tuple[Any, ...], int] = {}
+    for each in runs:
+        if each.plan is not None:
+            end = each.plan.total - each.plan.finetune
+            frozen[each.group] = max(end, frozen.get(each.group, 0))
+    return sorted({0, *(each.plan.warmup for each in runs if each.plan is not None), *frozen.values()})
 
 
 def rows_at(runs: Sequence[BatchedRun], step: int) -> Rows:

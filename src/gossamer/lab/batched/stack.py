@@ -97,10 +97,11 @@ class NetworkStack:
         return network
 
     def _lay_out(self) -> Layout:
-        """Which columns are which tensor."""
+        """Which columns are which tensor. Shapes are those in memory: inputs last."""
         tensors = len(self.prunable_sizes)
         names, others = self.names[:tensors], zip(self.names[tensors:], self.sizes[tensors:], strict=True)
-        shapes = tuple(tuple(self.shapes[name]) for name in names)
+        whole = (torch.empty((1, *self.shapes[name]), device="meta") for name in names)
+        shapes = tuple(tuple(_storage_order(each).shape[1:]) for each in whole)
         return Layout(tuple(names), shapes, gains_of(self.template, names, list(others)))
 
     def _make_leaves(self) -> None:

@@ -26,13 +26,13 @@ from gossamer.settings import Phases
 
 _DEFAULT = Run()
 _RATES = ("lr", "schedule", "lr_warmup", "lr_drops", "lr_factor", "lr_restart")
-_REQUEST = ("method", "sparsity", "decay")
+_REQUEST = ("method", "sparsity", "decay", "leave_at")
 _DECAY = ("momentum", "weight_decay", "weight_decay_power")
 _TEACHING = ("distil", "temperature", "teacher")
 OWN = ("preset", "pattern", "settings", *_DECAY, *_TEACHING, *_RATES)
 """What runs of one batch may differ in, besides their request and their seed. All else is shared."""
 # What has to stay as it is by default.
-_NOT_IN_A_BATCH = ("flops", "leave_at", "include", "exclude", "nesterov", "sharding")
+_NOT_IN_A_BATCH = ("flops", "include", "exclude", "nesterov", "sharding")
 
 
 def unsupported(run: Run) -> list[str]:
@@ -132,9 +132,24 @@ def batched_run(run: Run, steps_per_epoch: int) -> BatchedRun:
             f"teacher={TRUNK}: expected a warm-up in which the teacher learns, got one of no steps: raise "
             "settings.warmup, or train longer"
         )
-    followed = replace(_DEFAULT, **{name: getattr(run, name) for name in (*_REQUEST, *_RATES)})
-    rates = _rates(followed, plan, total, steps_per_epoch, method.rewinds)
+    rates = _rates(_followed(run), plan, total, steps_per_epoch, method.rewinds)
     return BatchedRun(run, None if method is Dense else plan, rates)
+
+
+def leave_sparsify(each: BatchedRun, step: int, steps_per_epoch: int) -> BatchedRun:
+    """A run whose sparsify phase ends at this step; its learning rate follows from the next one on, as alone."""
+    assert each.plan is not None
+    plan = each.plan.leave_sparsify(step)
+    rates = _rates(_followed(each.run), plan, len(each.rates), steps_per_epoch, each.method_type.rewinds)
+    return replace(
+        each, plan=plan, rates=torch.cat([each.rates[: step + 1], rates[step + 1 :]]), left=step, first_plan=each.begun
+    )
+
+
+def _followed(run: Run) -> Run:
+    """What the learning rate of a run depends on, besides its plan, as a run: many runs share it."""
+    any_request = _DEFAULT if run.method == "dense" else replace(_DEFAULT, method="scl", sparsity=0.5)
+    return replace(any_request, **{name: getattr(run, name) for name in _RATES})
 
 
 def _plan(phases: Phases, total: int, steps_per_epoch: int) -> Plan:

@@ -246,7 +246,15 @@ def _record(
         "nonzeros_by_tensor": list(outcome.nonzeros_by_tensor),
         "seconds_of_batch": seconds,
         "runs_in_batch": together,
+        **_of_fixed_decay(run, outcome),
     }
+
+
+def _of_fixed_decay(run: Run, outcome: Outcome) -> dict[str, Any]:
+    """The sparsity after each epoch in which masks trained, and the step at which the sparsify phase was left early."""
+    if run.decay is None:
+        return {}
+    return {"sparsity_by_epoch": list(outcome.sparsity_by_epoch), "left_sparsify_at": outcome.left}
 
 
 def _teacher(run: Run, outcome: Outcome) -> dict[str, Any] | None:

@@ -18,6 +18,7 @@ from gossamer.lab.batched.loader import BatchLoader
 from gossamer.lab.batched.optimizer import BatchedOptimizer, Hyperparameters, MethodGroup
 from gossamer.lab.batched.rows import BatchedRun, Outcome, row_changes, rows_at
 from gossamer.lab.batched.stack import NetworkStack
+from gossamer.lab.batched.supported import leave_sparsify
 from gossamer.lab.checkpoint import (
     Checkpoints,
     machine,
@@ -72,6 +73,8 @@ class BatchedTraining:
         self._losses = torch.zeros(len(runs), device=device)  # one per run, not per row
         self.train_loss = torch.zeros_like(self._losses)
         self._groups: dict[tuple[Any, ...], MethodGroup] = {}
+        self.sparsity_by_epoch: list[list[float]] = [[] for _ in runs]
+        """Of each run with a fixed λ1, at the end of every epoch in which its masks learned."""
         self.arrange_rows(0)
 
     def _try_methods(self) -> None:
@@ -95,6 +98,7 @@ class BatchedTraining:
         if begun == first:
             self._losses.zero_()
         for step in range(begun, end):
+            self._leave_sparsify(step)
             if step in self._row_changes and step > 0:
                 self.arrange_rows(step)
             self.captured()
@@ -103,6 +107,25 @@ class BatchedTraining:
             if self.done < end and self.stop():
                 return
         self.train_loss.copy_(self._losses / self.loader.steps)
+        self._note_sparsity(end - 1)
+
+    def _leave_sparsify(self, step: int) -> None:
+        """End the sparsify phase of the runs that have reached the sparsity at which they leave it. The step that is
+        captured reads its learning rates from tables, which change in place."""
+        asked = [number for number, each in enumerate(self.runs) if each.may_leave(step)]
+        if not asked:
+            return
+        row_of_run, sparsity = self._rows.of_runs(), self.optimizer.sparsity()
+        for number in asked:
+            row, leave_at = row_of_run[number], self.runs[number].run.leave_at
+            if leave_at is None or sparsity[row] < leave_at:
+                continue
+            each = self.runs[number] = leave_sparsify(self.runs[number], step, self.loader.steps)
+            assert each.plan is not None
+            group = self._groups[each.group]
+            group.timeline.follow(row - group.rows.start, each.plan)
+            self._hyperparameters.learning_rate[:, row].copy_(each.rates)
+        self._row_changes = frozenset(row_changes(self.runs))
 
     def arrange_rows(self, step: int) -> None:
         """Let runs whose masks begin with this step branch off their warm-ups, and freeze masks that are done."""
@@ -115,6 +138,18 @@ class BatchedTraining:
         self._take_hyperparameters(step)
         self.captured = Captured(self._step(), self.optimizer.stack.device)
 
+    def _note_sparsity(self, step: int) -> None:
+        """Note the sparsity after the last step of an epoch, where it is not known from the budget."""
+        learning = [
+            number
+            for number, each in enumerate(self.runs)
+            if each.run.decay is not None and each.has_masks(step) and not each.is_frozen(step)
+        ]
+        if learning:
+            row_of_run, sparsity = self._rows.of_runs(), self.optimizer.sparsity()
+            for number in learning:
+                self.sparsity_by_epoch[number].append(sparsity[row_of_run[number]])
+
     def save(self, checkpoints: Checkpoints) -> bool:
         """Write a checkpoint; False, with a warning, if that fails."""
         seconds = self._seconds_before + time.perf_counter() - self._started
@@ -122,6 +157,8 @@ class BatchedTraining:
             "format": _FORMAT,
             "runs": [each.run.run_id for each in self.runs],
             "steps": self.done,
+            "left": [each.left for each in self.runs],
+            "sparsity_by_epoch": self.sparsity_by_epoch,
             "seconds": seconds,
             "machine": machine(),
             "tensors": {name: tensor.detach().to("cpu", copy=True) for name, tensor in self._tensors().items()},
@@ -135,6 +172,11 @@ class BatchedTraining:
         if state is None:
             return 0
         done, self._seconds_before = check_state(state, [each.run.run_id for each in self.runs], self.steps)
+        for number, left in enumerate(_left(state, self.runs, done)):
+            if left is not None:
+                self.runs[number] = leave_sparsify(self.runs[number], left, self.loader.steps)
+        self._row_changes = frozenset(row_changes(self.runs))
+        self.sparsity_by_epoch = _sparsities(state, len(self.runs))
         self.arrange_rows(done - 1)
         self.done = done
         fill_(self._tensors(), state["tensors"])
@@ -176,6 +218,8 @@ class BatchedTraining:
                 nonzeros_by_tensor=tuple(counts[row] for counts in by_tensor),
                 warmup_steps=self.runs[number].warmup_steps,
                 mask_steps=self.runs[number].mask_steps,
+                left=self.runs[number].left,
+                sparsity_by_epoch=tuple(self.sparsity_by_epoch[number]),
                 seconds_before=self._seconds_before,
             )
             for number, row in enumerate(self._rows.of_runs())
@@ -203,15 +247,16 @@ class BatchedTraining:
     def _make_group(self, runs: Sequence[BatchedRun], rows: slice, step: int) -> MethodGroup:
         """The group of these runs from this step on."""
         first, stack = runs[0], self.optimizer.stack
-        assert first.plan is not None
+        assert first.begun is not None
         weights = stack.variables[rows, : stack.prunable]
         before = self._groups.get(first.group)
         if before is None:
-            timeline = self._timeline(first.plan, len(runs))
+            timeline = self._timeline(first.begun, len(runs))
+            timeline.plans = [each.plan for each in runs if each.plan is not None]
             method = first.method_type(self._context(runs, timeline, weights))
         else:
             timeline, method = before.timeline, before.method
-        if first.is_frozen(step) and not isinstance(method, Frozen):
+        if all(each.is_frozen(step) for each in runs) and not isinstance(method, Frozen):
             method = Frozen(method.finalize(weights))
         self._groups[first.group] = MethodGroup(rows, method, timeline)
         return self._groups[first.group]
@@ -286,6 +331,24 @@ def check_state(state: Mapping[str, Any], runs: Sequence[str], steps: int) -> tu
     if not isinstance(tensors, dict) or not all(isinstance(each, Tensor) for each in tensors.values()):
         raise _unusable("no tensors")
     return done, float(seconds)
+
+
+def _left(state: Mapping[str, Any], runs: Sequence[BatchedRun], done: int) -> list[int | None]:
+    """The steps at which runs left the sparsify phase early, from a checkpoint."""
+    found = state.get("left", [None] * len(runs))
+    if not isinstance(found, list) or len(found) != len(runs):
+        raise _unusable("no list of the runs that left the sparsify phase")
+    for each, left in zip(runs, found, strict=True):
+        if left is not None and not (type(left) is int and left < done and each.may_leave(left)):
+            raise _unusable(f"run {each.run.run_id} leaving the sparsify phase at step {left!r:.40}")
+    return found
+
+
+def _sparsities(state: Mapping[str, Any], runs: int) -> list[list[float]]:
+    found = state.get("sparsity_by_epoch", [[] for _ in range(runs)])
+    if not isinstance(found, list) or len(found) != runs or not all(isinstance(each, list) for each in found):
+        raise _unusable("no list of sparsities for each run")
+    return found
 
 
 def fill_(wanted: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:

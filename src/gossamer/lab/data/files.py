@@ -126,7 +126,8 @@ def tar_files(path: Path) -> Iterator[tuple[str, int, int]]:
     """The regular files of an uncompressed tar: the name of each, and the offset and size of its bytes.
 
     The whole archive is validated: every header matches its checksum, every file is inside the archive, and only zeros
-    follow the last one. Python's own reader treats a damaged header as the end.
+    follow the last one. Python's own reader treats a damaged header as the end. Links are refused, because they would
+    be files that are missing.
     """
     length = path.stat().st_size
     with open(path, "rb") as file:
@@ -157,7 +158,13 @@ def tar_files(path: Path) -> Iterator[tuple[str, int, int]]:
                 long_name = ""
             elif kind in b"gK":  # of the whole archive, and the target of a link
                 pass
-            elif kind in b"123456":
+            elif kind in b"12":
+                raise _bad_tar(
+                    path,
+                    f"{name} to be an ordinary file",
+                    "a link (tar writes files instead of links with --dereference --hard-dereference)",
+                )
+            elif kind in b"3456":
                 long_name = ""
             else:
                 raise _bad_tar(

@@ -14,6 +14,7 @@ class Published:
     perplexity: float | None = None
     sparsity: float | None = None
     decay: float | None = None  # the λ1 that it belongs to, if the paper gives one
+    flops_reduction: float | None = None
 
     @property
     def value(self) -> float:
@@ -37,8 +38,19 @@ class Recipe:
     published: tuple[Published, ...] = ()
     tolerance: float = 0.005
 
+    @property
+    def exhibit(self) -> str:
+        """The short name of its network and data set, which all its recipes share: resnet20, cifar100-wrn28-10, …"""
+        return self.name.removeprefix("cifar10-").removesuffix("-paper").removesuffix("-dense")
+
     def expected(self) -> Published | None:
-        """The published number for the sparsity or λ1 of this run, if the paper has one."""
+        """The published number for the sparsity or λ1 of this run, if the paper has one.
+
+        A run that leaves the sparsify phase at some sparsity aims at the next one of the paper.
+        """
+        if self.run.leave_at is not None:
+            above = [each for each in self.published if (each.sparsity or 0.0) >= self.run.leave_at]
+            return min(above, key=lambda each: each.sparsity or 0.0, default=None)
         wanted = 0.0 if self.run.method == "dense" else self.run.sparsity
         for each in self.published:
             if self.run.decay is not None and each.decay == self.run.decay:

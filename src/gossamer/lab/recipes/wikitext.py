@@ -1,7 +1,8 @@
 """The word language model on WikiText-2, trained as the Distiller example does, which the paper follows.
 
 SGD without momentum at learning rate 20, halved whenever the validation perplexity does not fall; gradients clipped to
-0.25; 20 columns, 35 steps of back-propagation, 40 epochs; the perplexity is that of the last epoch.
+0.25; 20 columns, 35 steps of back-propagation, 40 epochs; the perplexity is that of the last epoch. The paper prints
+neither λ1 nor phases for it, so its recipe has the paper's masks with λ1 solved for.
 """
 
 from dataclasses import replace

@@ -25,7 +25,10 @@ from gossamer.provenance import commit, versions
 from gossamer.schedule import cosine
 
 RATES = {"none": (0.1, 10.0, 100.0, 1000.0, 10_000.0), "batch": (0.01, 0.1, 1.0)}
+ALPHAS = {"clipped_relu": (0.1, 0.5, 1.0, 2.0, 4.0), "leaky_relu": (0.01, 0.1, 0.3, 0.6, 0.9)}
+ALPHA_RATES = {"none": (0.1, 100.0), "batch": (0.1,)}
 STEPS = 2000
+ALPHA = "alpha"  # the folder of the records in which α varies
 POINTS = 40  # of each learning curve
 
 
@@ -38,6 +41,7 @@ class Fit:
     scale: str  # none or batch
     anneal: str  # of the mask learning rate: constant or cosine
     mask_lr: float
+    alpha: float = 0.1  # slope of leaky_relu, upper bound of clipped_relu
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,6 +63,18 @@ def all_fits(seeds: int) -> list[Fit]:
     ]
 
 
+def alpha_fits(seeds: int) -> list[Fit]:
+    """The estimators with an α, for several of them, at a constant rate and at the rate that suits raw gradients."""
+    return [
+        Fit(seed, estimator, scale, "cosine" if rate > 1 else "constant", rate, alpha)
+        for estimator, alphas in ALPHAS.items()
+        for alpha in alphas
+        for scale, rates in ALPHA_RATES.items()
+        for rate in rates
+        for seed in range(seeds)
+    ]
+
+
 def fit_masks(fits: Sequence[Fit], *, steps: int, batch_size: int = 256, samples: int = 4096) -> list[Fitted]:
     """Fit maps in one batch; all fits of a seed share weights, inputs, map and first masks. One estimator at a time."""
     (estimator,) = {fit.estimator for fit in fits}
@@ -72,6 +88,7 @@ def fit_masks(fits: Sequence[Fit], *, steps: int, batch_size: int = 256, samples
     inputs = torch.stack([problems[seed].inputs for seed in seeds])
     which = torch.tensor([seeds.index(fit.seed) for fit in fits])
     normalised = torch.tensor([fit.scale == "batch" for fit in fits])[:, None, None]
+    alpha = torch.tensor([fit.alpha for fit in fits])[:, None, None]
     generator = torch.Generator().manual_seed(0)
 
     def forward(used: dict[str, Tensor], images: Tensor) -> Tensor:
@@ -88,7 +105,7 @@ def fit_masks(fits: Sequence[Fit], *, steps: int, batch_size: int = 256, samples
         gradients = torch.autograd.grad(errors.sum(), list(used.values()))
         rates = torch.tensor([_rate(fit, step / steps) for fit in fits])[:, None, None]
         for name, gradient in zip(names, gradients, strict=True):
-            direction = mask_gradient(gradient, weights[name], masks[name], estimator=estimator)
+            direction = mask_gradient(gradient, weights[name], masks[name], estimator=estimator, alpha=alpha)
             scale = direction.square().mean(2, keepdim=True).sqrt()
             direction = torch.where(normalised, direction / divisor(scale), direction)
             update_mask_variable_(masks[name], direction, learning_rate=rates)
@@ -112,17 +129,24 @@ def reproduce(
     if seeds < 1 or steps < 1:
         raise ValueError(f"expected at least 1 seed and 1 step, got {seeds} and {steps}")
     with held(out):
-        records = [_record(out / f"{estimator}.json", estimator, seeds, steps, progress) for estimator in ESTIMATORS]
+        everything, varied = all_fits(seeds), alpha_fits(seeds)
+        records = [_record(out, estimator, everything, seeds, steps, progress) for estimator in ESTIMATORS]
+        for estimator in ALPHAS:
+            _record(out / ALPHA, estimator, varied, seeds, steps, progress)
         if can_draw():
             map_fitting_curves(records, out / "curves.svg")
     return records
 
 
-def _record(path: Path, estimator: str, seeds: int, steps: int, progress: Callable[[str], None]) -> dict[str, Any]:
+def _record(
+    folder: Path, estimator: str, fits: Sequence[Fit], seeds: int, steps: int, progress: Callable[[str], None]
+) -> dict[str, Any]:
     """The record of an estimator, computed if it does not exist."""
+    path = folder / f"{estimator}.json"
     if not path.exists():
         progress(f"{estimator}: fitting")
-        fitted = fit_masks([fit for fit in all_fits(seeds) if fit.estimator == estimator], steps=steps)
+        folder.mkdir(exist_ok=True)
+        fitted = fit_masks([fit for fit in fits if fit.estimator == estimator], steps=steps)
         about = {
             "commit": commit(),
             "versions": versions(),

@@ -17,7 +17,7 @@ from torch import nn
 
 from gossamer.lab.batched.sweeps import sweep
 from gossamer.lab.recipes import find
-from gossamer.lab.recipes.mnist import DECAY_TABLE
+from gossamer.lab.recipes.mnist import DECAY_TABLE, ESTIMATOR_SPARSITY, ESTIMATOR_TABLE
 from gossamer.lab.reproduce.picture import draw_input_connections
 from gossamer.lab.results.records import Record
 from gossamer.lab.training.parsing import Scalar
@@ -27,16 +27,6 @@ EPOCHS = 55
 FREE_EPOCHS = 15  # at the beginning and, at least, at the end, in which masks are frozen
 MASK_EPOCHS = (2, 25)
 PICTURE = "input-connectivity.png"
-# (estimator, normalised): accuracy at 95 % sparsity.
-ESTIMATOR_SPARSITY = 0.95
-ESTIMATOR_TABLE = {
-    ("leaky_relu", False): 0.9826,
-    ("softplus", False): 0.9831,
-    ("identity", False): 0.9837,
-    ("leaky_relu", True): 0.9833,
-    ("softplus", True): 0.9835,
-    ("identity", True): 0.9839,
-}
 # Raw mask gradients are tiny: at the rate that suits normalised ones masks hardly move, so a second one is tried.
 RATES = {"batch": (0.1,), "none": (0.1, 30.0)}
 

@@ -27,11 +27,21 @@ from gossamer.methods import find
 from gossamer.schedule import steps_of
 from gossamer.settings import Phases
 
-_NAMES = {
+NAMES = {
     "resnet20": "ResNet-20",
     "resnet110": "ResNet-110",
     "vgg16_cifar": "VGG-16",
+    "vgg19_cifar": "VGG-19",
+    "densenet40": "DenseNet-40",
+    "densenet_bc100": "DenseNet-BC-100",
+    "wrn28_10": "WRN-28-10",
     "fc_densenet_mnist": "Fully connected DenseNet",
+    "lstm_lm": "LSTM",
+    "vgg16": "VGG-16",
+    "resnet50": "ResNet-50",
+    "efficientnet_b0": "EfficientNet-B0",
+    "wikitext2": "WikiText-2",
+    "imagefolder": "ImageNet",
     "mnist": "MNIST",
     "cifar10": "CIFAR-10",
     "cifar100": "CIFAR-100",
@@ -218,7 +228,7 @@ def _changes(record: Record, usual_phases: tuple[float, ...]) -> list[str]:
         changed.pop("mask_decay_cap", None)  # without effect
     if config["preset"] != "default":
         changed = {name: value for name, value in settings.items() if name not in _PHASES}
-        changed = {"preset": config["preset"], **changed}
+        changed = {"preset": config["preset"], **_not_of_paper(config), **changed}
     elif settings.get("min_density", Phases.min_density) != Phases.min_density:
         changed["min_density"] = settings["min_density"]
     changed |= {name: config[name] for name, value in _USUAL.items() if config.get(name, value) != value}
@@ -226,6 +236,13 @@ def _changes(record: Record, usual_phases: tuple[float, ...]) -> list[str]:
     if config["preset"] == "default" and (phases := _phases(record)) not in ((), usual_phases):
         changed["phases"] = "+".join(f"{share:.2f}" for share in phases)
     return [f"{name}={_text(value)}" for name, value in changed.items()]
+
+
+def _not_of_paper(config: Mapping[str, Any]) -> dict[str, str]:
+    """In what a run with the preset of the paper differs from the paper: it has a fixed λ1 and a staged schedule."""
+    return ({} if config["decay"] is not None else {"λ1": "solved for"}) | (
+        {} if config["schedule"] == "phases" else {"schedule": config["schedule"]}
+    )
 
 
 def _text(value: Any) -> str:
@@ -301,11 +318,11 @@ def _of_network(folder: Path, name: str, records: Sequence[Record]) -> str:
     net, data = config["model"], config["data"]
     on_gpu = "gpu" in records[0]["hardware"]
     parts = [
-        f"## {_NAMES.get(net, net)} on {_NAMES.get(data, data)}",
+        f"## {NAMES.get(net, net)} on {NAMES.get(data, data)}",
         f"Test accuracy in percent at the last epoch by sparsity, {_over(seeds)} (or their number in brackets). Batch "
         f"64, cosine learning rate from 0.1 to 0, weight decay 5e-4, runs batched on one "
         f"{machine(records[0]) if on_gpu else 'CPU'}; settings were chosen on held-out images"
-        f"{'' if net == _CHOSEN_ON else f', with {_NAMES[_CHOSEN_ON]}'}. A row names what differs from the defaults.",
+        f"{'' if net == _CHOSEN_ON else f', with {NAMES[_CHOSEN_ON]}'}. A row names what differs from the defaults.",
     ]
     parts += filter(None, [over_lengths(records), published(net, data)])
     for number, (epochs, every) in enumerate(by_epochs(records, "final")):

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from gossamer.lab.recipes.mnist import DECAY_TABLE
+from gossamer.lab.recipes.mnist import PUBLISHED as MNIST
 from gossamer.lab.results.records import (
     Record,
     asked_sparsity,
@@ -73,12 +75,101 @@ def map_fitting(root: Path) -> str:
             table(head, map_fitting_rows(records)),
             "The paper has a figure and no numbers: clipped ReLU worst, ReLU better, the other three better still and "
             "alike, normalisation better for every estimator. At one constant rate for all, 0.1, that comes out here "
-            "too, but clipped ReLU learns nothing either way, and leaky ReLU (slope 0.1) stays far behind softplus and "
-            "identity. With the rate chosen for each estimator, raw masks fit better than normalised ones, and a rate "
-            "that goes to zero matters most.",
+            "too, but clipped ReLU (bound 0.1) learns nothing either way, and leaky ReLU (slope 0.1) stays far behind "
+            "softplus and identity. With the rate chosen for each estimator, raw masks fit better than normalised "
+            "ones, and a rate that goes to zero matters most.",
             *(["![errors against steps](../results/map-fitting/curves.svg)"] if drawn else []),
+            *_alpha(root / "map-fitting" / "alpha"),
         ]
     )
+
+
+def _alpha(folder: Path) -> list[str]:
+    if not folder.is_dir():
+        return []
+    head = ["estimator", "α", "raw, rate 0.1", "raw, rate 100, cosine", "normalised, rate 0.1"]
+    return [
+        "The estimators with an α, for several of them. A clipping bound of 0.1 leaves 4 % of normally distributed "
+        "masks in its live zone:",
+        table(head, alpha_rows(read_objects(folder))),
+        "So clipped ReLU learns as soon as its live zone is wide, and comes close to ReLU, which is dead below zero as "
+        "well. Leaky ReLU comes close to identity as its slope does; with a small slope, masks move so slowly on the "
+        "pruned side that noise collects them there.",
+    ]
+
+
+def alpha_rows(records: Sequence[Record]) -> list[list[str]]:
+    """For each estimator with an α, and each α: raw at two rates, and normalised."""
+    rows = []
+    for record in records:
+        cells: dict[float, dict[tuple[str, float], list[Record]]] = defaultdict(lambda: defaultdict(list))
+        for fitted in record["fits"]:
+            fit = fitted["fit"]
+            cells[fit["alpha"]][fit["scale"], fit["mask_lr"]].append(fitted)
+        for alpha, kinds in sorted(cells.items()):
+            ranked = sorted(kinds, key=lambda kind: (kind[0] == "batch", kind[1]))
+            name = record["fits"][0]["fit"]["estimator"]
+            rows.append([name, f"{alpha:g}", *(_fitted(kinds[kind]) for kind in ranked)])
+    return rows
+
+
+def short_decay_table(short: Sequence[Record], whole: Sequence[Record]) -> tuple[list[str], list[list[str]]]:
+    """The sparsity of short runs beside that of whole runs with the longest mask phase, mean over their seeds."""
+    head = ["λ1", "zeros after the short run", "zeros at the end of the whole run", "paper"]
+    found = []
+    published = {each.decay: each.sparsity for each in MNIST if each.table == DECAY_TABLE}
+    by_decay = [each for each in whole if each.get("part") == "decay"]
+    longest = max((_mask_epochs(each) for each in by_decay), default=0.0)
+    for record in sorted(short, key=lambda each: float(each["config"]["decay"])):
+        decay = record["config"]["decay"]
+        own = [each for each in by_decay if each["config"]["decay"] == decay and _mask_epochs(each) == longest]
+        end = statistics.mean(each["sparsity"] for each in own) if own else None
+        shares = record["sparsity_by_epoch"][-1], end, published.get(decay)
+        found.append([f"{decay:g}", *("–" if each is None else f"{100 * each:.1f} %" for each in shares)])
+    return head, found
+
+
+def indrnn_table(curves: Sequence[Record]) -> tuple[list[str], list[list[str]]]:
+    """The gradient that arrives at the first step."""
+    head = ["pruned", "zeros", "norm of the gradient at the first step", "neurons that it reaches"]
+    return head, [
+        [
+            each["pruned"],
+            f"{100 * each['sparsity']:.0f} %",
+            f"{each['norms'][0]:.2f}",
+            f"{100 * each['reached'][0]:.0f} %",
+        ]
+        for each in curves
+    ]
+
+
+def figures(root: Path) -> str:
+    """The figures of the paper that need no accuracy, and what short runs predict."""
+    parts = ["## The paper's figures and procedures"]
+    if (root / "ste" / "estimators.svg").exists():
+        parts += [
+            "Proxy gradients of the five estimators, drawn by the code that trains (`gossamer reproduce ste`); masks "
+            "in a dead zone never move again:",
+            "![proxy gradients](../results/ste/estimators.svg)",
+        ]
+    if (root / "indrnn").is_dir():
+        record = read_objects(root / "indrnn")[0]
+        parts += [
+            "IndRNN: gradient of the last state of one layer of 128 neurons with respect to earlier ones, over "
+            f"{record['steps']} steps, mean of {record['seeds']} seeds (`gossamer reproduce indrnn`). As the paper "
+            "argues, pruning W leaves it as it is, and pruning u cuts it off for the neurons concerned:",
+            table(*indrnn_table(record["curves"])),
+            "![gradient norms](../results/indrnn/gradient-norms.svg)",
+        ]
+    short = read_records(root / "short-decay") if (root / "short-decay").is_dir() else []
+    if short:
+        epochs = short[0]["config"]["epochs"]
+        parts += [
+            f"λ1 by short runs on MNIST ({epochs} of 55 epochs, one seed; `gossamer reproduce short-decay`). The short "
+            "run ranks λ1 rightly and falls short of the end, as a fixed λ1 prunes for as long as masks train:",
+            table(*short_decay_table(short, read_records(root / "mnist", OF_MNIST))),
+        ]
+    return "\n\n".join(parts) if len(parts) > 1 else ""
 
 
 def mnist_decay_table(records: Sequence[Record]) -> tuple[list[str], list[list[str]]]:

@@ -6,7 +6,8 @@ A method has the same color in every plot and on every page.
 import importlib.util
 import statistics
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -133,6 +134,17 @@ def map_fitting_curves(records: Sequence[Record], path: Path) -> None:
             axes.set_ylabel("mean squared error" if anneal == "constant" else "")
         axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
         _write(figure, path)
+
+
+@contextmanager
+def save_figure(path: Path, *, width: float, height: float) -> Iterator[Any]:
+    """A figure, which is written when the block ends."""
+    check(path)
+    from matplotlib.figure import Figure  # optional
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    yield figure
+    _write(figure, path)
 
 
 def _wrapped(text: str, width: int = 60) -> str:

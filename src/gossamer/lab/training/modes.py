@@ -116,8 +116,6 @@ def why_not_captured(run: Run, context: DistributedContext) -> str | None:
         return f"{context.world} processes synchronize in every step"
     if run.method not in _CAPTURED_METHODS:
         return f"only steps of {' and '.join(_CAPTURED_METHODS)} can be replayed, not of method={run.method}"
-    if run.leave_at is not None:
-        return "with leave_at the host reads the sparsity to end a phase"
     if _observes_forward_pass(run):
         return "scale=per_sample observes the forward pass from Python"
     return None

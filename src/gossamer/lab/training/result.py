@@ -252,8 +252,8 @@ def read_layers(path: Path) -> Report:
 def _check_row(row: Row) -> None:
     whole = (*row.shape, row.weights, row.nonzeros, row.features, row.dead_features)
     optional = (row.flops_dense, row.flops_sparse)
-    if not isinstance(row.name, str) or not isinstance(row.type, str):
-        raise TypeError(f"{row.name!r:.40} is not a name")
+    if not all(isinstance(each, str) for each in (row.name, row.type, row.pattern)):
+        raise TypeError(f"{row.name!r:.40} has a name, type or pattern that is no text")
     if not all(map(is_count, whole)) or not all(each is None or is_count(each) for each in optional):
         raise TypeError(f"{row.name!r:.40} has counts that are not numbers")
     if row.nonzeros > row.weights or row.dead_features > row.features:
