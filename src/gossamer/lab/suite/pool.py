@@ -16,7 +16,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -67,35 +67,45 @@ def train_in_processes(
             initializer=_begin_worker,
             initargs=(os.getpid(), max(1, (os.cpu_count() or 1) // jobs)),
         )
-        started = time.monotonic()
         try:
-            futures = {pool.submit(_train_one, run.to_dict(), out, device, save_models): run for run in missing}
-            for done, future in enumerate(as_completed(futures), 1):
-                run = futures[future]
-                if future.cancelled():
-                    continue
-                outcome = _outcome(future)
+            started = time.monotonic()
+            for done, (run, outcome) in enumerate(_outcomes(pool, missing, jobs, until, out, device, save_models), 1):
                 if outcome.startswith(_FAILED):
                     problems.append(f"run {run.run_id}, {label(run)}: {outcome.removeprefix(_FAILED)}")
-                took = time.monotonic() - started
-                left = took / done * (len(missing) - done)
-                if time.monotonic() + took / (1 + (done - 1) // jobs) > until:
-                    for each in futures:
-                        each.cancel()
+                left = (time.monotonic() - started) / done * (len(missing) - done)
                 progress(f"{done} of {len(missing)} runs, {label(run)}: {outcome}; {left / 60:.1f} min left")
         except KeyboardInterrupt:
-            pool.shutdown(cancel_futures=True)
+            for worker in multiprocessing.active_children():
+                os.kill(worker.pid or 0, signal.SIGINT)  # where it is not sent to all processes, as by a terminal
             raise Interrupted(
                 f"stopped; finished runs have their records in {out}: run the same command again to resume"
             ) from None
         finally:
-            pool.shutdown(cancel_futures=True)
+            pool.shutdown()
             for name, value in before.items():
                 os.environ.pop(name) if value is None else os.environ.update({name: value})
     unfinished = out / _UNFINISHED
     if unfinished.is_dir() and not any(unfinished.iterdir()):
         unfinished.rmdir()
     return problems
+
+
+def _outcomes(
+    pool: ProcessPoolExecutor, runs: Sequence[Run], jobs: int, until: float, out: Path, device: str, save_models: bool
+) -> Iterator[tuple[Run, str]]:
+    """Each run with its result in words, in the order in which they end. A run begins when a worker is free."""
+    waiting, busy, longest = list(reversed(runs)), dict["Future[str]", tuple[Run, float]](), 0.0
+    while waiting or busy:
+        while waiting and len(busy) < jobs and (not longest or time.monotonic() + longest < until):
+            run = waiting.pop()
+            busy[pool.submit(_train_one, run.to_dict(), out, device, save_models)] = run, time.monotonic()
+        if not busy:
+            return
+        ended, _ = wait(busy, return_when=FIRST_COMPLETED)
+        for future in ended:
+            run, begun = busy.pop(future)
+            longest = max(longest, time.monotonic() - begun)
+            yield run, _outcome(future)
 
 
 def label(run: Run) -> str:
