@@ -52,6 +52,7 @@ def test_a_problem_is_trained_recorded_and_found_again(tmp_path: Path) -> None:
     late = list[str]()
     assert compare_suite(wider, tmp_path, device="cpu", minutes=0.0, progress=late.append) == rows
     assert late[0] == "digits-sgd: 9 runs, 3 to train"
+    assert (asked.missing(tmp_path), wider.missing(tmp_path)) == (0, 3)
 
 
 @pytest.mark.usefixtures("small")

@@ -62,6 +62,10 @@ class SuiteComparison:
                 found += [replace(run, seed=seed) for seed in range(self.seeds)]
         return found
 
+    def missing(self, out: Path) -> int:
+        """The number of runs without a record in a folder."""
+        return sum(len(missing_in(out / problem.name, self.runs(problem))) for problem in self.chosen)
+
 
 def unstructured() -> tuple[str, ...]:
     """All methods that prune single weights."""
