@@ -43,7 +43,7 @@ class NM:
 
     def misfit(self, shape: "Shape") -> str:
         """Why the tensor cannot have this pattern; empty if it can."""
-        return _not_divided(shape.inputs, self.of, "inputs per feature")
+        return shape.problem or _not_divided(shape.inputs, self.of, "inputs per feature")
 
     def grouped(self, values: Tensor) -> Tensor:
         """(groups, weights of a group), from (features, positions, inputs)."""
@@ -72,7 +72,7 @@ class Block:
         if self.name == "filter" and not shape.convolves:
             return "it is not the weight of a convolution"
         divided = "" if self.columns is None else _not_divided(shape.inputs, self.columns, "inputs per feature")
-        return divided or _not_divided(shape.features, self.rows, "features")
+        return shape.problem or divided or _not_divided(shape.features, self.rows, "features")
 
     def grouped(self, values: Tensor) -> Tensor:
         """(groups, weights of a group), from (features, positions, inputs)."""
@@ -105,6 +105,12 @@ class Shape:
     @property
     def size(self) -> int:
         return self.features * self.positions * self.inputs
+
+    @property
+    def problem(self) -> str:
+        """Why the tensor can have no pattern; empty if it can."""
+        unknown = self.positions > 1 and not self.convolves
+        return "it is neither a matrix nor the weight of a convolution" if unknown else ""
 
     @staticmethod
     def of_weight(weight: Weight) -> "Shape":

@@ -117,8 +117,8 @@ class State:
 
     @cached_property
     def groups(self) -> Sequence[range]:
-        """Neighbouring small tensors together, the others alone: on a CPU torch takes longer to be called for a small
-        tensor than to treat it."""
+        """Neighbouring small tensors together, the others alone: on a CPU, a call of torch takes longer than its work
+        on a small tensor."""
         found, start, total = list[range](), 0, 0
         for index, size in enumerate(self.sizes):
             if index > start and (total > _SCRATCH - size or max(size, self.sizes[start]) > _SMALL):

@@ -994,7 +994,8 @@ def rows() -> Iterator[Fault]:
         yield Fault(f"{value} in one mask variable", at(10, poison_masks(value, every=False)))
         yield Fault(f"{value} in all mask variables", at(10, poison_masks(value, every=True)))
     for name, model in MODELS.items():
-        yield Fault(name, given={"model": model})
+        frozen = "while 120 others are frozen" if model is half_frozen else None
+        yield Fault(name, given={"model": model}, warns=frozen)
     for name, (model, words) in BAD_MODELS.items():
         yield Fault(name, given={"model": model}, error=words, kind=ValueError)
     for name, optimizer in OPTIMIZERS.items():

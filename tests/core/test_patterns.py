@@ -8,15 +8,15 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-from methods.toy import gradient_like, update
+from methods.toy import begin, gradient_like, update
 from torch import Tensor, nn
 from torch.sparse import _semi_structured_conversions as semi_structured
 from torch.sparse import semi_structured as constraints
 
 import gossamer
-from gossamer.methods import METHODS, Context, Layout, Method, Request, Timeline, find, make_options
-from gossamer.patterns import Shape, assign, parse_option, target_of
-from gossamer.schedule import Plan, cubic_budget
+from gossamer.methods import METHODS, Layout
+from gossamer.patterns import parse_option
+from gossamer.schedule import cubic_budget
 
 STEPS = 40
 PHASES = {"warmup": "0.25run", "sparsify": "0.35run", "stabilise": "0.15run"}
@@ -129,6 +129,14 @@ def test_a_mapping_gives_each_tensor_its_pattern() -> None:
     assert 0 <= total - int(0.6 * total + 0.5) - nonzeros < 16
 
 
+def test_weights_without_inputs_and_features_have_no_pattern() -> None:
+    model = nn.Bilinear(4, 4, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for pattern in ("2:4", "row"):
+        with pytest.raises(ValueError, match=r"weight: it is neither a matrix nor the weight of a convolution"):
+            gossamer.Sparsifier(model, optimizer, total_steps=4, pattern=pattern, sparsity=0.5)
+
+
 def test_flops_are_met_with_blocks() -> None:
     asked: dict[str, Any] = {"flops": 0.3, "example_input": torch.randn(1, 3, 6, 6, dtype=torch.float64)}
     training = Training(pattern="block:1x4", **asked).steps().finish()
@@ -204,18 +212,6 @@ def test_the_scale_of_each_sample_with_blocks() -> None:
 LAYOUT = Layout(("a", "b"), ((8, 6), (4, 8)))
 
 
-def begin(name: str, pattern: str, sparsity: float | None, **settings: Any) -> tuple[Method[Any], Tensor, Timeline]:
-    shapes = [Shape.features_first(each, shape) for each, shape in zip(LAYOUT.names, LAYOUT.shapes, strict=True)]
-    patterns = assign(pattern, shapes)
-    assert patterns is not None
-    generator = torch.Generator().manual_seed(0)
-    weights = torch.randn(1, LAYOUT.count, generator=generator, dtype=torch.float64) * 0.3
-    timeline = Timeline(Plan(0, 10, 5, 5), rows=1, device=weights.device, dtype=weights.dtype, epoch=2)
-    target = target_of(patterns, shapes, sparsity=sparsity)
-    request = Request(sparsity or 0.0, 7, make_options(find(name), settings), target, patterns)
-    return find(name)(Context(LAYOUT, [request], timeline, weights, min_density=0.0)), weights, timeline
-
-
 def blocks_of(values: Array) -> Array:
     """2 × 2 blocks of both tensors."""
     parts = values[0, :48].reshape(4, 2, 3, 2), values[0, 48:].reshape(2, 2, 4, 2)
@@ -226,7 +222,7 @@ def blocks_of(values: Array) -> Array:
 def test_a_block_has_one_mask_variable_that_descends_the_gradient_of_the_loss(estimator: str) -> None:
     """Its gradient is the sum over the block, divided by the size of the block."""
     settings = {"estimator": estimator, "mask_lr": 0.3, "anneal": "constant", "mask_decay": 0.01, "mask_decay_cap": 0.0}
-    method, weights, timeline = begin("scl", "block:2x2", 0.7, **settings)
+    method, weights, timeline = begin("scl", 0.7, layout=LAYOUT, pattern="block:2x2", **settings)
     m = blocks_of(np.abs(weights.numpy())).mean(1)
     for number in range(12):
         w, g = weights.numpy().copy(), gradient_like(weights, number).numpy()
@@ -257,7 +253,9 @@ def test_a_block_has_one_mask_variable_that_descends_the_gradient_of_the_loss(es
 
 def test_each_weight_of_an_n_m_group_has_its_mask_variable() -> None:
     """In every step the budget is exact and no group has fewer than N; in the end, the N largest of each group stay."""
-    method, weights, timeline = begin("scl", "1:2", None, mask_lr=0.3, anneal="constant", mask_decay=0.0)
+    method, weights, timeline = begin(
+        "scl", 0.5, layout=LAYOUT, pattern="1:2", mask_lr=0.3, anneal="constant", mask_decay=0.0
+    )
     m = np.abs(weights.numpy())
     for number in range(14):
         w, g = weights.numpy().copy(), gradient_like(weights, number).numpy()

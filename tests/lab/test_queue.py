@@ -8,6 +8,11 @@ from types import ModuleType
 
 import pytest
 
+from gossamer.lab.batched.__main__ import comparison_of, parse, runs_of_sweep
+from gossamer.lab.batched.supported import check
+from gossamer.lab.recipes import find
+from gossamer.lab.reproduce import paper_settings
+
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
@@ -32,6 +37,28 @@ def test_the_committed_queue_is_whole(queue: ModuleType, capsys: pytest.CaptureF
     assert len({run["name"] for run in runs}) == len(runs)
     queue.main(["--list"])
     assert len(capsys.readouterr().out.splitlines()) == len(runs)
+
+
+def test_queued_sweeps_and_comparisons_are_of_runs_that_can_be_trained(queue: ModuleType) -> None:
+    checked = []
+    for run in queue.read():
+        program, *arguments = run["command"].removeprefix("python -m ").format(out="out").split()
+        if program == "gossamer.lab.reproduce":
+            assert arguments[0] in paper_settings.RECIPES
+        elif program == "gossamer.lab.batched":
+            chosen = parse(arguments)
+            if arguments[0] == "train":
+                runs = [find(chosen.recipe).run.with_settings(chosen.set)]
+            elif arguments[0] == "sweep":
+                check(runs := runs_of_sweep(chosen))
+            else:
+                check(runs := comparison_of(chosen).runs())
+            assert runs
+        else:
+            continue
+        checked.append(run["name"])
+    assert "paper-resnet20" in checked
+    assert len(checked) > 15
 
 
 def test_runs_go_in_order_as_far_as_the_time_goes_and_are_not_repeated(

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 import struct
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -18,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
+from gossamer.io.atomic import replacing, through_links
 from gossamer.io.kinds import IN_WORDS, kind_of
 
 HEADER_LIMIT = 100_000_000  # the limit of the safetensors library itself
@@ -185,53 +185,32 @@ def writable(path: str | os.PathLike[str]) -> Path:
     return target
 
 
-def through_links(path: Path) -> Path:
-    """The target of a symbolic link, to be written instead of the link, which a rename would replace."""
-    if not path.is_symlink():
-        return path
-    try:
-        return path.resolve()
-    except (OSError, RuntimeError) as error:
-        raise OSError(f"expected a file to write to, got {path}, a broken link ({error})") from error
-
-
 def write_file(path: Path, entries: Sequence[Entry], describe: Callable[[Mapping[str, int]], dict[str, str]]) -> int:
     """Write entries in the given order, atomically. ``describe`` creates the metadata from the CRC-32 of the entries.
 
-    The file gets its name only when it is complete and on disk. Returns its size.
+    Returns the size of the file.
     """
     bound = 1 << 62  # no offset has more digits
     draft = {entry.name: Section(entry.dtype, entry.shape or (bound,), bound, bound) for entry in entries}
     reserved = len(_header(draft, describe({entry.name: 0 for entry in entries})))
     reserved += -reserved % 8
-    path = through_links(path)
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}.part")
-    try:
-        with open(os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666), "wb") as file:
-            file.write(b" " * (8 + reserved))
-            sections: dict[str, Section] = {}
-            checksums: dict[str, int] = {}
-            position = 0
-            for entry in entries:
-                begin, running = position, 0
-                for piece in entry.pieces():
-                    file.write(piece)
-                    running = zlib.crc32(piece, running)
-                    position += len(piece)
-                sections[entry.name] = Section(entry.dtype, entry.shape or (position - begin,), begin, position)
-                checksums[entry.name] = running
-            header = _header(sections, describe(checksums))
-            file.seek(0)
-            file.write(struct.pack("<Q", reserved) + header.ljust(reserved))
-            file.flush()
-            os.fsync(file.fileno())
-        size = temporary.stat().st_size
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    _sync_directory(path.parent)
-    return size
+    with replacing(path) as file:
+        file.write(b" " * (8 + reserved))
+        sections: dict[str, Section] = {}
+        checksums: dict[str, int] = {}
+        position = 0
+        for entry in entries:
+            begin, running = position, 0
+            for piece in entry.pieces():
+                file.write(piece)
+                running = zlib.crc32(piece, running)
+                position += len(piece)
+            sections[entry.name] = Section(entry.dtype, entry.shape or (position - begin,), begin, position)
+            checksums[entry.name] = running
+        header = _header(sections, describe(checksums))
+        file.seek(0)
+        file.write(struct.pack("<Q", reserved) + header.ljust(reserved))
+    return 8 + reserved + position
 
 
 def _header(sections: Mapping[str, Section], metadata: dict[str, str]) -> bytes:
@@ -240,15 +219,3 @@ def _header(sections: Mapping[str, Section], metadata: dict[str, str]) -> bytes:
         offsets = [section.begin, section.end]
         header[name] = {"dtype": section.dtype, "shape": list(section.shape), "data_offsets": offsets}
     return json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-
-
-def _sync_directory(directory: Path) -> None:
-    """Make the new name durable, if the system can open directories."""
-    try:
-        descriptor = os.open(directory, os.O_RDONLY)
-    except (PermissionError, IsADirectoryError):
-        return
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -7,10 +7,8 @@ names are ever removed. They are plain `torch.save` files, readable with `torch.
 """
 
 import hashlib
-import os
 import random
 import re
-import secrets
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +20,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from gossamer.io.container import through_links
+from gossamer.io.atomic import replacing, through_links
 from gossamer.io.torch_files import read_torch_file
 from gossamer.provenance import cpu_name
 
@@ -115,7 +113,10 @@ class Checkpoints:
 
 
 def write_atomically(
-    path: Path, write: Callable[[IO[bytes]], object], *, before: Callable[[Path, str], None] | None = None
+    path: Path,
+    write: Callable[[IO[bytes]], object],
+    *,
+    before: Callable[[Path, str], object] = lambda path, digest: None,
 ) -> str:
     """Write a file with `write`, and rename it to `path` only when it is complete and on disk. Returns its SHA-256.
 
@@ -123,27 +124,16 @@ def write_atomically(
     written.
     """
     path = through_links(path)
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}.part")
-    try:
-        with open(os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666), "wb") as file:
-            hashing = _Hashing(file)
-            try:
-                write(hashing)  # type: ignore[arg-type]
-            except RuntimeError:  # an error of the torch writer that follows from the first one
-                if hashing.error is None:
-                    raise
-            if hashing.error is not None:
-                raise hashing.error
-            file.flush()
-            os.fsync(file.fileno())
-        digest = hashing.digest.hexdigest()
-        if before is not None:
-            before(path, digest)
-        os.replace(temporary, path)
-        _sync_folder(path.parent)
-        return digest
-    finally:
-        temporary.unlink(missing_ok=True)
+    with replacing(path, before=lambda: before(path, hashing.digest.hexdigest())) as file:
+        hashing = _Hashing(file)
+        try:
+            write(hashing)  # type: ignore[arg-type]
+        except RuntimeError:  # an error of the torch writer that follows from the first one
+            if hashing.error is None:
+                raise
+        if hashing.error is not None:
+            raise hashing.error
+    return hashing.digest.hexdigest()
 
 
 def remove_unfinished(path: Path) -> None:
@@ -216,17 +206,6 @@ def _read(path: Path) -> dict[str, Any]:
     if not isinstance(state, dict):
         raise ValueError(f"expected a table of values, got {type(state).__name__}")
     return state
-
-
-def _sync_folder(folder: Path) -> None:
-    """Synchronize the rename itself to disk, if the system supports it."""
-    if os.name != "posix":
-        return
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 # --- the random number generators ---

@@ -11,6 +11,7 @@ DATA_PARALLEL: dict[str, dict[str, Any]] = {
     "flops": {"flops": 0.4},
     "decay": {"decay": 0.3},
     "per_sample": {"sparsity": 0.7, "scale": "per_sample"},
+    "pattern": {"sparsity": 0.7, "pattern": "row"},
 }
 WHOLE = [name for name, method in METHODS.items() if not method.shardable]  # methods that need whole weights
 # Every other method; those of filters on a network that has some.

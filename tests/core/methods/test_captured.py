@@ -45,13 +45,21 @@ def test_the_watch_sees_what_it_should() -> None:
     assert set(watch.seen) >= {"_local_scalar_dense", "lift_fresh"}
 
 
-@pytest.mark.parametrize("name", METHODS)
-def test_a_step_can_be_captured(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+PATTERNED = [
+    (name, pattern)
+    for name, method in METHODS.items()
+    if method.patterned
+    for pattern in ("1:2", "block:2x1", "row")  # of the two tensors, the first has three inputs
+]
+
+
+@pytest.mark.parametrize(("name", "pattern"), [*((name, None) for name in METHODS), *PATTERNED])
+def test_a_step_can_be_captured(name: str, pattern: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     as_on_a_gpu(monkeypatch)
     settings = {"scl": {"scale": "batch"}, "autoprune": {"two_pass": True}}.get(name, {})
     sparsity = 0.2 if METHODS[name].structured else 0.6
     method, weights, timeline = begin(
-        name, sparsity, sparsity, layout=LAYOUT, plan=Plan(0, 20, 5, 5), min_density=0.05, **settings
+        name, sparsity, sparsity, layout=LAYOUT, plan=Plan(0, 20, 5, 5), min_density=0.05, pattern=pattern, **settings
     )
     assert not weights.is_contiguous()
     assert all(tensor.is_contiguous() for tensor in (*method.state().values(), method.mask))  # as kernels need them

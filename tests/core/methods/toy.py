@@ -9,6 +9,7 @@ from torch import Tensor
 
 from gossamer.methods import Context, Layout, Method, Request, Timeline, find, make_options
 from gossamer.methods.base import MatrixStep
+from gossamer.patterns import Shape, assign, target_of
 from gossamer.schedule import Plan
 from gossamer.target import Target
 
@@ -27,6 +28,7 @@ def begin(
     seed: int = 0,
     tabulated: bool = True,
     target: Target | None = None,
+    pattern: str | None = None,
     **settings: Any,
 ) -> tuple[Method[Any], Tensor, Timeline]:
     """The method, the dense weights of its runs and its timeline."""
@@ -39,7 +41,13 @@ def begin(
     timeline.rate.fill_(RATE)
     kind = find(name)
     options = make_options(kind, settings)
-    requests = [Request(sparsity, 7 + row, options, target) for row, sparsity in enumerate(sparsities)]
+    shapes = [Shape.features_first(each, shape) for each, shape in zip(layout.names, layout.shapes, strict=True)]
+    patterns = assign(pattern, shapes)
+    targets = [
+        target if patterns is None else target_of(patterns, shapes, sparsity=sparsity, min_density=min_density)
+        for sparsity in sparsities
+    ]
+    requests = [Request(sparsity, 7 + row, options, targets[row], patterns) for row, sparsity in enumerate(sparsities)]
     return kind(Context(layout, requests, timeline, weights, min_density=min_density)), weights, timeline
 
 

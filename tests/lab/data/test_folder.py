@@ -386,7 +386,12 @@ def hostile_archives() -> dict[str, bytes]:
 
     negative = (-1024).to_bytes(12, "big", signed=True)
     records = b"".join(b"6 a=b\n" for _ in range(160_000))
+    empty = b"0" * 11 + b"\0"
     return {
+        "files after the end": header("train/a/0.png", empty)
+        + bytes(1024)
+        + header("val/a/1.png", empty)
+        + bytes(1024),
         "a member of negative size": header("train/a/1.png", negative) + bytes(1024),
         "a second one": header("train/a/0.png", b"0" * 11 + b"\0") + header("train/a/1.png", negative) + bytes(1024),
         "minus in octal": header("train/a/1.png", b"-0000002000\0") + bytes(1024),

@@ -77,7 +77,7 @@ def test_only_an_error_that_may_come_of_the_signal_is_the_stop_that_was_asked_fo
         raise error
 
     monkeypatch.setattr(step.Step, "__call__", fails)
-    assert cli.run(cli.Train("digits", tmp_path, {}, set=(("device=cpu",),))) == code
+    assert cli.run(cli.Train("digits", {}, tmp_path, set=(("device=cpu",),))) == code
     assert words in capsys.readouterr().err
 
 
@@ -124,7 +124,7 @@ def test_of_a_second_interrupt(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(cli.train, "train", stop)
-    assert cli.run(cli.Train("digits", tmp_path, {})) == 130
+    assert cli.run(cli.Train("digits", {}, tmp_path)) == 130
     assert capsys.readouterr().err.strip().endswith(next_time)
 
 

@@ -10,9 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 import platform
-import tempfile
 import warnings
 from dataclasses import dataclass
 from functools import cache
@@ -26,6 +24,7 @@ from gossamer.deployment.runtime.native_model import Setting, possible_lanes
 from gossamer.deployment.runtime.network import Network, Normalise, Pointwise, Product, Recurrent
 from gossamer.deployment.runtime.plan import choices
 from gossamer.deployment.runtime.weights import Kernel
+from gossamer.io.atomic import replacing
 
 FILE = "timings.json"
 LIMIT = 500  # maximum number of decisions; the oldest are dropped first
@@ -112,9 +111,8 @@ def remember(key: str, decision: Decision) -> None:
     directory = cache_directory()
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=directory, suffix=".json", delete=False) as file:
-            json.dump(kept, file)
-        os.replace(file.name, directory / FILE)
+        with replacing(directory / FILE) as file:
+            file.write(json.dumps(kept).encode())
     except OSError:
         pass  # a read-only home is no error; the next process times again
 

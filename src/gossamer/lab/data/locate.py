@@ -15,13 +15,13 @@ import hashlib
 import http.client
 import os
 import sys
-import tempfile
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Generic, TypeVar
 
+from gossamer.io.atomic import replacing
 from gossamer.lab.data.files import CorruptData, DataNotFound, File
 
 __all__ = ["Download", "Layout", "cache_folder", "fetch", "locate", "read_first", "search_folders"]
@@ -145,13 +145,9 @@ def fetch(download: Download, folder: Path, *, timeout: float = 60.0) -> Path:
     target.parent.mkdir(parents=True, exist_ok=True)
     problems = []
     for address in download.addresses:
-        handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".part")
         try:
-            with os.fdopen(handle, "wb") as sink:
+            with replacing(target) as sink:
                 _copy(address, sink.write, download.file, timeout)
-                sink.flush()
-                os.fsync(sink.fileno())
-            os.replace(temporary, target)
             return target
         except (
             urllib.error.URLError,
@@ -161,8 +157,6 @@ def fetch(download: Download, folder: Path, *, timeout: float = 60.0) -> Path:
             CorruptData,
         ) as error:
             problems.append(f"{address}: {error}")
-        finally:
-            Path(temporary).unlink(missing_ok=True)
     raise ConnectionError("; ".join(problems))
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from gossamer.hints import did_you_mean
+from gossamer.io.checkpoints import read_checkpoint
 from gossamer.lab import data, models
 from gossamer.lab.data.sets import ImageSet
 from gossamer.lab.recipes import find
@@ -165,8 +166,6 @@ def _mask_gradients(asked: Asked) -> Reproduced:
             "mask-gradients needs a trained dense ResNet-110: name its file with --network (gossamer train "
             "cifar10-resnet110-dense --out DIR writes DIR/model.safetensors)"
         )
-    from gossamer.io.checkpoints import read_checkpoint
-
     network = models.create("resnet110", num_classes=10)
     network.load_state_dict(read_checkpoint(asked.network))
     images = data.load("cifar10")
