@@ -94,6 +94,8 @@ def test_a_training_ends_at_the_target(tmp_path: Path) -> None:
     ids=str,
 )
 def test_options_of_the_trainer(tmp_path: Path, options: dict[str, Any]) -> None:
+    if "schedule_free" in options.get("optim", ""):
+        pytest.importorskip("schedulefree", reason="pip install schedulefree")
     callback = SparsifierCallback(sparsity=0.9)
     model, trainer = train(tmp_path, callback, **options)
     found, asked = counts(callback, model)
