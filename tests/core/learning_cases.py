@@ -205,12 +205,11 @@ def check_step(seed: int, device: torch.device) -> None:
     if options.scale == "global":
         work.div_(scl.divisor(scl.global_scale(squares.view(1, -1), memory.count)))
     scl.descent_direction_(work, decay=step.decay)
-    mask_lr, mask_decay = torch.tensor([MASK_LR, options.mask_decay], device=work.device)
-    expected = scl.update_mask_variable_(step.mask_variable.clone()[None], work, learning_rate=mask_lr)
+    expected = scl.update_mask_variable_(step.mask_variable.clone()[None], work, learning_rate=MASK_LR)
     if options.mask_decay:
         size = step.dense.abs()[None]
         size = size.clamp_max(step.usual * options.mask_decay_cap) if options.mask_decay_cap else size
-        scl.decay_mask_variable_(expected, size, share=mask_decay)
+        scl.decay_mask_variable_(expected, size, share=options.mask_decay)
     torch.testing.assert_close(variable, expected, rtol=1e-6, atol=1e-7)
     assert torch.equal(one.method.mask, variable > 0)
     if options.scale == "none":

@@ -208,17 +208,19 @@ def descent_direction_(scaled_gradient: Tensor, *, decay: Tensor | float | None)
     return scaled_gradient if decay is None else scaled_gradient.add_(decay)
 
 
-def update_mask_variable_(mask_variable: Tensor, direction: Tensor, *, learning_rate: Tensor) -> Tensor:
-    """Gradient descent on m̃."""
-    return mask_variable.addcmul_(direction, learning_rate, value=-1)
+def update_mask_variable_(mask_variable: Tensor, direction: Tensor, *, learning_rate: Tensor | float) -> Tensor:
+    """Gradient descent on m̃. `direction` is overwritten."""
+    return mask_variable.sub_(direction.mul_(learning_rate))
 
 
-def decay_mask_variable_(mask_variable: Tensor, magnitude: Tensor, *, share: Tensor) -> Tensor:
+def decay_mask_variable_(mask_variable: Tensor, magnitude: Tensor, *, share: Tensor | float) -> Tensor:
     """Pull m̃ towards |w̃| by the fraction `share`, so that it remembers the last 1/share steps instead of all (ours).
 
-    Only the order of the mask variables matters, not the amount by which λ1 has lowered all of them.
+    Only the order of the mask variables matters, not the amount by which λ1 has lowered all of them. `magnitude` is
+    overwritten.
     """
-    return mask_variable.lerp_(magnitude, share)
+    # Not lerp_, which is faster but rounds otherwise than the kernels of scl_triton.py.
+    return mask_variable.add_(magnitude.sub_(mask_variable).mul_(share))
 
 
 # --- defaults that depend on the run --------------------------------------------------------------------------------
