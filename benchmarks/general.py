@@ -48,15 +48,20 @@ def main() -> None:
         if options.tune:
             problems = tuple(options.problem) or Tuning.problems
             tuning = Tuning(methods, options.tune, problems, *options.sparsity[:1], seeds=options.seeds)
-            for name, each in tune(tuning, options.out, progress=say, **how).items():
+            found, left = tune(tuning, options.out, progress=say, **how), 0
+            for name, each in found.items():
                 print(f"{name}: {each['trials']} trials, best with {' '.join(each['settings']) or 'its defaults'}")
-            return
+                left += options.tune - each["trials"]
+            left += options.tune * len([name for name in methods if name not in found])
+            sys.exit(f"{left} trials are left: run the same command again" if left else 0)
         comparison = SuiteComparison(
             tuple(options.problem), methods, tuple(options.sparsity), options.seeds, options.epochs
         )
         for row in compare_suite(comparison, options.out, alone=options.alone, progress=say, **how):
             spread = "" if row["stderr"] is None else f" ± {row['stderr']:.4f}"
             print(f"{row['problem']} {row['sparsity']:.0%} {row['method']}: {row['mean']}{spread}, n = {row['n']}")
+        if left := comparison.missing(options.out):
+            sys.exit(f"{left} runs are left: run the same command again")
     except (ValueError, RuntimeError) as error:
         sys.exit(f"general.py: {error}")
     finally:

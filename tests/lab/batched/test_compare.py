@@ -394,8 +394,8 @@ def test_presets_have_their_phases_and_records_and_tables_name_them(tmp_path: Pa
     assert phases == {"warmup": "9ep", "sparsify": "1ep", "stabilise": "1ep"}
     assert all(record["sparsity"] == pytest.approx(0.9, abs=1e-5) for record in records)
     table = (tmp_path / "screening.md").read_text()
-    assert "| gossamer (learned masks), preset=paper |" in table
-    assert "| gossamer (learned masks), preset=paper, scale=none |" in table
+    assert "| gossamer (learned masks), preset=paper, λ1=solved for, schedule=cosine |" in table
+    assert "| gossamer (learned masks), preset=paper, λ1=solved for, schedule=cosine, scale=none |" in table
 
 
 def test_too_few_epochs_and_no_gpu_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

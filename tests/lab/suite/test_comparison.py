@@ -52,6 +52,12 @@ def test_a_problem_is_trained_recorded_and_found_again(tmp_path: Path) -> None:
     late = list[str]()
     assert compare_suite(wider, tmp_path, device="cpu", minutes=0.0, progress=late.append) == rows
     assert late[0] == "digits-sgd: 9 runs, 3 to train"
+    assert (asked.missing(tmp_path), wider.missing(tmp_path)) == (0, 3)
+    path = tmp_path / "digits-sgd" / f"{BATCHED.sparse_run('scl', 0.9).run_id}.json"
+    record = json.loads(path.read_text())
+    path.write_text(json.dumps({**record, "options": {**record["options"], "mask_decay": 0.5}}))
+    with pytest.raises(ValueError, match=r"was trained when mask_decay=0\.5 was the default"):
+        compare_suite(asked, tmp_path, device="cpu")
 
 
 @pytest.mark.usefixtures("small")

@@ -113,7 +113,14 @@ def missing_in(out: Path, runs: Collection[Run]) -> list[Run]:
 def read_record_of(run: Run, out: Path) -> Record:
     """The record of a run, which was trained with the settings that the run has now."""
     path = record_path(out, run)
-    record, now = read_record(path), asdict(run.options)
+    record = read_record(path)
+    check_defaults(run, record, path)
+    return record
+
+
+def check_defaults(run: Run, record: Record, path: Path) -> None:
+    """Refuse a record from before a default of its method changed."""
+    now = asdict(run.options)
     then = record.setdefault("options", now)  # which records from before this key have not
     changed = [f"{name}={then[name]}" for name, value in now.items() if then.get(name, value) != value]
     if changed and run.method != "dense":
@@ -121,7 +128,6 @@ def read_record_of(run: Run, out: Path) -> Record:
             f"{path} was trained when {', '.join(changed)} was the default: name these settings, choose another "
             "folder, or delete it to train the run again"
         )
-    return record
 
 
 def train_together(

@@ -14,9 +14,9 @@ from typing import Any
 
 from gossamer.lab.batched.compare import parse_variant
 from gossamer.lab.batched.supported import unsupported
-from gossamer.lab.batched.sweeps import missing_in, sweep
+from gossamer.lab.batched.sweeps import check_defaults, missing_in, record_path, sweep
 from gossamer.lab.recipes.general import PROBLEMS, Problem, problem_named
-from gossamer.lab.results.general import write_summary
+from gossamer.lab.results.general import read_run_record, write_summary
 from gossamer.lab.suite.pool import train_in_processes
 from gossamer.lab.training.run import Run
 from gossamer.methods import METHODS, find
@@ -61,6 +61,10 @@ class SuiteComparison:
                 run = problem.sparse_run(method, sparsity, changes or None)
                 found += [replace(run, seed=seed) for seed in range(self.seeds)]
         return found
+
+    def missing(self, out: Path) -> int:
+        """The number of runs without a record in a folder."""
+        return sum(len(missing_in(out / problem.name, self.runs(problem))) for problem in self.chosen)
 
 
 def unstructured() -> tuple[str, ...]:
@@ -128,6 +132,9 @@ def train_missing(
     for name, runs in planned.items():
         folder = out / name
         missing = len(missing_in(folder, runs))
+        for run in runs:
+            if (path := record_path(folder, run)).exists():
+                check_defaults(run, read_run_record(path), path)
         progress(f"{name}: {len(runs)} runs, {missing} to train")
         started = time.monotonic()
         if not missing or started > until:

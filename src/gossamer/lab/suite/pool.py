@@ -27,7 +27,7 @@ import torch
 from gossamer.lab.batched.folder import held
 from gossamer.lab.batched.sweeps import missing_in, record_path
 from gossamer.lab.training import Interrupted, LossNotFinite, modes, train
-from gossamer.lab.training.distributed import check_one_process, join
+from gossamer.lab.training.distributed import DistributedContext, check_one_process, join
 from gossamer.lab.training.result import MODEL, SPARSE_MODEL, write_json
 from gossamer.lab.training.run import Run
 
@@ -140,11 +140,9 @@ def _train_one(config: dict[str, Any], out: Path, device: str, save_models: bool
     """Train one run in a worker, write its record, and return its result in words."""
     run = replace(Run.from_dict(config), device=device)
     context = join(device)
-    if run.capture is None and modes.why_not_captured(run, context) is None:
-        run = replace(run, capture=True)  # steps of small networks are limited by their launches
     folder, path = out / _UNFINISHED / run.run_id, record_path(out, run)
     try:
-        record = {**train(run, folder), "diverged": False}
+        record = {**_train_fast(run, context, folder), "diverged": False}
     except LossNotFinite as error:
         record = {"run_id": run.run_id, "config": run.to_dict(), "diverged": True, "why": str(error)}
         record |= {"method": run.method, "model": run.model, "data": run.data, "seed": run.seed}
@@ -153,6 +151,18 @@ def _train_one(config: dict[str, Any], out: Path, device: str, save_models: bool
     write_json(path, record)
     shutil.rmtree(folder)
     return "diverged" if record["diverged"] else in_words(record)
+
+
+def _train_fast(run: Run, context: DistributedContext, folder: Path) -> dict[str, Any]:
+    """Train with captured steps where a run can, as steps of small networks are limited by their launches."""
+    if run.capture is not None or modes.why_not_captured(run, context) is not None:
+        return train(run, folder)
+    try:
+        return train(replace(run, capture=True), folder)
+    except RuntimeError as error:
+        if "captur" not in str(error).lower():
+            raise
+        return train(replace(run, capture=False), folder)  # an operation of this network cannot be captured
 
 
 def in_words(record: dict[str, Any]) -> str:
