@@ -719,8 +719,9 @@ class Sparsifier:
 
     def _weight_versions(self) -> list[int]:
         """Version counters that change with every write to the weights."""
-        parameters = (weight.parameter for weight in self.weights)
-        return [(local(each) if is_sharded(each) else each)._version for each in parameters]  # each view is a call
+        if self._group is None:  # without a view of each, as there may be thousands
+            return [weight.parameter._version for weight in self.weights]
+        return [local(weight.parameter)._version for weight in self.weights]
 
     def _versions_of(self, owned: Sequence[int]) -> list[tuple[int, int, int]]:
         """Version counters that change with every write to the weights or to their gradients."""
