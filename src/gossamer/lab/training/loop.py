@@ -121,6 +121,8 @@ def _train(
         run, model, optimizer, total_steps=total, steps_per_epoch=per_epoch, example=task.example()
     )
     forward = forward_of(model, chosen, context)
+    if sparsifier is not None:
+        held.callback(sparsifier.detach)  # an interrupted run is no mistake to warn of
     plan = plan_without_masks(run, total, per_epoch, leads=context.leads) if sparsifier is None else sparsifier.plan
     teacher = make_teacher(chosen, context, task.requirements(), plan)
 
