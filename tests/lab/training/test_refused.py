@@ -99,6 +99,15 @@ def test_what_is_no_run(tmp_path: Path, wrong: Any) -> None:
         train(wrong, tmp_path)
 
 
+@pytest.mark.parametrize("name", [result.MODEL, result.RESULT, result.LAYERS])
+def test_files_of_others_are_not_overwritten(images: ImageSet, tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text("{}")
+    with pytest.raises(ValueError, match=rf"expected an empty folder .* which has {name} but no run\.json"):
+        train(RUN, tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+    assert (tmp_path / name).read_text() == "{}"
+
+
 def test_a_lost_process_is_told_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(distributed.dist, "is_initialized", lambda: True)
     message = "the other processes of this run cannot be reached .*pair.cc.*: check .*, and run the same command again"

@@ -112,6 +112,7 @@ def read_result(folder: Path, run: Run) -> dict[str, Any] | None:
     found = read_object(result, remedy=": if it is damaged, delete it to train again") if result.is_file() else {}
     found = with_current_keys(found)
     if found.get("complete") is not True:
+        _refuse_files_of_others(folder)
         return None
     _refuse_another(folder, run, result)
     missing = [name for name in (MODEL, SPARSE_MODEL, LAYERS) if not (folder / name).is_file()]
@@ -122,6 +123,18 @@ def read_result(folder: Path, run: Run) -> dict[str, Any] | None:
             stacklevel=2,
         )
     return found
+
+
+def _refuse_files_of_others(folder: Path) -> None:
+    """Raise an error if the run would overwrite files that no run of this folder has written."""
+    if (folder / RUN).is_file() or Checkpoints(folder).paths():
+        return
+    names = [name for name in (MODEL, SPARSE_MODEL, LAYERS, HEALTH, RESULT) if (folder / name).exists()]
+    if names:
+        raise ValueError(
+            f"expected an empty folder or that of this run, got {folder}, which has {', '.join(names)} but no {RUN}: "
+            "training would overwrite them; choose another folder, or move these files"
+        )
 
 
 def _refuse_another(folder: Path, run: Run, path: Path) -> None:
