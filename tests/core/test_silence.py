@@ -234,7 +234,7 @@ def test_averaged_weights_need_the_masks_before_finish() -> None:
 
 
 def test_changes_between_steps_are_noticed_while_masks_train() -> None:
-    """The next step overwrites them, whoever made them: a wrapper of the optimizer, or a loop that clamps weights."""
+    """The next step overwrites changes by a wrapper of the optimizer, or by a loop that clamps weights."""
     model = network()
     optimizer = sgd(model.parameters())
     sparsifier = sparsify(model, optimizer)

@@ -1,10 +1,10 @@
 """A folder whose system calls are recorded, can be refused, and after any of which the power can fail.
 
 `Recorder` patches the calls by which files are written: open, write, fsync, rename and unlink. At one of them the
-process can be killed (nothing that comes after is done, no `finally` either; of a write the half may be done), or the
-call be refused with an error.
+process can be killed (nothing after it runs, not even a `finally`; half of a write may be done), or the call can be
+refused with an error.
 
-`after_power_loss` says what may be on the disk where the power fails after so many calls. The bytes that a file had
+`after_power_loss` says what may be on the disk if the power fails after a number of calls. The bytes that a file had
 at its last fsync are safe; any part of each later write may be lost, whatever came after it. The names that a folder
 had at its own last fsync are safe; each later creation, renaming and removal may be lost. Every common file system
 promises more.

@@ -29,7 +29,7 @@ _RAW_ERRORS = (UnicodeError, json.JSONDecodeError)  # ValueErrors of Python's ow
 
 @dataclass(frozen=True)
 class Bounds:
-    """A reader may take so many seconds and bytes, and so many more for each byte of its input."""
+    """The seconds and bytes that a reader may take, and how many more per byte of its input."""
 
     seconds: float = 1.0
     seconds_per_byte: float = 2e-5
@@ -102,7 +102,7 @@ def _place(error: BaseException) -> str:
 
 @contextmanager
 def _interrupted_after(seconds: float) -> Iterator[None]:
-    """Raises in the code that runs, after so many seconds of work of this process."""
+    """Raises in the running code after this many seconds of processor time."""
 
     def interrupt(number: int, frame: FrameType | None) -> NoReturn:
         raise _TooSlow

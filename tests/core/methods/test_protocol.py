@@ -1,4 +1,4 @@
-"""What every method keeps to, whoever drives it."""
+"""The contract that every method meets, in any driver."""
 
 import pytest
 import torch

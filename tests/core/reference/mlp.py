@@ -46,7 +46,7 @@ class Settings:
     momentum: float = 0.0
     weight_decay: float = 0.0
     removed: float = 1.0  # share of their gradient that removed weights follow
-    cap: float = 0.0  # |w̃| counts up to so many times what masks have been lowered by; 0: it always counts
+    cap: float = 0.0  # |w̃| is capped at this multiple of the total decay; 0: no cap
     mask_momentum: float = 0.0
     anchor: Callable[[int], float] = lambda step: 0.0  # share by which m̃ goes back to |w̃|
     estimator: str = "identity"

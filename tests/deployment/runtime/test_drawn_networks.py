@@ -38,7 +38,7 @@ class Written(nn.Module):
 
 
 def thinned(model: nn.Module, sparsity: float, seed: int) -> nn.Module:
-    """With so many zeros, and no number like another."""
+    """With this share of zeros, and all other numbers different."""
     torch.manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():

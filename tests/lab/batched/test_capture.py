@@ -1,5 +1,5 @@
-"""The order in which a captured step is tried, captured and replayed, on a stand-in for a GPU that is as late as it may
-be: what is begun on another stream happens when somebody waits for it, and not before."""
+"""The order in which a captured step is tried, captured and replayed, on a stand-in for a GPU that is as late as
+possible: work on another stream happens when it is waited for, and not before."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

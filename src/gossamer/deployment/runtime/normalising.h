@@ -20,7 +20,7 @@ struct sums {
     vec values[PARTS], squares[PARTS];
 };
 
-#define TURNS (WIDTH / 4) /* chunks take turns in so many sums, which need not wait for each other */
+#define TURNS (WIDTH / 4) /* partial sums that consecutive chunks add to, so that additions do not wait for each other */
 #define SOME 64           /* chunks of which sums are made: none grows much larger than what is added to it */
 
 INLINE void add_chunk(const int squares, const float *x, const int32_t *mask, const vec *from, struct sums *s) {

@@ -7,7 +7,7 @@
 enum { IDENTITY, CLAMP, LEAKY, SIGMOID, TANH, SILU, GELU, GELU_TANH, HARD_SIGMOID, HARD_SWISH, ELU, SOFTPLUS };
 
 struct pointwise_op {
-    int64_t function, rows, chunks, at, mask, row, flat; /* flat: so many floats in a row, no chunks */
+    int64_t function, rows, chunks, at, mask, row, flat; /* flat: number of consecutive floats, without chunks */
     int64_t slopes;                                      /* one per row, or 0 */
     int64_t by, by_row, by_at, repeats;                  /* second factor; -1: none. repeats: one pixel for all */
     int64_t parameters;                                  /* address of two floats */

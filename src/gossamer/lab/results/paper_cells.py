@@ -72,7 +72,7 @@ def section(checkout: Path) -> str:
             "measured so far. *Its settings* are `preset=paper` with a fixed λ1 found by short runs and the staged "
             "schedule (`gossamer reproduce`); *our defaults* have one cosine and meet the sparsity exactly, at no more "
             "epochs. Seeds and epochs are those of its settings / our defaults. The numbers are in "
-            f"[results/{FILE}](../results/{FILE}); which claims hold is told in [reproduction](reproduction.md).",
+            f"[results/{FILE}](../results/{FILE}); [reproduction](reproduction.md) says which claims hold.",
             table(head, [_cells_of(row) for row in found]),
         ]
     )
