@@ -108,7 +108,7 @@ class PatternBudget(Budget):
             self._tied.budget.protect_()
 
     def raise_protected_(self) -> None:
-        raise NotImplementedError("patterns need a budget, not a fixed decay")
+        raise ValueError("expected a budget with a pattern, got a fixed decay: pass sparsity= instead of decay=")
 
     def state(self) -> dict[str, Tensor]:
         found = {"score": self.score, "mask": self.mask, "budget": self.met}
