@@ -119,7 +119,7 @@ def _timed(folder: Path) -> str:
     busy = " The machine was busy: gossamer speed measures again." if measured.cases[0].busy else ""
     return (
         f"On this machine ({processor()}, one thread, one image at a time) gossamer.deploy runs it "
-        f"{' and '.join(ratios)}, which multiply its zeros.{busy}"
+        f"{' and '.join(ratios)}, which multipl{'y' if len(ratios) > 1 else 'ies'} its zeros.{busy}"
     )
 
 
