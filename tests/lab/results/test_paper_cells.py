@@ -56,7 +56,10 @@ def test_rows_are_means_over_the_records_that_belong_to_them(tmp_path: Path) -> 
         write(results / "compare-resnet20", ours.with_settings([change]), 0.1)
     queue = tmp_path / "benchmarks" / "gpu_queue.toml"
     queue.parent.mkdir()
-    queue.write_text('[[run]]\nname = "paper-resnet110"\nwhy = "w"\ncommand = "c"\nminutes = 45\n')
+    queue.write_text(
+        '[[run]]\nname = "paper-resnet110"\ncommand = "python -m gossamer.lab.reproduce resnet110"\nminutes = 45\n'
+        '[[run]]\nname = "default-wrn28-10"\ncommand = "sweep --set sparsity=0.51,0.91"\nminutes = 20\n'
+    )
     rows = paper_cells.rows(tmp_path)
     found = row_of(rows, "ResNet-20", 0.95)
     assert (found["paper"], found["paper_settings"], found["ours"]) == (90.08, 90.0, 92.0)
@@ -67,8 +70,12 @@ def test_rows_are_means_over_the_records_that_belong_to_them(tmp_path: Path) -> 
     assert row_of(rows, "ResNet-20", 0.95, normalised=False)["paper_settings"] == 50.0
     assert row_of(rows, "ResNet-20", 0.7)["paper_settings"] == 60.0
     waiting = row_of(rows, "ResNet-110", 0.9)
-    assert "45 GPU minutes, in the queue as `paper-resnet110`" in waiting["state"]
+    assert "about 45 GPU minutes, in the queue as `paper-resnet110`" in waiting["state"]
     assert waiting["paper_settings"] is None
+    queued = "our defaults: not run yet, about 20 GPU minutes, in the queue as `default-wrn28-10`"
+    assert queued in row_of(rows, "WRN-28-10", 0.91)["state"]
+    for sparsity in (0.0, 0.2):  # which the command does not train
+        assert "our defaults: not run yet, not in the queue" in row_of(rows, "WRN-28-10", sparsity)["state"]
     assert "| ResNet-20 | 95 % | 90.08 | 90.00 | -0.08 | 92.00 | +1.92 | 2 / 1 | 370 / 240 |" in paper_cells.section(
         tmp_path
     )

@@ -4,6 +4,7 @@ The paper's numbers are those of the recipes. Ours are means over the committed 
 says in what state the run is, from the queue of runs that wait for a GPU.
 """
 
+import re
 import statistics
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -133,14 +134,14 @@ def _printed(published: Published) -> float:
     return published.value if published.accuracy is None else round(100 * published.accuracy, 2)
 
 
-def _row(cell: _Cell, root: Path, waiting: Mapping[str, float]) -> Row:
+def _row(cell: _Cell, root: Path, waiting: Mapping[str, Mapping[str, Any]]) -> Row:
     theirs, ours = _of_paper_settings(cell, root), _of_defaults(cell, root)
     lacking = []
     if not theirs and cell.sparsity > 0:
         lacking.append(("its settings", f"paper-{cell.recipe.exhibit}"))
     if not ours and cell.usual:
         lacking.append(("our defaults", f"default-{cell.recipe.exhibit}"))
-    state = "; ".join(f"{title}: {_state(name, waiting)}" for title, name in lacking)
+    state = "; ".join(f"{title}: {_state(name, cell, waiting)}" for title, name in lacking)
     if cell.recipe.run.data == "imagefolder":
         state = "needs ImageNet; the recipe is exercised end to end by a test on a few images"
     solved = bool(theirs) and theirs[0]["config"]["decay"] is None
@@ -197,17 +198,27 @@ def _average(records: Sequence[Record], of: Callable[[Record], float | None], di
     return round(statistics.mean(values), digits) if values else None
 
 
-def _state(name: str, waiting: Mapping[str, float]) -> str:
-    if name in waiting:
-        return f"not run yet, {waiting[name]:g} GPU minutes, in the queue as `{name}`"
-    return "not run yet"
+def _state(name: str, cell: _Cell, waiting: Mapping[str, Mapping[str, Any]]) -> str:
+    if name in waiting and _trains(waiting[name]["command"], cell.sparsity):
+        return f"not run yet, about {waiting[name]['minutes']:g} GPU minutes, in the queue as `{name}`"
+    return "not run yet, not in the queue"
 
 
-def _waiting(queue: Path) -> dict[str, float]:
-    """The expected minutes of the queued runs by the name of their folder."""
+def _trains(command: str, sparsity: float) -> bool:
+    """Whether a queued command has a run of this sparsity. `reproduce` has all those of its exhibit."""
+    if "gossamer.lab.reproduce" in command:
+        return True
+    named = re.findall(r"sparsity[= ]([\d.,]+)", command)
+    if sparsity == 0.0:
+        return "dense" in command
+    return not named or sparsity in {float(each) for part in named for each in part.split(",")}
+
+
+def _waiting(queue: Path) -> dict[str, dict[str, Any]]:
+    """The queued runs by the name of their folder."""
     if not queue.is_file():
         return {}
-    return {run["name"]: float(run["minutes"]) for run in tomllib.loads(queue.read_text())["run"]}
+    return {run["name"]: run for run in tomllib.loads(queue.read_text())["run"]}
 
 
 # --- our records ---
