@@ -3,10 +3,10 @@
     python benchmarks/gpu_queue.py --list
     python benchmarks/gpu_queue.py --minutes 25 --out results/queue
 
-A run begins only if its expected minutes are left, unless it `resumes`: then it is asked to stop in time, writes a
-checkpoint, and goes on when the same command is given again. Its output goes to NAME.log in the folder, and queue.json
-there says what has ended how. The same command goes on with the runs that have not succeeded. `--only NAME …` chooses
-some. Data sets are searched where gossamer does, first in the folder that GOSSAMER_DATA names.
+A run starts only if its expected minutes are left. A run that `resumes` starts anyway: it is stopped in time, writes a
+checkpoint, and resumes when the same command is run again. The output of a run goes to NAME.log in the folder, and
+queue.json lists the exit status of each. The same command continues with the runs that have not succeeded. `--only NAME
+…` selects some. Data sets are searched where gossamer does, first in the folder that GOSSAMER_DATA names.
 """
 
 import argparse
@@ -33,7 +33,7 @@ def read(path: Path = QUEUE) -> list[dict[str, Any]]:
 
 
 def work(runs: list[dict[str, Any]], out: Path, minutes: float) -> dict[str, Any]:
-    """Returns, and writes after each run, what has ended how: the exit status and the seconds by name."""
+    """Returns the exit status and the seconds of each run by name, and writes them after each run."""
     out.mkdir(parents=True, exist_ok=True)
     record, end = out / "queue.json", time.monotonic() + 60 * minutes
     ended: dict[str, Any] = json.loads(record.read_text()) if record.exists() else {}

@@ -385,7 +385,7 @@ class Sparsifier:
     def detach(self) -> None:
         """Remove the hooks and discard the masks, so that the run can start again with a new Sparsifier.
 
-        The weights stay as they are. A finished one stays as it is.
+        The weights stay as they are. Does nothing after `finish()`.
         """
         if self.phase is Phase.FINISHED:
             return

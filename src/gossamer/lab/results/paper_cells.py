@@ -199,8 +199,9 @@ def _average(records: Sequence[Record], of: Callable[[Record], float | None], di
 
 
 def _state(name: str, cell: _Cell, waiting: Mapping[str, Mapping[str, Any]]) -> str:
-    if name in waiting and _trains(waiting[name]["command"], cell.sparsity):
-        return f"not run yet, about {waiting[name]['minutes']:g} GPU minutes, in the queue as `{name}`"
+    for queued, run in waiting.items():  # the runs of a large network are queued one by one, as NAME-…
+        if (queued == name or queued.startswith(f"{name}-")) and _trains(run["command"], cell.sparsity):
+            return f"not run yet, about {run['minutes']:g} GPU minutes, in the queue as `{queued}`"
     return "not run yet, not in the queue"
 
 
@@ -211,11 +212,13 @@ def _trains(command: str, sparsity: float) -> bool:
     named = re.findall(r"sparsity[= ]([\d.,]+)", command)
     if sparsity == 0.0:
         return "dense" in command
+    if "sparsity=none" in command:
+        return False
     return not named or sparsity in {float(each) for part in named for each in part.split(",")}
 
 
 def _waiting(queue: Path) -> dict[str, dict[str, Any]]:
-    """The queued runs by the name of their folder."""
+    """The queued runs by their names."""
     if not queue.is_file():
         return {}
     return {run["name"]: run for run in tomllib.loads(queue.read_text())["run"]}
