@@ -47,6 +47,7 @@ MATPLOTLIB: Mapping[Any, Any] = MappingProxyType(
         "axes.titlelocation": "left",
         "axes.spines.top": False,
         "axes.spines.right": False,
+        "axes.prop_cycle": f"cycler(color={list(COLORS)})",
         "axes.grid": True,
         "axes.axisbelow": True,
         "grid.color": LINE,

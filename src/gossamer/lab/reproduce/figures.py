@@ -67,8 +67,8 @@ def draw_estimators(path: Path) -> None:
         for axes, each in zip(figure.subplots(1, len(everything), sharey=True), everything, strict=True):
             axes.plot(each.mask_variable, each.gradient, color="C0")
             for start, end in each.dead:
-                axes.axvspan(start, end, color="C3", alpha=0.15)
-                axes.text((start + end) / 2, 0.5, "dead", ha="center", color="C3", fontsize=8)
+                axes.axvspan(start, end, color="C1", alpha=0.15)
+                axes.text((start + end) / 2, 0.5, "dead", ha="center", color="C1", fontsize=8)
             alpha = f", α = {ALPHA[each.name]:g}" if each.name in ALPHA else ""
             axes.set_title(f"{each.name.replace('_', ' ')}{alpha}", fontsize=9)
             axes.set_xlabel("mask variable")

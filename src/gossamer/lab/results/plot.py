@@ -85,22 +85,16 @@ def _line(group: Group, block: Block) -> Line:
 
 def accuracy_against_sparsity(records: Sequence[Record], tier: str, path: Path) -> None:
     """Draw the records into a file of the kind that its suffix names. Whole filters have a panel of their own."""
-    check()
-    from matplotlib import rc_context  # optional
-    from matplotlib.figure import Figure
-
     drawn = panels(records)
     rows = max(len(panel.sparse) for panel in drawn)
     lines = any(len(panel.sparsity) != 1 for panel in drawn)
-    with rc_context(dict(MATPLOTLIB)):
-        figure = Figure(figsize=(8 * len(drawn), 7 if lines else min(7, 2 + 0.5 * rows)), layout="constrained")
+    with save_figure(path, width=8 * len(drawn), height=7 if lines else min(7, 2 + 0.5 * rows)) as figure:
         for axes, panel in zip(figure.subplots(1, len(drawn), squeeze=False)[0], drawn, strict=True):
             draw = _draw_rows if len(panel.sparsity) == 1 else _draw
             draw(axes, panel)
         config = records[0]["config"]
         run = f"{tier}: {config['model']} on {config['data']}, {config['epochs']} epochs"
         figure.suptitle(f"{run}, mean ± standard deviation over seeds")
-        _write(figure, path)
 
 
 def map_fitting_curves(records: Sequence[Record], path: Path) -> None:
@@ -108,12 +102,7 @@ def map_fitting_curves(records: Sequence[Record], path: Path) -> None:
 
     At the rate of the table, 0.1 and constant, and at the best rate of each on a cosine.
     """
-    check()
-    from matplotlib import rc_context  # optional
-    from matplotlib.figure import Figure
-
-    with rc_context(dict(MATPLOTLIB)):
-        figure = Figure(figsize=(12, 5), layout="constrained")
+    with save_figure(path, width=12, height=5) as figure:
         panels = zip(figure.subplots(1, 2, sharey=True), ("constant", "cosine"), strict=True)
         for axes, anneal in panels:
             for number, record in enumerate(records):
@@ -133,18 +122,19 @@ def map_fitting_curves(records: Sequence[Record], path: Path) -> None:
             axes.set_xlabel("steps")
             axes.set_ylabel("mean squared error" if anneal == "constant" else "")
         axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
-        _write(figure, path)
 
 
 @contextmanager
 def save_figure(path: Path, *, width: float, height: float) -> Iterator[Any]:
-    """A figure, which is written when the block ends."""
+    """A figure in the house style, which is written when the block ends."""
     check(path)
-    from matplotlib.figure import Figure  # optional
+    from matplotlib import rc_context  # optional
+    from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(width, height), layout="constrained")
-    yield figure
-    _write(figure, path)
+    with rc_context(dict(MATPLOTLIB)):
+        figure = Figure(figsize=(width, height), layout="constrained")
+        yield figure
+        _write(figure, path)
 
 
 def _wrapped(text: str, width: int = 60) -> str:
