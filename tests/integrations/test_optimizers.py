@@ -139,7 +139,7 @@ def test_zeros_are_exact_and_training_is_as_good_as_dense(name: str) -> None:
     start = float(loss_of(network(), 10**6).detach())
     dense = trained(MAKE[name], sparse=False)
     assert dense < 0.7 * start
-    assert trained(MAKE[name], sparse=True) < dense + 0.1 * (start - dense)
+    assert trained(MAKE[name], sparse=True) < dense + 0.15 * (start - dense)
 
 
 def test_an_optimizer_of_second_order_is_refused() -> None:

@@ -175,7 +175,7 @@ def test_early_stopping_waits_for_the_final_masks(tmp_path: Path) -> None:
         def on_evaluate(self, args: Any, state: Any, control: Any, metrics: dict[str, float], **kwargs: Any) -> None:
             metrics["eval_score"] = -float(state.global_step)
 
-    model, callback = network(), SparsifierCallback(sparsity=0.9)
+    model, callback = network(), SparsifierCallback(sparsity=0.9, stabilise="0.15run")
     trainer_of(
         transformers.Trainer, model, tmp_path, eval_strategy="steps", eval_steps=2, save_strategy="steps", save_steps=2,
         load_best_model_at_end=True, metric_for_best_model="score", greater_is_better=True,
