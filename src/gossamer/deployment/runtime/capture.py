@@ -14,7 +14,8 @@ from torch import nn
 from gossamer.deployment import graph
 from gossamer.deployment.runtime.fusing import fuse
 from gossamer.deployment.runtime.network import Network, UnsupportedError
-from gossamer.deployment.runtime.translations import TRANSLATIONS
+from gossamer.deployment.runtime.translate_attention import OF_LAZY
+from gossamer.deployment.runtime.translations import OF_VIEWS, TRANSLATIONS
 from gossamer.deployment.runtime.translator import Translator
 
 
@@ -27,4 +28,4 @@ def capture(model: nn.Module, example_inputs: Sequence[Any]) -> Network:
     except graph.UntraceableError as error:
         raise UnsupportedError(str(error)) from error
     structure = traced.program.call_spec.out_spec
-    return fuse(Translator(module, TRANSLATIONS).translate(structure))
+    return fuse(Translator(module, TRANSLATIONS, OF_VIEWS, OF_LAZY).translate(structure))

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 SOURCE = Path(__file__).with_name("kernels.c")
-_PARTS = ("normalising", "one_vector", "pointwise", "pooling", "products", "vectors")
+_PARTS = ("attention", "normalising", "one_vector", "pointwise", "pooling", "products", "transposing", "vectors")
 HEADERS = [SOURCE.with_name(f"{name}.h") for name in _PARTS]
 FLAGS: tuple[str, ...] = (
     "-O3",

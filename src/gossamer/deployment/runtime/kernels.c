@@ -11,18 +11,20 @@
  * This file is compiled once for each instruction set (VARIANT names the symbols, the compiler's flags choose the
  * vectors) and knows nothing of Python or torch.
  */
+#include "attention.h"
 #include "normalising.h"
 #include "one_vector.h"
 #include "pointwise.h"
 #include "pooling.h"
 #include "products.h"
+#include "transposing.h"
 #include "vectors.h"
 
 #include <time.h>
 
 enum {
     LOAD, STORE, PRODUCT, PRODUCT_ONE, AFFINE, POOL, PHASES, COPY, EMBED, LSTM, GRU, PRODUCT_DENSE, POINTWISE, SOFTMAX,
-    RNN_TANH, RNN_RELU, SPREAD, SHIFTS, PRODUCT_FOUR, NORMALISE
+    RNN_TANH, RNN_RELU, SPREAD, SHIFTS, PRODUCT_FOUR, NORMALISE, ATTENTION, CONSTANT, MOVE, TOKENS
 };
 
 struct op {
@@ -43,29 +45,6 @@ struct call {
 struct runs {
     int64_t slot, sample, n, step, n1, outer1, inner1, n2, outer2, inner2;
 };
-
-static void transpose_in(float *to, int64_t step, const float *from, int64_t sample, int64_t n, int64_t count) {
-    int64_t lane = 0;
-    for (; lane + 4 <= count; lane += 4) {
-        int64_t i = 0;
-        for (; i + 4 <= n; i += 4) {
-            const float *f = from + lane * sample + i;
-            quad a = *(const quad *)f, b = *(const quad *)(f + sample);
-            quad c = *(const quad *)(f + 2 * sample), d = *(const quad *)(f + 3 * sample);
-            quad ab = __builtin_shufflevector(a, b, 0, 4, 1, 5), cd = __builtin_shufflevector(c, d, 0, 4, 1, 5);
-            quad AB = __builtin_shufflevector(a, b, 2, 6, 3, 7), CD = __builtin_shufflevector(c, d, 2, 6, 3, 7);
-            float *t = to + lane + i * step;
-            *(quad *)t = __builtin_shufflevector(ab, cd, 0, 1, 4, 5);
-            *(quad *)(t + step) = __builtin_shufflevector(ab, cd, 2, 3, 6, 7);
-            *(quad *)(t + 2 * step) = __builtin_shufflevector(AB, CD, 0, 1, 4, 5);
-            *(quad *)(t + 3 * step) = __builtin_shufflevector(AB, CD, 2, 3, 6, 7);
-        }
-        for (; i < n; i++)
-            for (int64_t l = lane; l < lane + 4; l++) to[l + i * step] = from[l * sample + i];
-    }
-    for (; lane < count; lane++)
-        for (int64_t i = 0; i < n; i++) to[lane + i * step] = from[lane * sample + i];
-}
 
 /* Long runs go in tiles: neighbouring runs (time steps) lie in the same cache lines of the group. */
 #define TILE 512
@@ -180,6 +159,53 @@ static void run_affine(const struct call *call, const struct op *op) {
 static void run_normalise(const struct call *call, const struct op *op) {
     const float *add = op->add < 0 ? NULL : call->arena + op->add;
     normalise((const struct normalise_op *)op->a, call->lanes, call->arena + op->x, add, call->arena + op->y);
+}
+
+static void run_attention(const struct call *call, const struct op *op) {
+    const struct attention_op *o = (const struct attention_op *)op->a;
+    attend(o, call->lanes, call->arena, call->arena + op->x, call->arena + op->add, call->arena + op->y);
+}
+
+/* Planes of the model, each pixel for all lanes. */
+struct constant_op {
+    int64_t channels, height, width, row, pitch, planes;
+};
+
+static void run_constant(const struct call *call, const struct op *op) {
+    const struct constant_op *o = (const struct constant_op *)op->a;
+    const float *from = POINTER(float, o->planes);
+    for (int64_t channel = 0; channel < o->channels; channel++)
+        for (int64_t row = 0; row < o->height; row++, from += o->width) {
+            float *to = call->arena + op->y + channel * o->row + row * o->pitch * call->lanes;
+            if (call->lanes == 1)
+                memcpy(to, from, o->width * sizeof(float));
+            else
+                for (int64_t i = 0; i < o->width; i++)
+                    for (int64_t l = 0; l < call->lanes; l++) to[i * call->lanes + l] = from[i];
+        }
+}
+
+/* All pixels of a value into one row of another. */
+struct move_op {
+    int64_t channels, height, width, x_row, x_pitch, y_row;
+};
+
+static void run_move(const struct call *call, const struct op *op) {
+    const struct move_op *o = (const struct move_op *)op->a;
+    const int64_t n = o->width * call->lanes;
+    for (int64_t channel = 0; channel < o->channels; channel++)
+        for (int64_t row = 0; row < o->height; row++)
+            memcpy(call->arena + op->y + channel * o->y_row + row * n,
+                   call->arena + op->x + channel * o->x_row + row * o->x_pitch * call->lanes, n * sizeof(float));
+}
+
+/* Tokens as numbers. */
+static void run_tokens(const struct call *call, const struct op *op) {
+    /* a: slot, steps, stride of a sample, stride of a step */
+    const int64_t *a = op->a, *tokens = (const int64_t *)call->inputs[a[0]] + call->first * a[2];
+    for (int64_t step = 0; step < a[1]; step++)
+        for (int64_t lane = 0; lane < call->count; lane++)
+            call->arena[op->y + step * call->lanes + lane] = (float)tokens[lane * a[2] + step * a[3]];
 }
 
 static void run_pool(const struct call *call, const struct op *op) {
@@ -343,6 +369,10 @@ static int64_t run_op(const struct call *call, const struct op *op) {
     case POINTWISE: run_pointwise(call, op); break;
     case SOFTMAX: softmax((const struct softmax_op *)op->a, call->arena + op->x, call->arena + op->y); break;
     case SPREAD: run_spread(call, op); break;
+    case ATTENTION: run_attention(call, op); break;
+    case CONSTANT: run_constant(call, op); break;
+    case MOVE: run_move(call, op); break;
+    case TOKENS: run_tokens(call, op); break;
     case LSTM:
     case GRU:
     case RNN_TANH:

@@ -33,6 +33,9 @@ class Value:
     def pixels(self) -> int:
         return self.height * self.width
 
+    def same_pixels(self, other: Value) -> bool:
+        return (self.height, self.width) == (other.height, other.width)
+
 
 @dataclass(frozen=True, eq=False)
 class Taps:
@@ -73,6 +76,24 @@ class Embed:
     y: int
     slot: int
     table: Floats
+    name: str
+
+
+@dataclass(frozen=True, eq=False)
+class TokenValues:
+    """The tokens passed by the caller as numbers, one channel: for masks."""
+
+    y: int
+    slot: int
+    name: str
+
+
+@dataclass(frozen=True, eq=False)
+class Constant:
+    """Planes of the model, the same for every sample: positions, a class token, rotations."""
+
+    y: int
+    planes: Floats  # (channels, pixels)
     name: str
 
 
@@ -126,13 +147,16 @@ Function = Literal[
     "hard_swish",
     "elu",
     "softplus",
+    "reciprocal",
+    "differs",
+    "hides",
 ]
 FUNCTIONS: tuple[Function, ...] = get_args(Function)
 
 
 @dataclass(frozen=True, eq=False)
 class Pointwise:
-    """y = function(x), optionally times another value of the same shape, or of one pixel for all."""
+    """y = function(x), optionally times another value of the same shape, or of one pixel or one channel for all."""
 
     x: int
     y: int
@@ -203,6 +227,43 @@ class Concat:
     name: str
 
 
+@dataclass(frozen=True, eq=False)
+class Join:
+    """The pixels of several values, one value after the other, in one row."""
+
+    xs: tuple[int, ...]
+    y: int
+    name: str
+
+
+@dataclass(frozen=True)
+class Heads:
+    """The channels of queries, keys, values or results: the first channel of each head, the distance between the
+    channels of a head, and their number; and the first pixel."""
+
+    first: tuple[int, ...]
+    stride: int
+    size: int
+    pixel: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class Attention:
+    """For each head: the mean of the values, weighted by the softmax of scale * query . key + masks."""
+
+    x: int  # queries
+    keys: int
+    source: int  # values
+    y: int
+    heads: tuple[Heads, Heads, Heads]  # of queries, keys and values
+    lengths: Pair  # queries, keys
+    scale: float
+    causal: bool
+    name: str
+    mask: Floats | None = None  # to add: (heads or 1, keys, queries)
+    hidden: int | None = None  # to add: one channel, one pixel per key
+
+
 #: Cells of recurrent layers, with the number of their gates. The last two are those of ``nn.RNN``.
 Cell = Literal["lstm", "gru", "rnn_tanh", "rnn_relu"]
 GATES: dict[Cell, int] = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}
@@ -237,7 +298,10 @@ class Recurrent:
     state: Recurrence
 
 
-Operation = Input | Embed | Product | Affine | Normalise | Pointwise | Softmax | Pool | Spread | Concat | Recurrent
+Operation = (
+    Input | Embed | TokenValues | Constant | Product | Affine | Normalise | Pointwise | Softmax | Pool | Spread
+    | Concat | Join | Attention | Recurrent
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -271,9 +335,12 @@ class Network:
 def reads(operation: Operation) -> tuple[int, ...]:
     """The values that an operation reads."""
     match operation:
-        case Input() | Embed():
+        case Input() | Embed() | TokenValues() | Constant():
             return ()
-        case Concat():
+        case Attention():
+            hidden = () if operation.hidden is None else (operation.hidden,)
+            return (operation.x, operation.keys, operation.source, *hidden)
+        case Concat() | Join():
             return operation.xs
         case Product() | Affine() | Normalise():
             return (operation.x,) if operation.add is None else (operation.x, operation.add)

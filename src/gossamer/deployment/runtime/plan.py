@@ -26,10 +26,13 @@ from gossamer.deployment.runtime.layout import (
 from gossamer.deployment.runtime.network import (
     GATES,
     Affine,
+    Attention,
     Cell,
     Concat,
+    Constant,
     Embed,
     Input,
+    Join,
     Network,
     Normalise,
     Pointwise,
@@ -38,19 +41,29 @@ from gossamer.deployment.runtime.network import (
     Recurrent,
     Softmax,
     Spread,
+    TokenValues,
     UnsupportedError,
     diagonal_taps,
+)
+from gossamer.deployment.runtime.plan_attention import (
+    attention_fields,
+    attention_scratch,
+    constant_fields,
+    move_fields,
 )
 from gossamer.deployment.runtime.plan_pointwise import normalise_fields, pointwise_fields, softmax_fields
 from gossamer.deployment.runtime.plan_shifted import shifted_blocks
 from gossamer.deployment.runtime.plan_windows import channel_blocks, phases_fields, pool_fields, spread_fields
 from gossamer.deployment.runtime.records import (
     AFFINE,
+    ATTENTION,
+    CONSTANT,
     COPY,
     EMBED,
     GRU,
     LOAD,
     LSTM,
+    MOVE,
     NORMALISE,
     PHASES,
     POINTWISE,
@@ -66,6 +79,7 @@ from gossamer.deployment.runtime.records import (
     SOFTMAX,
     SPREAD,
     STORE,
+    TOKENS,
     Line,
     Plan,
 )
@@ -126,6 +140,10 @@ class _Planner:
                     self._load(step)
                 case Embed():
                     self._embed(step)
+                case TokenValues():
+                    self._tokens(step)
+                case Constant():
+                    self._planes(CONSTANT, step, constant_fields(self.kept, self.placed, step))
                 case Product():
                     self._product(step, phases.get((step.x, step.stride)))
                 case Affine():
@@ -149,6 +167,10 @@ class _Planner:
                     self._emit(PHASES, step.x, step.y, None, phases_fields(self.placed, step))
                 case Concat():
                     self._concat(step)
+                case Join():
+                    self._join(step)
+                case Attention():
+                    self._attention(step)
                 case Recurrent():
                     self._recurrent(step)
         self.owner = -1
@@ -229,14 +251,22 @@ class _Planner:
         self._emit(STORE, item, -1, None, runs)
         self.records[-1][1] += self.placed.layouts[item].base
 
-    def _embed(self, step: Embed) -> None:
-        value, plane = self.placed.values[step.y], self.placed.layouts[step.y].plane
-        tokens, features = step.table.shape
-        strides = [value.width, 1]
+    def _token_fields(self, step: Embed | TokenValues) -> list[int]:
+        """The input, its steps, and the strides of samples and steps."""
+        width = self.placed.values[step.y].width
         if self.placed.graph.time_major:
-            strides = [1, 0]
             self.batch_fields.append((len(self.records), 4 + 3, 1))
-        fields = [step.slot, value.width, *strides, tokens, features, self.kept.keep(step.table), plane]
+            return [step.slot, width, 1, 0]
+        return [step.slot, width, width, 1]
+
+    def _tokens(self, step: TokenValues) -> None:
+        self._emit(TOKENS, -1, step.y, None, self._token_fields(step))
+        self.records[-1][2] += self.placed.layouts[step.y].base
+
+    def _embed(self, step: Embed) -> None:
+        plane = self.placed.layouts[step.y].plane
+        tokens, features = step.table.shape
+        fields = [*self._token_fields(step), tokens, features, self.kept.keep(step.table), plane]
         self._emit(EMBED, -1, step.y, None, fields)
         self.records[-1][2] += self.placed.layouts[step.y].base
         self._line(step, "embedding", "look-up", step.table.size, int(np.count_nonzero(step.table)), multiplies=False)
@@ -337,10 +367,11 @@ class _Planner:
 
     # ----------------------------------------------------------------------------------------------- the rest
 
-    def _planes(self, code: int, step: Pool | Spread, fields: Sequence[int]) -> None:
+    def _planes(self, code: int, step: Pool | Spread | Constant, fields: Sequence[int]) -> None:
         """A record with the offsets of the first pixels."""
-        self._emit(code, step.x, step.y, None, fields)
-        self.records[-1][1] += self.placed.layouts[step.x].base
+        x = -1 if isinstance(step, Constant) else step.x
+        self._emit(code, x, step.y, None, fields)
+        self.records[-1][1] += 0 if x < 0 else self.placed.layouts[x].base
         self.records[-1][2] += self.placed.layouts[step.y].base
 
     def _concat(self, step: Concat) -> None:
@@ -349,6 +380,25 @@ class _Planner:
             self._emit(COPY, x, step.y, None, [self.placed.values[x].channels * plane])
             self.records[-1][2] += channel * plane
         self._line(step, "concatenation", "copied" if step.y in self.placed.copies else "in place")
+
+    def _join(self, step: Join) -> None:
+        done = 0
+        for x in step.xs:
+            self._emit(MOVE, x, step.y, None, move_fields(self.placed, x, step.y))
+            self.records[-1][1] += self.placed.layouts[x].base
+            self.records[-1][2] += self.placed.layouts[step.y].base + done * self.lanes
+            done += self.placed.values[x].pixels
+        self._line(step, "joined pixels", "copied")
+
+    def _attention(self, step: Attention) -> None:
+        self.shared = max(self.shared, _rounded(attention_scratch(step, self.lanes)))
+        fields = attention_fields(self.kept, self.placed, step)
+        self.shared_fields.append((len(self.records), 4 + len(fields) + 1, 0))
+        y_head = step.heads[2].size * self.placed.layouts[step.y].plane
+        self._emit(ATTENTION, step.x, step.y, step.keys, [*fields, self.placed.offsets[step.source], 0, y_head])
+        self.records[-1][2] += self.placed.layouts[step.y].base
+        heads = len(step.heads[0].first)
+        self._line(step, "attention", f"{heads} heads, {'causal' if step.causal else 'all keys'}")
 
     def _state(self, step: Recurrent) -> list[int]:
         """Offsets of h and c before and after (-1 if there is none), and floats between units."""

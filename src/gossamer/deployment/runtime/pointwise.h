@@ -4,7 +4,8 @@
 
 #include "vectors.h"
 
-enum { IDENTITY, CLAMP, LEAKY, SIGMOID, TANH, SILU, GELU, GELU_TANH, HARD_SIGMOID, HARD_SWISH, ELU, SOFTPLUS };
+enum { IDENTITY, CLAMP, LEAKY, SIGMOID, TANH, SILU, GELU, GELU_TANH, HARD_SIGMOID, HARD_SWISH, ELU, SOFTPLUS,
+       RECIPROCAL, DIFFERS, HIDES };
 
 struct pointwise_op {
     int64_t function, rows, chunks, at, mask, row, flat; /* flat: number of consecutive floats, without chunks */
@@ -49,6 +50,9 @@ INLINE vec apply(int64_t function, vec v, const float *p, vec slope) {
         vec z = v * splat(p[0]), away = (vec)((ivec)z | (int32_t)0x80000000); /* -|z|, which cannot overflow */
         return either(z > splat(p[1]), v, (relu(z) + logarithm_of_more(exponential(away))) / splat(p[0]));
     }
+    case RECIPROCAL: return one / v;
+    case DIFFERS: return either(v == splat(p[0]), (vec){0}, one);
+    case HIDES: return either(v == (vec){0}, splat(-INFINITY), (vec){0}); /* keys that have no part in attention */
     default: return v;
     }
 }
@@ -60,7 +64,7 @@ static void pointwise(const struct pointwise_op *o, int64_t lanes, const float *
     for (int64_t i = 0; i < o->flat; i += WIDTH) {
         int64_t left = o->flat - i;
         vec v = apply(o->function, take(x + i, left), p, slopes ? take(slopes + i, left) : (vec){0});
-        if (by) v *= take(by + i, left);
+        if (by) v *= o->by_row ? take(by + i, left) : splat(*by);
         give(y + i, v, left);
     }
     for (int64_t row = 0; !o->flat && row < o->rows; row++) {

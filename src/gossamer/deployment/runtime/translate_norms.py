@@ -16,6 +16,7 @@ from gossamer.deployment.runtime.translator import (
     activation,
     append_affine,
     as_vector,
+    has_features,
     to_floats,
 )
 
@@ -49,7 +50,7 @@ def _by_itself(
     eps: float,
     each_pixel: bool = False,
 ) -> Handle:
-    y = t.new(t.values[x.value], x.form)
+    y = t.like(x)
     scale, shift = (None if each is None else to_floats(each).reshape(-1) for each in (weight, bias))
     t.operations.append(Normalise(x.value, y.value, groups, each_pixel, eps, node.name, scale, shift))
     return y
@@ -73,10 +74,10 @@ def _instance_norm(t: Translator, node: fx.Node) -> Handle:
 def _layer_norm(t: Translator, node: fx.Node) -> Handle:
     """Over the channels, where these come last; or, without weights, over all of a sample."""
     x, sizes, weight, bias, eps = t.arguments(node, None, None, None, None, 1e-5, None)[:5]
-    x = activation(as_vector(t, x), node, "picture", "turned", "signal", "vector", "sequence")
+    x = activation(as_vector(t, x), node, "picture", "turned", "signal", "vector", "sequence", "view")
     value, rank = t.values[x.value], len(shape_of(node))
     whole = len(sizes) == rank - 1 and not (x.form == "sequence" and t.time_major)
-    if len(sizes) == 1 and x.form in ("turned", "vector", "sequence"):
+    if len(sizes) == 1 and (x.form in ("turned", "vector", "sequence") or has_features(t, x)):
         return _by_itself(t, x, node, 1, weight, bias, eps, each_pixel=True)
     if whole and (value.pixels == 1 or (weight is None and bias is None)):
         return _by_itself(t, x, node, 1, weight, bias, eps)

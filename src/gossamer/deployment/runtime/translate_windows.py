@@ -31,6 +31,7 @@ from gossamer.deployment.runtime.translator import (
     Translation,
     Translator,
     activation,
+    append_affine,
     bias_or_zeros,
     to_floats,
 )
@@ -202,6 +203,16 @@ def _over_all(t: Translator, node: fx.Node, kind: Kind) -> Handle:
     return Handle(y.value, x.form if keep else "vector")
 
 
+def _total(t: Translator, node: fx.Node) -> Handle:
+    x, dims, keep, dtype = t.arguments(node, None, None, False, None)
+    if dtype not in (None, torch.float32) or not isinstance(node.args[0], fx.Node):
+        raise UnsupportedError(f"a sum in {dtype} (node {node.name})")
+    count = t.values[activation(x, node).value].pixels
+    mean = _over_all(t, node, "average")
+    scale = np.full(t.values[mean.value].channels, count, np.float32)
+    return append_affine(t, mean, name=node.name, scale=scale)
+
+
 def _max_and_where(t: Translator, node: fx.Node) -> tuple[Handle, None]:
     return _over_all(t, node, "max"), None
 
@@ -227,6 +238,7 @@ WINDOWS: dict[Any, Translation] = {
     aten.adaptive_max_pool1d.default: _adaptive_max,
     aten.adaptive_max_pool2d.default: _adaptive_max,
     aten.mean.dim: partial(_over_all, kind="average"),
+    aten.sum.dim_IntList: _total,
     aten.amax.default: partial(_over_all, kind="max"),
     aten.max.dim: _max_and_where,
 }
