@@ -56,7 +56,7 @@ INLINE void attend_block(const int vectors, const struct attention_op *o, const 
     const int64_t keys = o->causal ? least(o->keys, first + n) : o->keys;
     const vec scale = splat(*(const float *)(uintptr_t)o->scale);
     vec most[QUERIES], total[QUERIES], sum[KEYS * QUERIES];
-    for (int i = 0; i < vectors; i++) most[i] = splat(-3e38f); /* finite, so that a difference never is NaN */
+    for (int i = 0; i < vectors; i++) most[i] = splat(-3.4028235e38f); /* finite, so that a difference never is NaN */
     for (int64_t key = 0; key < keys; key += KEYS) {
         const float *rows[KEYS];
         for (int r = 0; r < KEYS; r++) rows[r] = h->k + least(key + r, o->keys - 1);
@@ -80,7 +80,7 @@ INLINE void attend_block(const int vectors, const struct attention_op *o, const 
         for (int i = 0; i < vectors; i++) {
             float *place = h->scores + key * n + i * WIDTH;
             vec score = load(place);
-            vec weight = either(score < splat(-3.4e38f), (vec){0}, exponential(score - most[i]));
+            vec weight = either(score == splat(-INFINITY), (vec){0}, exponential(score - most[i]));
             total[i] += weight;
             store(place, weight);
         }

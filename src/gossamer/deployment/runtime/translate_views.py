@@ -15,6 +15,7 @@ from gossamer.deployment.runtime.translator import Handle, Tokens, Translation, 
 from gossamer.deployment.runtime.views import View
 
 aten = torch.ops.aten
+EVERYTHING = 2**63 - 1  # the end of an open slice, as the exporter writes it
 Change = Callable[[Translator, fx.Node, View], View]
 
 
@@ -73,8 +74,10 @@ def permuted(t: Translator, node: fx.Node, view: View) -> View:
 
 
 def sliced(t: Translator, node: fx.Node, view: View) -> View:
-    _, dim, start, _, step = t.arguments(node, None, 0, None, None, 1)
+    _, dim, start, end, step = t.arguments(node, None, 0, None, None, 1)
     dim %= len(view.axes)
+    if any(part.of == "sample" for part in view.axes[dim]) and (start or (end is not None and end < EVERYTHING)):
+        raise UnsupportedError("some samples of the batch")
     first = slice(start, None).indices(view.shape[dim])[0]
     return view.sliced(dim, first, shape_of(node)[dim], step)
 

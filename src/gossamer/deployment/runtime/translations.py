@@ -31,6 +31,7 @@ from gossamer.deployment.runtime.translate_norms import NORMS
 from gossamer.deployment.runtime.translate_pointwise import POINTWISE
 from gossamer.deployment.runtime.translate_recurrent import RECURRENT
 from gossamer.deployment.runtime.translate_views import (
+    EVERYTHING,
     converted,
     expanded,
     gathered,
@@ -66,8 +67,6 @@ from gossamer.deployment.runtime.translator import (
 from gossamer.deployment.runtime.views import axis
 
 aten = torch.ops.aten
-#: The end of an open slice, as the exporter writes it.
-EVERYTHING = 2**63 - 1
 
 
 def _linear(t: Translator, node: fx.Node) -> Handle:
@@ -337,6 +336,8 @@ def _embedding(t: Translator, node: fx.Node) -> Handle:
     steps = tokens.shape[0] if t.time_major else tokens.shape[1]
     y = t.new(Value(weight.shape[1], 1, steps), "sequence")
     t.operations.append(Embed(y.value, tokens.slot, to_floats(weight), t.parameter_name(node.args[0])))
+    if tokens.turned:
+        return t.viewed(y.value, t.view_of(y, (steps, *shape_of(node)[::2])).permuted([1, 0, 2]))
     return y
 
 

@@ -125,8 +125,10 @@ class Translator:
                 raise UnsupportedError(f"no native kernel for {node.target} (node {node.name})")
             else:
                 self._call(node)
-        if not outputs or not all(isinstance(out, Handle) and out.form != "view" for out in outputs):
+        if not outputs or not all(isinstance(out, Handle) for out in outputs):
             raise UnsupportedError("outputs that are not activations of the network")
+        if any(out.form == "view" for out in outputs):
+            raise UnsupportedError("an output whose axes are in another order than a layer makes them")
         places, forms = tuple(o.value for o in outputs), tuple(o.form for o in outputs)
         nested = None if structure is None or structure.is_leaf() else structure
         return Network(self.values, self.operations, places, forms, shapes, tuple(self.inputs), self.time_major, nested)
