@@ -34,7 +34,6 @@ from gossamer.deployment.runtime.views import Axis, Of, View, axis
 
 Form = Literal["picture", "turned", "grouped", "signal", "vector", "flat", "sequence", "state", "bare", "view"]
 aten = torch.ops.aten
-TRANSPOSITIONS = (aten.transpose.int, aten.permute.default)
 #: Calls that treat an input of three dimensions as (batch, channels, steps), and as (batch, steps, channels).
 _OF_SIGNALS = (
     *(aten.conv1d.default, aten.conv1d.padding, aten.conv_transpose1d.default, aten.batch_norm.default),
@@ -396,8 +395,14 @@ def _is_signal(node: fx.Node) -> bool:
                 return turned
             if user not in seen:
                 seen.add(user)
-                paths.append((user, turned != (user.target in TRANSPOSITIONS)))
+                paths.append((user, turned != _moves_the_last_axis(user)))
     return False
+
+
+def _moves_the_last_axis(node: fx.Node) -> bool:
+    if node.target is aten.permute.default:
+        return cast(list[int], node.args[1])[-1] not in (-1, 2)
+    return node.target is aten.transpose.int and not {-1, 2}.isdisjoint(cast(tuple[int, ...], node.args[1:]))
 
 
 def _states(node: fx.Node) -> list[Any]:

@@ -77,11 +77,16 @@ def _starts(counts: Integers) -> Integers:
 
 def panels(kept: Kept, taps: Taps, offsets: Integers, bias: Floats, step: int) -> int:
     """Rows of weights and offsets; all offsets are multiples of ``step``, a power of two or a multiple of 16."""
-    starts = _starts(np.bincount(taps.row, minlength=taps.rows))
+    lengths = np.bincount(taps.row, minlength=taps.rows)
+    order = np.argsort(-lengths, kind="stable")
+    place = np.empty(taps.rows, np.int64)
+    place[order] = np.arange(taps.rows)
+    inside = np.argsort(place[taps.row], kind="stable")
+    starts = _starts(lengths[order])
     shift = 4 if step >= CHUNK else step.bit_length() - 1
-    near, far = kept.offsets(offsets, shift)
-    pointers = [kept.keep(starts), kept.keep(taps.weight), kept.keep(bias.astype(np.float32))]
-    return kept.struct(taps.rows, *pointers, near, far, shift)
+    near, far = kept.offsets(offsets[inside], shift)
+    pointers = [kept.keep(starts), kept.keep(taps.weight[inside]), kept.keep(bias[order].astype(np.float32))]
+    return kept.struct(taps.rows, *pointers, near, far, shift, kept.keep(order.astype(np.int32)))
 
 
 def dense_panels(kept: Kept, taps: Taps, offsets: Integers, bias: Floats) -> int:
