@@ -260,17 +260,37 @@ static void run_phases(const struct call *call, const struct op *op) {
     }
 }
 
+/* Rows of a table become columns: some of them, and some of their features, at a time. */
+#define COLUMNS 16
+#define AT_ONCE 64
+
 static int64_t run_embed(const struct call *call, const struct op *op) {
     /* a: slot, steps, stride of a sample, stride of a step, tokens, features, table, row of the value */
     const int64_t *a = op->a, *tokens = (const int64_t *)call->inputs[a[0]] + call->first * a[2];
-    for (int64_t step = 0; step < a[1]; step++)
-        for (int64_t lane = 0; lane < call->count; lane++) {
+    const int64_t features = a[5], row = a[7], columns = a[1] * call->lanes;
+    float *y = call->arena + op->y, some[COLUMNS * AT_ONCE];
+    for (int64_t first = 0; first < columns; first += COLUMNS) {
+        const float *from[COLUMNS];
+        int64_t count = 0, place[COLUMNS];
+        for (int64_t column = first; column < least(columns, first + COLUMNS); column++) {
+            int64_t step = column / call->lanes, lane = column % call->lanes;
+            if (lane >= call->count) continue;
             int64_t token = tokens[lane * a[2] + step * a[3]];
             if (token < 0 || token >= a[4]) return 1;
-            const float *from = POINTER(float, a[6]) + token * a[5];
-            float *to = call->arena + op->y + step * call->lanes + lane;
-            for (int64_t i = 0; i < a[5]; i++) to[i * a[7]] = from[i];
+            from[count] = POINTER(float, a[6]) + token * features;
+            place[count++] = column;
         }
+        for (int64_t begin = 0; begin < features; begin += AT_ONCE) {
+            const int64_t n = least(AT_ONCE, features - begin);
+            if (count == COLUMNS) { /* all side by side */
+                for (int64_t c = 0; c < count; c++) memcpy(some + c * AT_ONCE, from[c] + begin, n * sizeof(float));
+                transpose_in(y + first + begin * row, row, some, AT_ONCE, n, count);
+                continue;
+            }
+            for (int64_t c = 0; c < count; c++)
+                for (int64_t i = begin; i < begin + n; i++) y[place[c] + i * row] = from[c][i];
+        }
+    }
     return 0;
 }
 
