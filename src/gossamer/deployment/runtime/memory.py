@@ -61,7 +61,7 @@ def key_of(graph: Network, native: Native, batch: int, threads: int) -> str:
             fill = operation.taps.count / max(1, operation.dense_size)
             layer += [repr(graph.values[operation.x]), operation.stride, operation.padding, round(fill, 2)]
         elif isinstance(operation, Normalise):
-            layer += [operation.groups, operation.each_pixel]
+            layer += [operation.groups, operation.each_pixel, operation.centred]
         elif isinstance(operation, Pointwise):
             layer.append(operation.function)
         elif isinstance(operation, Attention):

@@ -180,7 +180,8 @@ class Softmax:
 @dataclass(frozen=True, eq=False)
 class Normalise:
     """y = relu(scale * normalised x + shift + add), each part optional: mean 0 and variance 1 over each group of
-    consecutive channels, over all pixels or for each pixel."""
+    consecutive channels, over all pixels or for each pixel. Unless ``centred``, no mean is subtracted, and the mean
+    square becomes 1; this is possible for all channels of each pixel together."""
 
     x: int
     y: int
@@ -192,6 +193,7 @@ class Normalise:
     shift: Floats | None = None
     add: int | None = None
     relu: bool = False
+    centred: bool = True
 
 
 @dataclass(frozen=True, eq=False)

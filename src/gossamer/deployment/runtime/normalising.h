@@ -12,6 +12,7 @@ struct normalise_op { /* y = relu(normalised x * scale + shift + add) */
     int64_t epsilon;      /* address of one float */
     int64_t scale, shift; /* one per row, or 0 */
     int64_t relu;
+    int64_t centred; /* or no mean is subtracted: flat, or all channels of each pixel */
 };
 
 /* Sums of values and of their squares, each counted from something near the mean: a large mean then takes no digits from
@@ -84,7 +85,7 @@ static void normalise_flat(const struct normalise_op *o, const float *x, const f
     const int64_t n = o->count;
     for (int64_t begin = 0; begin < o->flat; begin += n) {
         vec near = {0}, value = {0}, square = {0};
-        for (int64_t i = 0; i < n; i += WIDTH) near += take(x + begin + i, n - i);
+        for (int64_t i = 0; o->centred && i < n; i += WIDTH) near += take(x + begin + i, n - i);
         near = splat(total(near) / (float)n);
         for (int64_t i = 0; i < n; i += WIDTH) {
             float inside[WIDTH] = {0};
@@ -92,7 +93,7 @@ static void normalise_flat(const struct normalise_op *o, const float *x, const f
             value += load(inside);
             square += load(inside) * load(inside);
         }
-        vec mean = splat(total(value) / (float)n);
+        vec mean = splat(o->centred ? total(value) / (float)n : 0.0f);
         vec factor = factor_of(o, mean, splat(total(square) / (float)n));
         for (int64_t i = begin, left = n; left > 0; i += WIDTH, left -= WIDTH) {
             vec v = (take(x + i, left) - near - mean) * factor;
@@ -117,7 +118,7 @@ INLINE void normalise_pixels(const int chunks, const struct normalise_op *o, con
     int64_t place[BESIDE];
     for (int c = 0; c < chunks; c++) place[c] = at[first + c];
     for (int i = 0; i < chunks * PARTS; i++) near[i] = mean[i] = square[i] = (vec){0};
-    for (int64_t begin = 0; begin < rows; begin += SOME) { /* sums of sums: none grows much larger than what is added */
+    for (int64_t begin = 0; o->centred && begin < rows; begin += SOME) { /* sums of sums: none grows much larger than what is added */
         vec some[BESIDE * PARTS];
         for (int i = 0; i < chunks * PARTS; i++) some[i] = (vec){0};
         for (int64_t row = begin; row < least(rows, begin + SOME); row++)
@@ -141,7 +142,7 @@ INLINE void normalise_pixels(const int chunks, const struct normalise_op *o, con
         }
     }
     for (int i = 0; i < chunks * PARTS; i++) {
-        mean[i] /= count;
+        mean[i] = mean[i] / splat(o->centred ? (float)o->count : INFINITY);
         square[i] = factor_of(o, mean[i], square[i] / count);
         near[i] += mean[i];
     }

@@ -18,7 +18,8 @@ def attention_fields(kept: Kept, placed: Placed, step: Attention) -> list[int]:
     queries, keys = step.lengths
     q, k, v = step.heads
     places = [
-        _places(kept, placed, item, heads) for item, heads in zip((step.x, step.keys, step.source), step.heads, strict=True)
+        _places(kept, placed, item, heads)
+        for item, heads in zip((step.x, step.keys, step.source), step.heads, strict=True)
     ]
     y = placed.layouts[step.y]
     mask, mask_head, mask_row = 0, 0, _rounded(queries)

@@ -33,7 +33,7 @@ def normalise_fields(kept: Kept, placed: Placed, step: Normalise) -> list[int]:
     count = value.channels // step.groups * (value.pixels if together else 1)
     epsilon = kept.keep(np.array([step.epsilon], np.float32))
     factors = [0 if each is None else kept.keep(each) for each in (step.scale, step.shift)]
-    return [*places, step.groups, sets, int(together), count, epsilon, *factors, int(step.relu)]
+    return [*places, step.groups, sets, int(together), count, epsilon, *factors, int(step.relu), int(step.centred)]
 
 
 def pointwise_fields(kept: Kept, placed: Placed, step: Pointwise) -> list[int]:

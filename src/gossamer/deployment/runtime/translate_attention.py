@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -27,6 +27,7 @@ HIDDEN = -1e30  # numbers below hide a key, as -inf does
 class Mask(Lazy):
     """Where a constant and numbers of the keys of each sample are both true."""
 
+    about: ClassVar[str] = "a mask of keys and queries"
     constant: Tensor
     keys: Handle
 
@@ -35,6 +36,7 @@ class Mask(Lazy):
 class Scores(Lazy):
     """Products of queries and keys; after the softmax the weights of the values."""
 
+    about: ClassVar[str] = "scores of attention"
     queries: Handle
     keys: Handle
     scale: float
@@ -222,7 +224,7 @@ def _masked(t: Translator, node: fx.Node) -> Scores:
     scores, mask = t.arguments(node)[:2]
     if isinstance(mask, Scores):
         scores, mask = mask, scores
-    if not isinstance(scores, Scores) or scores.after_softmax or not isinstance(mask, Tensor | Handle):
+    if not isinstance(scores, Scores) or scores.after_softmax or not isinstance(mask, Tensor | Handle | Mask):
         raise UnsupportedError(f"a sum with scores of attention (node {node.name})")
     return replace(scores, masks=(*scores.masks, mask))
 
@@ -254,6 +256,17 @@ def _same(t: Translator, node: fx.Node) -> Any:
     return x
 
 
+def _as_addend(t: Translator, node: fx.Node) -> Any:
+    """``where(mask, 0, -inf)``: the mask again, which attention adds in this way."""
+    mask, shown, other = t.arguments(node)
+    zero = not shown.any() if isinstance(shown, Tensor) else shown == 0
+    if isinstance(other, Tensor):
+        other = float(other.max())
+    if not zero or other > HIDDEN or not isinstance(mask, Mask):
+        raise UnsupportedError(f"{node.target} of activations (node {node.name})")
+    return mask
+
+
 def _both(t: Translator, node: fx.Node) -> Any:
     """Two masks together, one of them constant."""
     first, second = t.arguments(node)
@@ -265,6 +278,10 @@ def _both(t: Translator, node: fx.Node) -> Any:
     return Mask(constant, handle)
 
 
+_UNCHANGED = (
+    *(aten.dropout.default, aten.to.dtype, aten.to.dtype_layout, aten.contiguous.default, aten.clone.default),
+    *(aten.reshape.default, aten.expand.default),
+)
 ATTENTION: dict[Any, Translation] = {
     aten.scaled_dot_product_attention.default: _attention,
     aten.matmul.default: _matmul,
@@ -274,21 +291,17 @@ ATTENTION: dict[Any, Translation] = {
     aten.logical_and.default: _both,
 }
 #: Calls that may receive scores or masks.
-OF_LAZY: dict[Any, Translation] = {
-    aten.scaled_dot_product_attention.default: _attention,
-    aten.matmul.default: _weighted,
-    aten.bmm.default: _weighted,
-    aten.mul.Tensor: _scaled,
-    aten.div.Tensor: _scaled,
-    aten.add.Tensor: _masked,
-    aten.masked_fill.Scalar: _filled,
-    aten.softmax.int: _softmax,
-    aten.dropout.default: _same,
-    aten.to.dtype: _same,
-    aten.to.dtype_layout: _same,
-    aten.contiguous.default: _same,
-    aten.clone.default: _same,
-    aten.reshape.default: _same,
-    aten.expand.default: _same,
-    aten.__and__.Tensor: _both,
+OF_SCORES: dict[tuple[Any, type[Lazy]], Translation] = {
+    (aten.matmul.default, Scores): _weighted,
+    (aten.bmm.default, Scores): _weighted,
+    (aten.mul.Tensor, Scores): _scaled,
+    (aten.div.Tensor, Scores): _scaled,
+    (aten.add.Tensor, Scores): _masked,
+    (aten.masked_fill.Scalar, Scores): _filled,
+    (aten.softmax.int, Scores): _softmax,
+    (aten.scaled_dot_product_attention.default, Mask): _attention,
+    (aten.__and__.Tensor, Mask): _both,
+    (aten.where.ScalarOther, Mask): _as_addend,
+    (aten.where.self, Mask): _as_addend,
+    **{(target, kind): _same for target in _UNCHANGED for kind in (Scores, Mask)},
 }

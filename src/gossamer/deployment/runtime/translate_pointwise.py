@@ -30,11 +30,11 @@ def _per_channel(t: Translator, x: Handle, given: Any, node: fx.Node) -> Floats:
     """A number, or a tensor of the model that has one for each channel (and one for all pixels), by channel."""
     channels, rank = t.values[x.value].channels, len(shape_of(node))
     if isinstance(given, Tensor) and given.numel() > 1:
-        axis = _axis_of_channels(t, x, rank)
+        axis = _axis_of_channels(x, rank)
         sizes = [1] * (rank - given.dim()) + list(given.shape)
         others = [size for place, size in enumerate(sizes) if place != axis]
         no_axis = x.form in ("flat", "state", "bare", "grouped", "view")
-        if no_axis or sizes[axis] != channels or any(size != 1 for size in others):
+        if no_axis or axis is None or sizes[axis] != channels or any(size != 1 for size in others):
             raise UnsupportedError(f"a tensor of shape {tuple(given.shape)} with a {x.form} (node {node.name})")
         values = to_floats(given if given.is_floating_point() else given.float()).reshape(-1).astype(np.float64)
     else:
@@ -58,7 +58,7 @@ def _planes(t: Translator, x: Handle, given: Any, node: fx.Node) -> int | None:
     shape = shape_of(node)
     if not isinstance(given, Tensor) or given.numel() == 1 or not given.is_floating_point():
         return None
-    view, axis = t.view_of(x, shape_of(node)) if x.form in _WITH_PLANES else None, _axis_of_channels(t, x, len(shape))
+    view, axis = t.view_of(x, shape) if x.form in _WITH_PLANES else None, _axis_of_channels(x, len(shape))
     own = [1] * (len(shape) - given.dim()) + list(given.shape)
     if view is None or all(size == 1 for dim, size in enumerate(own) if dim != axis) or len(own) != len(shape):
         return None
@@ -81,7 +81,7 @@ def _planes(t: Translator, x: Handle, given: Any, node: fx.Node) -> int | None:
 _WITH_PLANES = ("sequence", "signal", "picture", "turned", "view")
 
 
-def _axis_of_channels(t: Translator, x: Handle, rank: int) -> int | None:
+def _axis_of_channels(x: Handle, rank: int) -> int | None:
     if x.view is None:
         return rank - 1 if x.form in ("sequence", "turned") else 1
     return None
@@ -120,9 +120,7 @@ def _subtracted(t: Translator, x: Any, number: Any, sign: float, node: fx.Node) 
     return append_affine(t, x, name=node.name, scale=scale, shift=_per_channel(t, x, number, node))
 
 
-def _with_planes(
-    t: Translator, x: Handle, planes: int, sign: float, node: fx.Node, *, scaled: bool = False
-) -> Handle:
+def _with_planes(t: Translator, x: Handle, planes: int, sign: float, node: fx.Node, *, scaled: bool = False) -> Handle:
     """x + sign * planes, or sign * x + planes if x is ``scaled``."""
     if sign == 1:
         return append_affine(t, x, name=node.name, add=planes)

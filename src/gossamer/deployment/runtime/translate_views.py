@@ -183,7 +183,8 @@ def with_tokens(plain: Translation) -> Translation:
 def _viewed_numbers(t: Translator, node: fx.Node, tokens: Tokens) -> Handle:
     x = t.numbers(tokens)
     view = t.view_of(x, tokens.shape)
-    change = {aten.unsqueeze.default: unsqueezed, aten.expand.default: expanded}.get(node.target)
+    changes: dict[Any, Change] = {aten.unsqueeze.default: unsqueezed, aten.expand.default: expanded}
+    change = changes.get(node.target)
     if change is None and math.prod(shape_of(node)) == math.prod(tokens.shape) and node.target in _RESHAPES:
         change = reshaped
     if change is None:

@@ -204,7 +204,7 @@ def _over_all(t: Translator, node: fx.Node, kind: Kind) -> Handle:
 
 
 def _total(t: Translator, node: fx.Node) -> Handle:
-    x, dims, keep, dtype = t.arguments(node, None, None, False, None)
+    x, _, _, dtype = t.arguments(node, None, None, False, None)
     if dtype not in (None, torch.float32) or not isinstance(node.args[0], fx.Node):
         raise UnsupportedError(f"a sum in {dtype} (node {node.name})")
     count = t.values[activation(x, node).value].pixels

@@ -26,8 +26,8 @@ from gossamer.deployment.runtime.network import (
     dense_taps,
     diagonal_taps,
 )
-from gossamer.deployment.runtime.translate_attention import ATTENTION
-from gossamer.deployment.runtime.translate_norms import NORMS
+from gossamer.deployment.runtime.translate_attention import ATTENTION, OF_SCORES
+from gossamer.deployment.runtime.translate_norms import NORMS, OF_SQUARES
 from gossamer.deployment.runtime.translate_pointwise import POINTWISE
 from gossamer.deployment.runtime.translate_recurrent import RECURRENT
 from gossamer.deployment.runtime.translate_views import (
@@ -152,6 +152,8 @@ def _changes_samples(t: Translator, x: Handle, node: fx.Node) -> bool:
 
 def _concat(t: Translator, node: fx.Node) -> Handle:
     tensors, dim = t.arguments(node, None, 0)
+    if (turned := _half_turned(t, node, dim)) is not None:
+        return turned
     if (joined := _joined(t, node, tensors, dim % len(shape_of(node)))) is not None:
         return joined
     handles = [activation(as_vector(t, x), node, "picture", "signal", "vector", "sequence") for x in tensors]
@@ -162,6 +164,34 @@ def _concat(t: Translator, node: fx.Node) -> Handle:
         raise UnsupportedError(f"a concatenation along dimension {dim} (node {node.name})")
     y = t.new(Value(sum(v.channels for v in values), values[0].height, values[0].width), handles[0].form)
     t.operations.append(Concat(tuple(x.value for x in handles), y.value, node.name))
+    return y
+
+
+def _half_turned(t: Translator, node: fx.Node, dim: int) -> Handle | None:
+    """(-second half, first half) of the last axis of a view, as in rotary positions."""
+    first, *others = cast(list[Any], node.args[0])
+    rank, half = len(shape_of(node)), shape_of(node)[-1] // 2
+    if len(others) != 1 or dim % rank != rank - 1 or getattr(first, "target", None) is not aten.neg.default:
+        return None
+    halves = [each for each in (first.args[0], *others) if getattr(each, "target", None) is aten.slice.Tensor]
+    given = [cast(tuple[Any, ...], each.args) for each in halves]
+    if len(given) != 2 or given[0][0] is not given[1][0] or shape_of(given[0][0]) != shape_of(node):
+        return None
+    if [(each[1] % rank, each[2]) for each in given] != [(rank - 1, half), (rank - 1, 0)]:
+        return None
+    x = t.settled(t.env[given[0][0]])
+    view = t.view_of(x, shape_of(node)) if isinstance(x, Handle) else None
+    last = view.axes[-1] if view is not None else ()
+    if view is None or len(last) != 1 or last[0].of != "channel":
+        return None
+    value, stride, size = t.values[x.value], last[0].stride, last[0].size
+    channel = np.arange(value.channels)
+    inside = channel // stride % size
+    sign = np.where(inside < half, -1, 1).astype(np.float32)
+    taps = diagonal_taps(value.channels, np.stack([channel, channel - sign.astype(np.int64) * half * stride], 1), sign)
+    y = t.like(x)
+    bias = np.zeros(value.channels, np.float32)
+    t.operations.append(Product(x.value, y.value, taps, bias, (1, 1), (0, 0), taps.count, node.name, kind="copy"))
     return y
 
 
@@ -387,6 +417,7 @@ TRANSLATIONS: dict[Any, Translation] = {
     aten.new_zeros.default: lambda t, node: Zeros(),
     operator.getitem: item,
 }
+OF_LAZY = {**OF_SCORES, **OF_SQUARES}
 #: Calls that take views of some channels or pixels; all others get copies of them.
 OF_VIEWS = frozenset(
     [

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from operator import attrgetter
-from typing import Any, Literal, cast
+from typing import Any, ClassVar, Literal, cast
 
 import numpy as np
 import torch
@@ -71,6 +71,8 @@ class Lazy:
     """The result of a call for which there is no operation before a later call is known, such as the scores of
     attention. Only calls that know it may receive it."""
 
+    about: ClassVar[str]
+
 
 @dataclass(frozen=True)
 class Zeros:
@@ -85,7 +87,7 @@ class Translator:
         module: fx.GraphModule,
         translations: Mapping[Any, Callable[[Translator, fx.Node], Any]],
         of_views: frozenset[Any] = frozenset(),
-        of_lazy: Mapping[Any, Callable[[Translator, fx.Node], Any]] | None = None,
+        of_lazy: Mapping[tuple[Any, type[Lazy]], Callable[[Translator, fx.Node], Any]] | None = None,
     ) -> None:
         self.module = module
         self.translations = translations
@@ -117,9 +119,7 @@ class Translator:
             elif self._is_constant(node):
                 self.env[node] = self._computed(node)
             elif any(isinstance(self._get(each), Lazy) for each in node.all_input_nodes):
-                if node.target not in self.of_lazy:
-                    raise UnsupportedError(f"{node.target} of the scores or masks of attention (node {node.name})")
-                self.env[node] = self.of_lazy[node.target](self, node)
+                self.env[node] = self._lazily(node)
             elif node.target not in self.translations:
                 raise UnsupportedError(f"no native kernel for {node.target} (node {node.name})")
             else:
@@ -132,10 +132,17 @@ class Translator:
         nested = None if structure is None or structure.is_leaf() else structure
         return Network(self.values, self.operations, places, forms, shapes, tuple(self.inputs), self.time_major, nested)
 
+    def _lazily(self, node: fx.Node) -> Any:
+        """The translation of a call of something lazy, by the kind of the first such input."""
+        kind = next(type(each) for each in map(self._get, node.all_input_nodes) if isinstance(each, Lazy))
+        if (node.target, kind) not in self.of_lazy:
+            raise UnsupportedError(f"{node.target} of {kind.about} (node {node.name})")
+        return self.of_lazy[node.target, kind](self, node)
+
     def _is_constant(self, node: fx.Node) -> bool:
         """Whether a call depends only on tensors of the model, so that its result is constant."""
         known = [self._get(each) for each in node.all_input_nodes]
-        return all(isinstance(each, Tensor) for each in known) and (bool(known) or node.target in _MADE)
+        return all(isinstance(each, Tensor) for each in known) and (bool(known) or _is_made(node))
 
     def _computed(self, node: fx.Node) -> Any:
         if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
@@ -302,7 +309,7 @@ class Translator:
         channels, pixels = ([p for p in parts if p.of == of and p.stride] for of in kinds)
         if value.height > 1 or len(pixels) > 1:
             raise UnsupportedError("a view of some rows and columns")
-        strides = {part: 1 for part in pixels}
+        strides = dict.fromkeys(pixels, 1)
         count = 1
         for part in sorted(channels, key=lambda part: part.stride):
             strides[part], count = count, count * part.size
@@ -363,8 +370,14 @@ class Translator:
 
 Translation = Callable[[Translator, fx.Node], Any]
 #: Calls without activations that make constants.
-_MADE = (aten.arange.default, aten.arange.start, aten.arange.start_step, aten.full.default, aten.ones.default)
-_MADE += (aten.scalar_tensor.default,)
+_MADE = (
+    *(aten.arange.default, aten.arange.start, aten.arange.start_step, aten.full.default, aten.ones.default),
+    aten.scalar_tensor.default,
+)
+
+
+def _is_made(node: fx.Node) -> bool:
+    return node.target in _MADE or (node.target is aten.zeros.default and not shape_of(node))
 
 
 def _are_tokens_turned(graph: fx.Graph) -> bool:

@@ -92,7 +92,7 @@ class View:
             index //= part.size
         return replace(view, axes=(*view.axes[:dim], *view.axes[dim + 1 :]))
 
-    def expanded(self, shape: Sequence[int], known: Of = "channel") -> View:
+    def expanded(self, shape: Sequence[int]) -> View:
         """Axes of size 1 repeated, and new ones in front."""
         axes = [*[()] * (len(shape) - len(self.axes)), *self.axes]
         wider = []
@@ -103,7 +103,7 @@ class View:
             elif axis:
                 raise UnsupportedError("an expansion over the batch")
             else:
-                wider.append((Part(known, size, 0),))
+                wider.append((Part("channel", size, 0),))
         return replace(self, axes=tuple(wider))
 
     def places(self, of: Of) -> Integers:
