@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 import gossamer
 from gossamer.deployment.runtime import NativeModel, Setting, UnsupportedError, capture, load_native
+from gossamer.deployment.runtime.decoding import Decoder as Decoding
 from gossamer.deployment.runtime.network import Attention, Network, Normalise, Pointwise
 from gossamer.lab.models.minilm import SentenceClassifier
 from gossamer.lab.models.transformer import Decoder, VisionTransformer
@@ -237,3 +238,28 @@ def test_masks_of_queries_of_each_sample_are_left_to_torch() -> None:
 
     with pytest.raises(UnsupportedError, match="a mask that depends on the tokens and the queries"):
         capture.capture(Written(forward), (torch.randn(2, 5, 6), torch.randn(2, 5, 5)))
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "decoder"])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_a_cache_gives_the_outputs_of_the_whole_sequence(name: str, batch: int) -> None:
+    model, graph = captured(name)
+    decoder = Decoding(NativeModel(graph, load_native()), batch=batch, seconds=0)
+    tokens = words(batch)
+    with torch.no_grad():
+        expected = tensors(model(tokens.t() if name == "decoder" else tokens))[0]
+    expected = expected.transpose(0, 1) if name == "decoder" else expected
+    for _ in range(2):
+        prompt = decoder(tokens[:, :3])
+        got = torch.stack([prompt, *(decoder(tokens[:, i : i + 1]) for i in range(3, TOKENS))], 1)
+        torch.testing.assert_close(got, expected[:, 2:], rtol=0, atol=1e-5 * float(expected.abs().max()))
+        with pytest.raises(ValueError, match=f"at most {TOKENS} tokens, got {TOKENS} and 1 more"):
+            decoder(tokens[:, :1])
+        decoder.reset()
+
+
+def test_only_causal_models_of_tokens_decode() -> None:
+    with pytest.raises(UnsupportedError, match="one input, of tokens, and one output"):
+        Decoding(NativeModel(captured("vit")[1], load_native()))
+    fast = gossamer.deploy(Decoder(WORDS, WIDTH, 1, HEADS, 16), words(1).t().contiguous(), seconds=0, remember=False)
+    assert fast.decoder(seconds=0.01)(words(1)).shape == (1, WORDS)

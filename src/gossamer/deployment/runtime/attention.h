@@ -157,4 +157,68 @@ static void attend(const struct attention_op *o, int64_t lanes, float *arena, co
     }
 }
 
+/* Attention of one token of one sample. The memory of a head has its keys as [channel][token], so that scores are
+ * vectors, and its values as [token][channel], so that results are; rows are filled up to whole chunks. */
+struct recall_op {
+    int64_t heads, shared, depth, width, length;     /* of keys and values there are `shared` heads */
+    int64_t q_at, k_at, v_at;                        /* first float of each head, of int64 */
+    int64_t q_step, k_step, v_step;                  /* floats between the channels of a head */
+    int64_t scale;                                   /* address of one float */
+    int64_t which;                                   /* the head of keys and values of each head, of int64 */
+    int64_t positions, memory, sample, first;        /* inputs; floats of a sample, and those before */
+    int64_t values, scratch;                         /* in the arena */
+};
+
+INLINE int64_t whole_chunks(int64_t n) { return (n + CHUNK - 1) / CHUNK * CHUNK; }
+
+/* scores[token] = scale * q . keys, for some vectors of tokens */
+INLINE void score_tokens(const int vectors, float *scores, const float *q, int64_t q_step, const float *keys, int64_t row,
+                         int64_t depth, vec scale) {
+    vec sum[QUERIES];
+    for (int i = 0; i < vectors; i++) sum[i] = (vec){0};
+    for (int64_t c = 0; c < depth; c++) {
+        vec weight = splat(q[c * q_step]);
+        for (int i = 0; i < vectors; i++) sum[i] += weight * load(keys + c * row + i * WIDTH);
+    }
+    for (int i = 0; i < vectors; i++) store(scores + i * WIDTH, sum[i] * scale);
+}
+
+static void recall(const struct recall_op *o, int64_t position, float *memory, float *arena, const float *q,
+                   const float *k, float *y) {
+    const int64_t *q_at = (const int64_t *)(uintptr_t)o->q_at, *k_at = (const int64_t *)(uintptr_t)o->k_at;
+    const int64_t *v_at = (const int64_t *)(uintptr_t)o->v_at, *which = (const int64_t *)(uintptr_t)o->which;
+    const int64_t row = whole_chunks(o->length), value_row = whole_chunks(o->width), tokens = position + 1;
+    const int64_t key_room = o->depth * row, room = key_room + o->length * value_row;
+    const vec scale = splat(*(const float *)(uintptr_t)o->scale);
+    const float *v = arena + o->values;
+    float *scores = arena + o->scratch;
+    for (int64_t head = 0; head < o->shared; head++) {
+        float *keys = memory + head * room, *values = keys + key_room + position * value_row;
+        for (int64_t c = 0; c < o->depth; c++) keys[c * row + position] = k[k_at[head] + c * o->k_step];
+        for (int64_t c = 0; c < o->width; c++) values[c] = v[v_at[head] + c * o->v_step];
+    }
+    for (int64_t head = 0; head < o->heads; head++) {
+        const float *keys = memory + which[head] * room, *values = keys + key_room, *own = q + q_at[head];
+        int64_t token = 0;
+        for (; token + QUERIES * WIDTH <= row && token < tokens; token += QUERIES * WIDTH)
+            score_tokens(QUERIES, scores + token, own, o->q_step, keys + token, row, o->depth, scale);
+        for (; token < tokens; token += WIDTH)
+            score_tokens(1, scores + token, own, o->q_step, keys + token, row, o->depth, scale);
+        float most = scores[0], sum = 0;
+        for (int64_t i = 1; i < tokens; i++) most = scores[i] > most ? scores[i] : most;
+        for (int64_t i = 0; i < tokens; i += WIDTH)
+            give(scores + i, exponential(take(scores + i, tokens - i) - splat(most)), tokens - i);
+        for (int64_t i = 0; i < tokens; i++) sum += scores[i];
+        const vec factor = splat(1.0f / sum);
+        for (int64_t c = 0; c < o->width; c += WIDTH) {
+            vec parts[4] = {{0}, {0}, {0}, {0}}; /* so that additions do not wait for each other */
+            int64_t i = 0;
+            for (; i + 4 <= tokens; i += 4)
+                for (int n = 0; n < 4; n++) parts[n] += splat(scores[i + n]) * load(values + (i + n) * value_row + c);
+            for (; i < tokens; i++) parts[0] += splat(scores[i]) * load(values + i * value_row + c);
+            give(y + head * o->width + c, ((parts[0] + parts[1]) + (parts[2] + parts[3])) * factor, o->width - c);
+        }
+    }
+}
+
 #endif

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 from gossamer.deployment.runtime import memory
 from gossamer.deployment.runtime.capture import capture
 from gossamer.deployment.runtime.compiling import NoCompilerError
+from gossamer.deployment.runtime.decoding import Decoder
 from gossamer.deployment.runtime.fallback import SparseLinears, by_csr, by_native
 from gossamer.deployment.runtime.native import Native, load_native
 from gossamer.deployment.runtime.native_model import NativeModel, Setting, possible_lanes
@@ -71,6 +72,16 @@ class Deployed:
 
     def explain(self) -> Explanation:
         return self._explanation
+
+    def decoder(self, *, batch: int = 1, seconds: float = 0.5) -> Decoder:
+        """Generates text with a causal language model, token by token, with a cache of keys and values.
+
+        The example of ``deploy`` determines the maximum number of tokens. Kernels are timed for about ``seconds``.
+        Raises ``UnsupportedError`` for other networks.
+        """
+        if self.native is None:
+            raise UnsupportedError(f"expected a network that runs natively, but {self._explanation.reason}")
+        return Decoder(self.native, batch=batch, seconds=seconds)
 
 
 def compile_plan(

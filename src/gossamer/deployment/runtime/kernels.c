@@ -24,7 +24,8 @@
 
 enum {
     LOAD, STORE, PRODUCT, PRODUCT_ONE, AFFINE, POOL, PHASES, COPY, EMBED, LSTM, GRU, PRODUCT_DENSE, POINTWISE, SOFTMAX,
-    RNN_TANH, RNN_RELU, SPREAD, SHIFTS, PRODUCT_FOUR, NORMALISE, ATTENTION, CONSTANT, MOVE, TOKENS
+    RNN_TANH, RNN_RELU, SPREAD, SHIFTS, PRODUCT_FOUR, NORMALISE, ATTENTION, CONSTANT, MOVE, TOKENS,
+    COLUMN, RECALL
 };
 
 struct op {
@@ -197,6 +198,24 @@ static void run_move(const struct call *call, const struct op *op) {
         for (int64_t row = 0; row < o->height; row++)
             memcpy(call->arena + op->y + channel * o->y_row + row * n,
                    call->arena + op->x + channel * o->x_row + row * o->x_pitch * call->lanes, n * sizeof(float));
+}
+
+/* One pixel of planes, [pixel][channel], at the position of a sample. */
+static int64_t run_column(const struct call *call, const struct op *op) {
+    /* a: slot of the positions, pixels, channels, planes */
+    const int64_t *a = op->a, position = ((const int64_t *)call->inputs[a[0]])[call->first];
+    if (position < 0 || position >= a[1]) return 1;
+    memcpy(call->arena + op->y, POINTER(float, a[3]) + position * a[2], a[2] * sizeof(float));
+    return 0;
+}
+
+static int64_t run_recall(const struct call *call, const struct op *op) {
+    const struct recall_op *o = (const struct recall_op *)op->a;
+    const int64_t position = ((const int64_t *)call->inputs[o->positions])[call->first];
+    if (position < 0 || position >= o->length) return 1;
+    float *memory = (float *)(uintptr_t)call->inputs[o->memory] + call->first * o->sample + o->first;
+    recall(o, position, memory, call->arena, call->arena + op->x, call->arena + op->add, call->arena + op->y);
+    return 0;
 }
 
 /* Tokens as numbers. */
@@ -393,6 +412,8 @@ static int64_t run_op(const struct call *call, const struct op *op) {
     case CONSTANT: run_constant(call, op); break;
     case MOVE: run_move(call, op); break;
     case TOKENS: run_tokens(call, op); break;
+    case COLUMN: return run_column(call, op);
+    case RECALL: return run_recall(call, op);
     case LSTM:
     case GRU:
     case RNN_TANH:

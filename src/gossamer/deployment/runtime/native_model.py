@@ -35,7 +35,16 @@ from gossamer.deployment.runtime.checked import (
     tracing_state,
 )
 from gossamer.deployment.runtime.native import Native
-from gossamer.deployment.runtime.network import Floats, Network, Recurrent, Source, UnsupportedError, batch_axis
+from gossamer.deployment.runtime.network import (
+    Column,
+    Floats,
+    Network,
+    Recall,
+    Recurrent,
+    Source,
+    UnsupportedError,
+    batch_axis,
+)
 from gossamer.deployment.runtime.plan import choices, make_plan
 from gossamer.deployment.runtime.records import Plan
 from gossamer.deployment.runtime.weights import Kernel, aligned_zeros
@@ -64,6 +73,8 @@ def possible_lanes(graph: Network, batch: int) -> list[int]:
     Images fill vector registers with pixels and slow down when a group exceeds the cache; vectors and sequences need
     several samples.
     """
+    if any(isinstance(operation, Column | Recall) for operation in graph.operations):
+        return [1]  # each sample has its own position
     wide = max(16, min(MAX_LANES, -(-batch // 16) * 16))
     if any(isinstance(operation, Recurrent) for operation in graph.operations):
         return [1] if batch == 1 else [wide, 1]

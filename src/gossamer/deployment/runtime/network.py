@@ -266,6 +266,41 @@ class Attention:
     hidden: int | None = None  # to add: one channel, one pixel per key
 
 
+@dataclass(frozen=True, eq=False)
+class Column:
+    """One pixel of planes of the model, at the position of each sample."""
+
+    y: int
+    planes: Floats  # (channels, pixels)
+    slot: int  # of the positions
+    name: str
+
+
+@dataclass(frozen=True)
+class Cache:
+    """The memory of keys and values of a decoder: the inputs with positions and with the memory, the first float of an
+    attention in the memory of a sample, and the maximum number of tokens."""
+
+    positions: int
+    memory: int
+    first: int
+    length: int
+
+
+@dataclass(frozen=True, eq=False)
+class Recall:
+    """Attention of one token: its key and value are added to those of the tokens before it, then it sees them all."""
+
+    x: int  # query
+    keys: int
+    source: int  # values
+    y: int
+    heads: tuple[Heads, Heads, Heads]
+    scale: float
+    cache: Cache
+    name: str
+
+
 #: Cells of recurrent layers, with the number of their gates. The last two are those of ``nn.RNN``.
 Cell = Literal["lstm", "gru", "rnn_tanh", "rnn_relu"]
 GATES: dict[Cell, int] = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}
@@ -302,7 +337,7 @@ class Recurrent:
 
 Operation = (
     Input | Embed | TokenValues | Constant | Product | Affine | Normalise | Pointwise | Softmax | Pool | Spread
-    | Concat | Join | Attention | Recurrent
+    | Concat | Join | Attention | Column | Recall | Recurrent
 )  # fmt: skip
 
 
@@ -337,11 +372,13 @@ class Network:
 def reads(operation: Operation) -> tuple[int, ...]:
     """The values that an operation reads."""
     match operation:
-        case Input() | Embed() | TokenValues() | Constant():
+        case Input() | Embed() | TokenValues() | Constant() | Column():
             return ()
         case Attention():
             hidden = () if operation.hidden is None else (operation.hidden,)
             return (operation.x, operation.keys, operation.source, *hidden)
+        case Recall():
+            return (operation.x, operation.keys, operation.source)
         case Concat() | Join():
             return operation.xs
         case Product() | Affine() | Normalise():

@@ -28,6 +28,7 @@ from gossamer.deployment.runtime.network import (
     Affine,
     Attention,
     Cell,
+    Column,
     Concat,
     Constant,
     Embed,
@@ -38,6 +39,7 @@ from gossamer.deployment.runtime.network import (
     Pointwise,
     Pool,
     Product,
+    Recall,
     Recurrent,
     Softmax,
     Spread,
@@ -50,6 +52,7 @@ from gossamer.deployment.runtime.plan_attention import (
     attention_scratch,
     constant_fields,
     move_fields,
+    recall_fields,
 )
 from gossamer.deployment.runtime.plan_pointwise import normalise_fields, pointwise_fields, softmax_fields
 from gossamer.deployment.runtime.plan_shifted import shifted_blocks
@@ -57,6 +60,7 @@ from gossamer.deployment.runtime.plan_windows import channel_blocks, phases_fiel
 from gossamer.deployment.runtime.records import (
     AFFINE,
     ATTENTION,
+    COLUMN,
     CONSTANT,
     COPY,
     EMBED,
@@ -72,6 +76,7 @@ from gossamer.deployment.runtime.records import (
     PRODUCT_DENSE,
     PRODUCT_FOUR,
     PRODUCT_ONE,
+    RECALL,
     RECORD,
     RNN_RELU,
     RNN_TANH,
@@ -171,6 +176,12 @@ class _Planner:
                     self._join(step)
                 case Attention():
                     self._attention(step)
+                case Column():
+                    channels, pixels = step.planes.shape
+                    planes = self.kept.keep(np.ascontiguousarray(step.planes.T))
+                    self._emit(COLUMN, -1, step.y, None, [step.slot, pixels, channels, planes])
+                case Recall():
+                    self._recall(step)
                 case Recurrent():
                     self._recurrent(step)
         self.owner = -1
@@ -399,6 +410,14 @@ class _Planner:
         self.records[-1][2] += self.placed.layouts[step.y].base
         heads = len(step.heads[0].first)
         self._line(step, "attention", f"{heads} heads, {'causal' if step.causal else 'all keys'}")
+
+    def _recall(self, step: Recall) -> None:
+        self.shared = max(self.shared, _rounded(step.cache.length))
+        sample = self.placed.graph.inputs[step.cache.memory].shape[1]
+        fields = recall_fields(self.kept, step, sample, self.placed.offsets[step.source])
+        self.shared_fields.append((len(self.records), 4 + len(fields), 0))
+        self._emit(RECALL, step.x, step.y, step.keys, fields)
+        self._line(step, "attention", f"{len(step.heads[0].first)} heads, cached keys and values")
 
     def _state(self, step: Recurrent) -> list[int]:
         """Offsets of h and c before and after (-1 if there is none), and floats between units."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 import numpy as np
 
 from gossamer.deployment.runtime.layout import CHUNK, Placed
-from gossamer.deployment.runtime.network import Attention, Constant, Heads
+from gossamer.deployment.runtime.network import Attention, Constant, Heads, Recall
 from gossamer.deployment.runtime.weights import Kept
 
 BLOCK = 64  # floats of a row of scores, at most
@@ -40,6 +40,27 @@ def attention_scratch(step: Attention, lanes: int) -> int:
     _, k, v = step.heads
     apart = (queries + keys) * (k.size + v.size) + keys
     return keys * BLOCK + (APART * apart if lanes > 1 else 0)
+
+
+def recall_fields(kept: Kept, step: Recall, sample: int, values: int) -> list[int]:
+    """The record of attention with a memory of ``sample`` floats, without the place of scratch memory, which is last.
+    All values have one pixel and one lane, so that channels are contiguous."""
+    q, k, v = step.heads
+    shared = sorted(set(zip(k.first, v.first, strict=True)))
+    which = [shared.index(pair) for pair in zip(k.first, v.first, strict=True)]
+    tables = (q.first, tuple(key for key, _ in shared), tuple(value for _, value in shared))
+    at = [kept.keep(np.array(table, np.int64)) for table in tables]
+    scale, cache = kept.keep(np.array([step.scale], np.float32)), step.cache
+    sizes = [len(q.first), len(shared), k.size, v.size, cache.length]
+    places = [cache.positions, cache.memory, sample, cache.first]
+    return [*sizes, *at, q.stride, k.stride, v.stride, scale, kept.keep(np.array(which, np.int64)), *places, values]
+
+
+def memory_size(heads: tuple[Heads, Heads, Heads], length: int) -> int:
+    """Floats of the keys and values of a sample, as in attention.h."""
+    _, k, v = heads
+    shared = len(set(zip(k.first, v.first, strict=True)))
+    return shared * (k.size * _rounded(length) + length * _rounded(v.size))
 
 
 def constant_fields(kept: Kept, placed: Placed, step: Constant) -> list[int]:
