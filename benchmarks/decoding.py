@@ -3,10 +3,10 @@
     python benchmarks/decoding.py --sparsity 0.9 0.95 --out results/decoding
 
 The model has the shape of GPT-2 (12 layers of 768, a vocabulary of 50,257) and random weights, of which the same share
-is zero in every linear layer, also in the tied layer of the logits. A dense engine gets one step of the same model as an
-ONNX file: token, position, and the keys and values of all earlier positions, of which a mask hides those that are still
-to come; it returns logits, keys and values of the token, which are written to the cache in place. One thread, batch 1,
-one step at a time, engines taking turns at the same position, medians.
+is zero in every linear layer, also in the tied layer of the logits. A dense engine gets one step of the same model as
+an ONNX file: token, position, and the keys and values of all earlier positions, of which a mask hides those that are
+still to come; it returns logits, keys and values of the token, which are written to the cache in place. One thread,
+batch 1, one step at a time, engines taking turns at the same position, medians.
 """
 
 import argparse
