@@ -36,7 +36,7 @@ TESTS = {
 }
 NETWORKS = (
     *("resnet, odd size", "densenet", "mobile", "lstm", "borders", "waves", "decoder", "generator"),
-    *("resnet of groups", "convnext"),
+    *("resnet of groups", "convnext", "vision transformer", "encoder"),
 )
 
 

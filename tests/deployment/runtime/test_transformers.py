@@ -263,3 +263,40 @@ def test_only_causal_models_of_tokens_decode() -> None:
         Decoding(NativeModel(captured("vit")[1], load_native()))
     fast = gossamer.deploy(Decoder(WORDS, WIDTH, 1, HEADS, 16), words(1).t().contiguous(), seconds=0, remember=False)
     assert fast.decoder(seconds=0.01)(words(1)).shape == (1, WORDS)
+
+
+@pytest.mark.parametrize("name", ["minilm", "decoder", "bert, padded", "llama", "nn.TransformerEncoderLayer"])
+def test_shorter_sequences(name: str) -> None:
+    model, _ = captured(name)
+    example = MODELS[name][1](2)
+    axis = 0 if name == "decoder" else 1
+    fast = gossamer.deploy(model, example, seconds=0, remember=False).native
+    assert fast is not None
+    for steps in (TOKENS, 1, 4, TOKENS - 1):
+        inputs = MODELS[name][1](3)
+        inputs = [
+            each.narrow(axis, 0, steps).contiguous() for each in (inputs if isinstance(inputs, tuple) else (inputs,))
+        ]
+        with torch.no_grad():
+            expected = tensors(model(*inputs))
+        for got, want in zip(tensors(fast(*inputs)), expected, strict=True):
+            torch.testing.assert_close(got, want, rtol=0, atol=1e-5 * float(want.abs().max()))
+
+
+class ByLength(nn.Module):
+    """Its outputs depend on the number of steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layer(x) / x.shape[1]
+        return y
+
+
+def test_shorter_sequences_that_would_be_wrong_are_refused() -> None:
+    fast = gossamer.deploy(ByLength(), torch.randn(2, 5, 6), seconds=0, remember=False).native
+    assert fast is not None
+    with pytest.raises(ValueError, match="expected an input of shape"):
+        fast(torch.randn(2, 4, 6))

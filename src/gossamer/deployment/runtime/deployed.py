@@ -19,6 +19,7 @@ from gossamer.deployment.runtime.capture import capture
 from gossamer.deployment.runtime.compiling import NoCompilerError
 from gossamer.deployment.runtime.decoding import Decoder
 from gossamer.deployment.runtime.fallback import SparseLinears, by_csr, by_native
+from gossamer.deployment.runtime.lengths import axis_of_steps, shortened, steps_of
 from gossamer.deployment.runtime.native import Native, load_native
 from gossamer.deployment.runtime.native_model import NativeModel, Setting, possible_lanes
 from gossamer.deployment.runtime.network import UnsupportedError
@@ -129,6 +130,8 @@ def deploy(
         return _by_layers(model, inputs, dense, str(error), threads, seconds)
     if (problem := _disagreement(native, dense, inputs)) is not None:
         return _by_layers(model, inputs, dense, problem, threads, seconds)
+    if _agrees_on_shorter(native, dense, inputs):
+        native.shorter = {}
     batch = native.example_batch
     key = memory.key_of(native.graph, native.native, batch, threads)
     decision = memory.recall(key, native.graph, batch, threads) if remember else None
@@ -193,6 +196,19 @@ def _disagreement(native: Run, dense: Run, inputs: tuple[Any, ...]) -> str | Non
         if not difference <= AGREES * max(largest, AGREES):
             return f"the native outputs differ from the model's by {difference:.1e} where the largest is {largest:.1e}"
     return None
+
+
+def _agrees_on_shorter(native: NativeModel, dense: Run, inputs: tuple[Any, ...]) -> bool:
+    """Whether the network also gives the outputs of the model for sequences of half of the steps."""
+    steps = steps_of(native.graph)
+    if steps is None or steps < 2:
+        return False
+    half = tree_map(lambda x: x.narrow(axis_of_steps(native.graph), 0, steps // 2).contiguous(), inputs)
+    try:
+        shorter = NativeModel(shortened(native.graph, steps // 2), native.native)
+        return _disagreement(shorter, dense, half) is None
+    except Exception:  # the network cannot be shortened, or the model takes no shorter sequences
+        return False
 
 
 def _with_reason(line: Line, decision: memory.Decision) -> Line:

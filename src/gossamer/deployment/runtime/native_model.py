@@ -34,8 +34,10 @@ from gossamer.deployment.runtime.checked import (
     readable,
     tracing_state,
 )
+from gossamer.deployment.runtime.lengths import axis_of_steps, shortened, steps_of
 from gossamer.deployment.runtime.native import Native
 from gossamer.deployment.runtime.network import (
+    Attention,
     Column,
     Floats,
     Network,
@@ -51,6 +53,7 @@ from gossamer.deployment.runtime.weights import Kernel, aligned_zeros
 
 MAX_LANES = 64
 KEPT = 32  # maximum number of prepared batch sizes, each with its memory; the oldest are dropped first
+KEPT_LENGTHS = 8  # maximum number of shorter lengths, each with its own plans
 _OUTSIDE = "expected tokens within the embedding table, got one outside"
 empty_like = torch.empty_like
 # Fields of the argument block, in the order of `struct request` in kernels.c.
@@ -80,6 +83,10 @@ def possible_lanes(graph: Network, batch: int) -> list[int]:
         return [1] if batch == 1 else [wide, 1]
     if all(graph.values[operation.y].pixels == 1 for operation in graph.operations):
         return [1] if batch == 1 else list(dict.fromkeys([wide, 32, 16, 1]))
+    attention = [operation for operation in graph.operations if isinstance(operation, Attention)]
+    if attention:  # it takes the samples of a group apart, so that groups pay only for few tokens that fill no vectors
+        filled = all(operation.lengths[0] % 16 == 0 or operation.lengths[0] > 128 for operation in attention)
+        return [lanes for lanes in ((1, 16) if filled else (1, 4, 16)) if lanes < 2 * batch]
     guess = 1 if batch < 4 else 8 if batch < 16 else 16
     return [guess, *(lanes for lanes in (1, 2, 4, 8, 16, 32) if lanes != guess and lanes < 2 * batch)]
 
@@ -123,10 +130,19 @@ class NativeModel:
         self._lock = threading.Lock()
         self._pool: ThreadPoolExecutor | None = None
         self._name = torch_op.register(self)
+        #: Models of shorter sequences, by their number of steps; None if these have not been checked.
+        self.shorter: dict[int, NativeModel] | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copies and pickles build new plans, as those of this model contain addresses."""
-        return NativeModel, (self.graph, self.native, self.setting), {"_settings": dict(self._settings)}
+        return (
+            NativeModel,
+            (self.graph, self.native, self.setting),
+            {
+                "_settings": dict(self._settings),
+                "shorter": None if self.shorter is None else {},
+            },
+        )
 
     def __call__(self, *arguments: Any) -> Any:
         """Call it like the model: arguments and results are tensors, or nested tuples of tensors."""
@@ -179,6 +195,8 @@ class NativeModel:
     def _call(self, arguments: tuple[Any, ...]) -> Any:
         inputs: list[Tensor] = tree_leaves(arguments)
         check_tensors(inputs)
+        if self.shorter is not None and (model := self._for_steps(inputs)) is not None:
+            return model._call(arguments)
         if is_dynamo_compiling():
             outputs = self._run_as_operator(inputs)
         elif intercepted() or not all(map(is_plain, inputs)):
@@ -187,6 +205,19 @@ class NativeModel:
         else:
             outputs = self.run(inputs)
         return outputs[0] if self.graph.structure is None else tree_unflatten(outputs, self.graph.structure)
+
+    def _for_steps(self, inputs: Sequence[Tensor]) -> NativeModel | None:
+        """The model of shorter sequences, if the inputs are such."""
+        axis, length = axis_of_steps(self.graph), steps_of(self.graph)
+        steps = inputs[0].shape[axis] if inputs and inputs[0].dim() > 1 else 0
+        if self.shorter is None or length is None or not 0 < steps < length:
+            return None
+        with self._lock:
+            if steps not in self.shorter:
+                while len(self.shorter) >= KEPT_LENGTHS:
+                    del self.shorter[next(iter(self.shorter))]
+                self.shorter[steps] = NativeModel(shortened(self.graph, steps), self.native)
+            return self.shorter[steps]
 
     def _run_as_operator(self, inputs: list[Tensor]) -> list[Tensor]:
         with torch.no_grad():

@@ -31,7 +31,6 @@ from gossamer.deployment.runtime.translator import (
     Translation,
     Translator,
     activation,
-    append_affine,
     bias_or_zeros,
     to_floats,
 )
@@ -189,9 +188,9 @@ def _adaptive_max(t: Translator, node: fx.Node) -> tuple[Handle, None]:
     return _adaptive_pool(t, node, "max"), None
 
 
-def _over_all(t: Translator, node: fx.Node, kind: Kind) -> Handle:
-    """The mean or maximum over all pixels or steps."""
-    x, dims, keep = t.arguments(node, None, None, False)
+def _over_all(t: Translator, node: fx.Node, kind: Kind, divisor: int = 0) -> Handle:
+    """The mean or maximum over all pixels or steps, or their sum over ``divisor``."""
+    x, dims, keep = t.arguments(node, None, None, False, None)[:3]
     x = activation(x, node, "picture", "turned", "signal", "sequence")
     value, rank = t.values[x.value], len(shape_of(node.args[0]))
     steps = {0} if t.time_major else {1}
@@ -199,18 +198,15 @@ def _over_all(t: Translator, node: fx.Node, kind: Kind) -> Handle:
     given = [dims] if isinstance(dims, int) else dims
     if given is None or {d % rank for d in given} != wanted or (keep and x.form == "sequence"):
         raise UnsupportedError(f"a {'mean' if kind == 'average' else 'maximum'} over {dims} (node {node.name})")
-    y = _pool(t, x, node.name, kind, (value.height, value.width))
+    y = _pool(t, x, node.name, kind, (value.height, value.width), divisor=divisor)
     return Handle(y.value, x.form if keep else "vector")
 
 
 def _total(t: Translator, node: fx.Node) -> Handle:
-    x, _, _, dtype = t.arguments(node, None, None, False, None)
-    if dtype not in (None, torch.float32) or not isinstance(node.args[0], fx.Node):
+    dtype = t.arguments(node, None, None, False, None)[3]
+    if dtype not in (None, torch.float32):
         raise UnsupportedError(f"a sum in {dtype} (node {node.name})")
-    count = t.values[activation(x, node).value].pixels
-    mean = _over_all(t, node, "average")
-    scale = np.full(t.values[mean.value].channels, count, np.float32)
-    return append_affine(t, mean, name=node.name, scale=scale)
+    return _over_all(t, node, "average", divisor=1)
 
 
 def _max_and_where(t: Translator, node: fx.Node) -> tuple[Handle, None]:

@@ -106,9 +106,9 @@ def time_in_turns(
     wanted: int = 3,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, list[float]]:
-    """Seconds per call of each candidate by the ``clock``, in samples. Candidates take turns, so that other load affects
-    them equally. A sample is the mean over calls of a millisecond or two in total. There are at least three samples,
-    and ``wanted`` if that takes at most four times the ``seconds``."""
+    """Seconds per call of each candidate by the ``clock``, in samples. Candidates take turns, so that other load
+    affects them equally. A sample is the mean over calls of a millisecond or two in total. There are at least three
+    samples, and ``wanted`` if that takes at most four times the ``seconds``."""
     repeats: dict[str, int] = {}
     once: dict[str, float] = {}
     for name, run in candidates.items():

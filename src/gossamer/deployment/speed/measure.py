@@ -50,7 +50,8 @@ def measure(
 
     ``example(batch)`` returns an input. Each case takes at least ``rounds`` rounds and ``seconds`` seconds, plus the
     time to prepare the engines. ``cpu_time`` counts the seconds that this process computes, in all its threads, instead
-    of those that pass: for one thread on a machine that others use as well. ``progress`` is called with a description and the completed fraction.
+    of those that pass: for one thread on a machine that others use as well. ``progress`` is called with a description
+    and the completed fraction.
     """
     unknown = sorted(set(engines) - set(ENGINES))
     if unknown or not engines:
