@@ -69,7 +69,7 @@ class Decoder:
                 f"expected at most {self.length} tokens, got {self.position} and {tokens.shape[1]} more; "
                 "deploy the model with a longer example, or call reset()"
             )
-        for each in tokens.split(1, 1):
+        for each in torch.split(tokens, 1, 1):
             logits: Tensor = self.native(each.contiguous(), self._positions, self._memory)
             self._positions += 1
         return logits
