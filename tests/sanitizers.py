@@ -32,7 +32,10 @@ OPTIONS = {
 }
 TESTS = {
     True: ("test_kernels.py",),
-    False: ("test_kernels.py", "test_shifted.py", "test_drawn_layers.py", "test_drawn_networks.py"),
+    False: (
+        *("test_kernels.py", "test_shifted.py", "test_drawn_layers.py", "test_drawn_networks.py"),
+        "test_transformers.py",
+    ),
 }
 NETWORKS = (
     *("resnet, odd size", "densenet", "mobile", "lstm", "borders", "waves", "decoder", "generator"),
