@@ -144,14 +144,14 @@ INLINE void normalise_pixels(const int chunks, const struct normalise_op *o, con
     for (int i = 0; i < chunks * PARTS; i++) {
         mean[i] = mean[i] / splat(o->centred ? (float)o->count : INFINITY);
         square[i] = factor_of(o, mean[i], square[i] / count);
-        near[i] += mean[i];
     }
     for (int64_t row = 0; row < rows; row++) {
         vec by = splat(scale ? scale[row] : 1.0f), more = splat(shift ? shift[row] : 0.0f);
         for (int c = 0; c < chunks; c++)
             for (int i = 0; i < PARTS; i++) {
                 int64_t here = row * row_size + place[c] + i * WIDTH;
-                vec v = (load(x + here) - near[c * PARTS + i]) * (square[c * PARTS + i] * by) + more;
+                vec v = load(x + here) - near[c * PARTS + i] - mean[c * PARTS + i]; /* in two steps, as their sum rounds */
+                v = v * (square[c * PARTS + i] * by) + more;
                 if (add) v += load(add + here);
                 if (positive) v = relu(v);
                 if (mask) v = (vec)((ivec)v & *(const ivec *)(mask + (first + c) * CHUNK + i * WIDTH));
