@@ -40,6 +40,12 @@ VARIANTS: dict[str, tuple[str, ...]] = {
 _X86 = ("x86_64", "amd64")
 
 
+def variants_for(machine: str) -> list[str]:
+    """The variants for a kind of processor, best first. The portable one is for every processor; on aarch64, its
+    vectors are those of NEON."""
+    return list(VARIANTS) if machine.lower() in _X86 else ["portable"]
+
+
 class NoCompilerError(RuntimeError):
     """The native kernels are not available; the message says why and what to do."""
 
@@ -121,7 +127,7 @@ def is_whole(path: Path) -> bool:
 def compile_library(compiler: Sequence[str], target: Path, *, extra: Sequence[str] = ()) -> None:
     """Compile every variant for this kind of processor and link them to ``target``. The file is on disk before it is
     renamed, so that neither another process nor a crash leaves a partial one."""
-    variants = list(VARIANTS) if platform.machine().lower() in _X86 else ["portable"]
+    variants = variants_for(platform.machine())
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
         objects = []
