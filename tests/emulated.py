@@ -26,8 +26,8 @@ HARNESS = Path(__file__).with_suffix(".c")
 COMPILER, EMULATOR = "aarch64-linux-gnu-gcc", "qemu-aarch64"
 BASE, SIZE = 1 << 40, 1 << 33  # where the memory lies in both processes; pages that are not written take no space
 TESTS = {
-    True: ("test_kernels.py",),
-    False: ("test_kernels.py", "test_shifted.py", "test_drawn_layers.py", "test_drawn_networks.py"),
+    True: ("test_kernels.py", "test_int8.py"),
+    False: ("test_kernels.py", "test_int8.py", "test_shifted.py", "test_drawn_layers.py", "test_drawn_networks.py"),
 }
 NETWORKS = ("resnet, odd size", "mobile", "lstm", "borders", "waves", "decoder", "generator", "convnext")
 

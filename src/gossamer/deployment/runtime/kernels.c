@@ -11,6 +11,7 @@
  * This file is compiled once for each instruction set (VARIANT names the symbols, the compiler's flags choose the
  * vectors) and knows nothing of Python or torch.
  */
+#include "int8.h"
 #include "normalising.h"
 #include "one_vector.h"
 #include "pointwise.h"
@@ -22,7 +23,8 @@
 
 enum {
     LOAD, STORE, PRODUCT, PRODUCT_ONE, AFFINE, POOL, PHASES, COPY, EMBED, LSTM, GRU, PRODUCT_DENSE, POINTWISE, SOFTMAX,
-    RNN_TANH, RNN_RELU, SPREAD, SHIFTS, PRODUCT_FOUR, NORMALISE
+    RNN_TANH, RNN_RELU, SPREAD, SHIFTS, PRODUCT_FOUR, NORMALISE,
+    PRODUCT_INT8, PRODUCT_INT8_ONE
 };
 
 struct op {
@@ -44,27 +46,60 @@ struct runs {
     int64_t slot, sample, n, step, n1, outer1, inner1, n2, outer2, inner2;
 };
 
+INLINE void transpose_square(float *t, int64_t step, const float *f, int64_t sample) {
+    quad a = *(const quad *)f, b = *(const quad *)(f + sample);
+    quad c = *(const quad *)(f + 2 * sample), d = *(const quad *)(f + 3 * sample);
+    quad ab = __builtin_shufflevector(a, b, 0, 4, 1, 5), cd = __builtin_shufflevector(c, d, 0, 4, 1, 5);
+    quad AB = __builtin_shufflevector(a, b, 2, 6, 3, 7), CD = __builtin_shufflevector(c, d, 2, 6, 3, 7);
+    *(quad *)t = __builtin_shufflevector(ab, cd, 0, 1, 4, 5);
+    *(quad *)(t + step) = __builtin_shufflevector(ab, cd, 2, 3, 6, 7);
+    *(quad *)(t + 2 * step) = __builtin_shufflevector(AB, CD, 0, 1, 4, 5);
+    *(quad *)(t + 3 * step) = __builtin_shufflevector(AB, CD, 2, 3, 6, 7);
+}
+
+#if defined(__AVX512F__)
+/* 16 x 16: bit after bit, the number of a row and the place in it change places. */
+INLINE void transpose_chunk(float *t, int64_t step, const float *f, int64_t sample) {
+    __m512 v[CHUNK];
+    const __m512i place = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+#pragma GCC unroll 16
+    for (int i = 0; i < CHUNK; i++) v[i] = _mm512_loadu_ps(f + i * sample);
+#pragma GCC unroll 4
+    for (int bit = 1; bit < CHUNK; bit *= 2) {
+        const __mmask16 set = _mm512_test_epi32_mask(place, _mm512_set1_epi32(bit));
+        const __m512i by = _mm512_set1_epi32(bit);
+        const __m512i low = _mm512_mask_add_epi32(place, set, place, _mm512_set1_epi32(CHUNK - bit));
+        const __m512i high = _mm512_mask_add_epi32(_mm512_add_epi32(place, by), set, place, _mm512_set1_epi32(CHUNK));
+#pragma GCC unroll 16
+        for (int i = 0; i < CHUNK; i++)
+            if (!(i & bit)) {
+                __m512 a = v[i], b = v[i + bit];
+                v[i] = _mm512_permutex2var_ps(a, low, b);
+                v[i + bit] = _mm512_permutex2var_ps(a, high, b);
+            }
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < CHUNK; i++) _mm512_storeu_ps(t + i * step, v[i]);
+}
+#endif
+
+/* Sixteen lanes at a time: they are a cache line of the result, which is then written whole. */
 static void transpose_in(float *to, int64_t step, const float *from, int64_t sample, int64_t n, int64_t count) {
-    int64_t lane = 0;
-    for (; lane + 4 <= count; lane += 4) {
-        int64_t i = 0;
+    for (int64_t first = 0; first < count; first += CHUNK) {
+        int64_t end = least(first + CHUNK, count), i = 0;
+#if defined(__AVX512F__)
+        if (end - first == CHUNK)
+            for (; i + CHUNK <= n; i += CHUNK) transpose_chunk(to + first + i * step, step, from + first * sample + i, sample);
+#endif
         for (; i + 4 <= n; i += 4) {
-            const float *f = from + lane * sample + i;
-            quad a = *(const quad *)f, b = *(const quad *)(f + sample);
-            quad c = *(const quad *)(f + 2 * sample), d = *(const quad *)(f + 3 * sample);
-            quad ab = __builtin_shufflevector(a, b, 0, 4, 1, 5), cd = __builtin_shufflevector(c, d, 0, 4, 1, 5);
-            quad AB = __builtin_shufflevector(a, b, 2, 6, 3, 7), CD = __builtin_shufflevector(c, d, 2, 6, 3, 7);
-            float *t = to + lane + i * step;
-            *(quad *)t = __builtin_shufflevector(ab, cd, 0, 1, 4, 5);
-            *(quad *)(t + step) = __builtin_shufflevector(ab, cd, 2, 3, 6, 7);
-            *(quad *)(t + 2 * step) = __builtin_shufflevector(AB, CD, 0, 1, 4, 5);
-            *(quad *)(t + 3 * step) = __builtin_shufflevector(AB, CD, 2, 3, 6, 7);
+            int64_t lane = first;
+            for (; lane + 4 <= end; lane += 4) transpose_square(to + lane + i * step, step, from + lane * sample + i, sample);
+            for (; lane < end; lane++)
+                for (int64_t k = i; k < i + 4; k++) to[lane + k * step] = from[lane * sample + k];
         }
         for (; i < n; i++)
-            for (int64_t l = lane; l < lane + 4; l++) to[l + i * step] = from[l * sample + i];
+            for (int64_t lane = first; lane < end; lane++) to[lane + i * step] = from[lane * sample + i];
     }
-    for (; lane < count; lane++)
-        for (int64_t i = 0; i < n; i++) to[lane + i * step] = from[lane * sample + i];
 }
 
 /* Long runs go in tiles: neighbouring runs (time steps) lie in the same cache lines of the group. */
@@ -98,7 +133,8 @@ static void run_store(const struct call *call, const struct op *op) {
                 if (call->lanes == 1 && r->step == 1)
                     memcpy(to, from, n * sizeof(float));
                 else /* the same the other way round: here the lanes are the run, and its floats the samples */
-                    transpose_in(to, r->sample, from, r->step, call->count, n);
+                    for (int64_t s = 0; s < call->count; s += CHUNK)
+                        transpose_in(to + s * r->sample, r->sample, from + s, r->step, least(CHUNK, call->count - s), n);
             }
 }
 
@@ -150,6 +186,32 @@ static void run_product_one(const struct call *call, const struct op *op) {
     const struct product_op *o = (const struct product_op *)op->a;
     struct target target = {call->arena + op->y, op->add < 0 ? NULL : call->arena + op->add, o->y_row, o->y_row, o->relu};
     multiply_one(o->way, POINTER(void, o->weight), call->arena + op->x + o->from, &target);
+}
+
+/* A product in int8 of the planes of x, or of one vector: x is quantised into scratch first. */
+struct product8_op {
+    int64_t weight, chunks, x_at, y_at, mask, y_row, relu;
+    int64_t channels, phases, plane, scratch;
+};
+
+static void run_product8(const struct call *call, const struct op *op) {
+    const struct product8_op *o = (const struct product8_op *)op->a;
+    const struct sparse8 *weight = POINTER(struct sparse8, o->weight);
+    const int32_t *y_at = POINTER(int32_t, o->y_at);
+    int32_t *words = (int32_t *)(call->arena + o->scratch);
+    quantise_planes(call->arena + op->x, words, o->channels, o->phases, o->plane, *weight->inverse);
+    struct product8 p = {weight, words, call->arena + op->y, op->add < 0 ? NULL : call->arena + op->add, o->y_row, o->y_row,
+                         POINTER(int32_t, o->x_at), y_at, y_at, POINTER(int32_t, o->mask), o->relu};
+    multiply8(&p, o->chunks);
+}
+
+static void run_product8_one(const struct call *call, const struct op *op) {
+    const struct product8_op *o = (const struct product8_op *)op->a;
+    const struct windowed8 *weight = POINTER(struct windowed8, o->weight);
+    int32_t *words = (int32_t *)(call->arena + o->scratch);
+    struct target target = {call->arena + op->y, op->add < 0 ? NULL : call->arena + op->add, o->y_row, o->y_row, o->relu};
+    quantise_vector(call->arena + op->x, (int8_t *)words, o->channels, o->plane, *weight->inverse);
+    multiply_windows8(weight, words, &target);
 }
 
 struct affine_op {
@@ -334,6 +396,8 @@ static int64_t run_op(const struct call *call, const struct op *op) {
     case SHIFTS: run_shifts(call, op); break;
     case PRODUCT_ONE: run_product_one(call, op); break;
     case PRODUCT_DENSE: run_product_dense(call, op); break;
+    case PRODUCT_INT8: run_product8(call, op); break;
+    case PRODUCT_INT8_ONE: run_product8_one(call, op); break;
     case AFFINE: run_affine(call, op); break;
     case NORMALISE: run_normalise(call, op); break;
     case POOL: run_pool(call, op); break;
@@ -375,8 +439,12 @@ __attribute__((visibility("default"))) int64_t PUBLIC(gossamer_run)(const struct
 #if defined(FEATURES)
 #if defined(__x86_64__)
 #include <cpuid.h>
+#elif defined(__aarch64__) && defined(__linux__)
+#include <asm/hwcap.h>
+#include <sys/auxv.h>
 #endif
-/* What this processor and its system can run: 1 AVX2 with FMA, 2 AVX-512. */
+/* What this processor and its system can run: 1 AVX2 with FMA, 2 AVX-512, 4 also its dot products of bytes, 8 those of
+ * NEON. */
 __attribute__((visibility("default"))) int64_t gossamer_features(void) {
     int64_t found = 0;
 #if defined(__x86_64__)
@@ -387,6 +455,11 @@ __attribute__((visibility("default"))) int64_t gossamer_features(void) {
     if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return 0;
     if (fma && (b & bit_AVX2) && (state & 0x06) == 0x06) found |= 1;
     if (fma && (b & bit_AVX512F) && (b & bit_AVX512VL) && (state & 0xe6) == 0xe6) found |= 2;
+    if ((found & 2) && (b & bit_AVX512BW) && (c & bit_AVX512VNNI)) found |= 4;
+#elif defined(__aarch64__) && defined(__linux__)
+    if (getauxval(AT_HWCAP) & HWCAP_ASIMDDP) found |= 8;
+#elif defined(__aarch64__) && defined(__APPLE__)
+    found |= 8; /* in every processor of a Mac */
 #endif
     return found;
 }

@@ -89,6 +89,8 @@ class Product:
     add: int | None = None
     relu: bool = False
     kind: Literal["linear", "convolution", "copy", "element-wise"] = "linear"
+    largest: float = 0.0
+    """The largest absolute input in the calibration data; without calibration 0, and no int8 kernel."""
 
     @property
     def copies(self) -> bool:

@@ -39,6 +39,7 @@ from gossamer.deployment.runtime.network import (
     Softmax,
     Spread,
     UnsupportedError,
+    Value,
     diagonal_taps,
 )
 from gossamer.deployment.runtime.plan_pointwise import normalise_fields, pointwise_fields, softmax_fields
@@ -58,6 +59,8 @@ from gossamer.deployment.runtime.records import (
     PRODUCT,
     PRODUCT_DENSE,
     PRODUCT_FOUR,
+    PRODUCT_INT8,
+    PRODUCT_INT8_ONE,
     PRODUCT_ONE,
     RECORD,
     RNN_RELU,
@@ -69,7 +72,17 @@ from gossamer.deployment.runtime.records import (
     Line,
     Plan,
 )
-from gossamer.deployment.runtime.weights import WAYS, Kept, Kernel, dense_panels, one_vector, panels, possible_kernels
+from gossamer.deployment.runtime.weights import (
+    WAYS,
+    WINDOW,
+    Kept,
+    Kernel,
+    dense_panels,
+    one_vector,
+    panels,
+    possible_kernels,
+)
+from gossamer.deployment.runtime.weights_int8 import int8_panels, int8_vector, quantised
 
 _CODES: dict[Cell, int] = {"lstm": LSTM, "gru": GRU, "rnn_tanh": RNN_TANH, "rnn_relu": RNN_RELU}
 RECURRENT_COLUMNS = 128  # steps times lanes for which the input product is computed ahead of the recurrence
@@ -92,9 +105,16 @@ def choices(graph: Network, lanes: int) -> dict[int, tuple[Kernel, ...]]:
             one = is_single(operation, graph.values, lanes)
             shifted = shifts(operation, graph.values, lanes)
             found[number] = possible_kernels(operation.taps, one_vector=one, shifts=shifted)
+            if operation.largest > 0 and (not one or _reads_channels(operation, graph.values[operation.x])):
+                found[number] += ("int8",)
         elif isinstance(operation, Recurrent) and lanes == 1:
             found[number] = possible_kernels(operation.hidden_taps, one_vector=True)
     return found
+
+
+def _reads_channels(product: Product, x: Value) -> bool:
+    """Whether the product reads one pixel, without a window."""
+    return x.pixels == 1 and product.padding == (0, 0) and not (product.taps.dy.any() or product.taps.dx.any())
 
 
 def _rounded(size: int) -> int:
@@ -251,7 +271,9 @@ class _Planner:
             self._product_shifted(step)
             return
         x, y = self.placed.layouts[step.x], self.placed.layouts[step.y]
-        taps, lanes, (sy, sx), (py, px) = step.taps, self.lanes, step.stride, step.padding
+        int8 = quantised(step.taps, step.largest) if self._chosen("panels") == "int8" else None
+        taps = step.taps if int8 is None else int8.taps
+        lanes, (sy, sx), (py, px) = self.lanes, step.stride, step.padding
         pixels, at, y_at, mask = self._chunks(step.y)
         if phases is not None:
             source = self.placed.layouts[phases]
@@ -264,6 +286,13 @@ class _Planner:
             first = (pixels[:, 0] * sy - py) * x.pitch + pixels[:, 1] * sx - px
             x_at = x.base + first * lanes + pixels[:, 2]
         places = self.kept.keep(x_at.astype(np.int32))
+        if int8 is not None:
+            weight = int8_panels(self.kept, int8, offsets, step.bias)
+            fields = [weight, len(at), places, y_at, mask, y.plane, int(step.relu)]
+            self._emit_int8(step, fields, step.x if phases is None else phases)
+            words = 4 * int8.taps.count / max(1, step.dense_size)
+            self._product_line(step, f"int8, {words:.0%} of blocks", step.taps.count)
+            return
         dense = self._chosen("panels") == "dense"
         blocks = channel_blocks(self.placed, step)
         for number, (begin, end) in enumerate(pairwise(blocks)):
@@ -302,12 +331,40 @@ class _Planner:
         taps, row, column = taps.chosen(inside), row[inside], column[inside]
         offsets = x.base + taps.channel * x.plane + row * x.pitch + column
         kernel = self._chosen("gather")
+        if kernel == "int8":
+            fields = [int8_vector(self.kept, quantised(step.taps, step.largest), step.bias)]
+            self._emit_int8_one(step, [*fields, 0, 0, 0, 0, y.plane, int(step.relu)])
+            self._product_line(step, "one vector, int8", taps.count)
+            return
         weight, begin = one_vector(self.kept, kernel, taps, offsets, step.bias, self.placed.spare[step.x])
         fields = [weight, 0, 0, 0, 0, y.plane, int(step.relu), WAYS[kernel], begin]
         self._emit(PRODUCT_ONE, step.x, step.y, step.add, fields)
         self.records[-1][2] += y.base
         self.records[-1][3] += 0 if step.add is None else y.base
         self._product_line(step, f"one vector, {kernel}", taps.count)
+
+    def _emit_int8(self, step: Product, fields: list[int], source: int) -> None:
+        """A product of the planes of ``source``: the value x, or its phases."""
+        channels, planes = (self.placed.values[each].channels for each in (step.x, source))
+        plane = self.placed.layouts[source].plane
+        phases = planes // channels
+        self._in_scratch(-(-channels // 4) * phases * plane, field=len(fields) + 3)
+        self._emit(PRODUCT_INT8, source, step.y, step.add, [*fields, channels, phases, plane])
+
+    def _emit_int8_one(self, step: Product, fields: list[int]) -> None:
+        """A product of one vector: windows of its words may reach one window further than the words."""
+        x, y = self.placed.layouts[step.x], self.placed.layouts[step.y]
+        channels = self.placed.values[step.x].channels
+        self._in_scratch(-(-channels // 4) + 2 * WINDOW, field=len(fields) + 3)
+        self._emit(PRODUCT_INT8_ONE, step.x, step.y, step.add, [*fields, channels, 1, x.plane])
+        self.records[-1][1] += x.base
+        self.records[-1][2] += y.base
+        self.records[-1][3] += 0 if step.add is None else y.base
+
+    def _in_scratch(self, size: int, field: int) -> None:
+        """Give the next record this many words of scratch memory; the address goes to a field of its own."""
+        self.shared_fields.append((len(self.records), 4 + field, 0))
+        self.shared = max(self.shared, _rounded(size))
 
     def _product_line(self, step: Product, kernel: str, nonzeros: int) -> None:
         layer = step.kind in ("linear", "convolution")
