@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import pickle
+import re
+
 import pytest
 import torch
 from drawn import RUNNABLE, any_sparsity, any_variant, assert_near, drawn, graph_of, sparse, value_of
 from hypothesis import given
 from hypothesis import strategies as st
 from test_kernels import product
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
+from gossamer.deployment.runtime import compile_plan, deploy, deployed, tuning
 from gossamer.deployment.runtime.native import load_native
 from gossamer.deployment.runtime.native_model import NativeModel, Setting
-from gossamer.deployment.runtime.network import Network, Value
+from gossamer.deployment.runtime.network import Network, Product, Value
 from gossamer.deployment.runtime.plan import choices
+from gossamer.deployment.runtime.quantise import calibrated
+from gossamer.deployment.runtime.weights_int8 import quantised
 
 
 def codes(x: Tensor, largest: float) -> Tensor:
@@ -131,11 +137,62 @@ def test_values_that_are_not_finite_stay_with_their_sample(variant: str) -> None
 
 def test_words_of_zeros_are_not_stored() -> None:
     """Blocks of 1x4 quarter the stored words; other zeros leave most of them."""
-    from gossamer.deployment.runtime.weights_int8 import quantised
-
     kept = torch.rand(64, 32, generator=torch.Generator().manual_seed(0)) < 0.25
     blocks = kept.repeat_interleave(4, 1)
     weight = sparse((64, 128), 0, 1).clone()
     weight[1] = 1
     words = quantised(product(weight * blocks, torch.zeros(64)).taps, 1.0).taps
     assert words.count == int(kept.sum())
+
+
+class Small(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.last = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 12, 3, 2, 1), nn.Linear(12, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.second(F.relu(self.first(x))))
+        return self.last(x.mean((2, 3)))  # type: ignore[no-any-return]
+
+
+def prefer_int8(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every layer whose choices include int8 gets it, whatever the times."""
+    monkeypatch.setattr(tuning, "_fastest", lambda seconds: "int8" if "int8" in seconds else next(iter(seconds)))
+    monkeypatch.setattr(deployed, "WORTH_IT", 0.0)
+
+
+def test_calibration_finds_the_ranges_of_the_float_network() -> None:
+    torch.manual_seed(0)
+    model, x = Small().eval(), torch.randn(5, 3, 9, 7)
+    graph = calibrated(compile_plan(model, x[:1]), [x])
+    found = [op.largest for op in graph.operations if isinstance(op, Product) and op.kind in ("linear", "convolution")]
+    with torch.no_grad():
+        first = F.relu(model.first(x))
+        second = F.relu(model.second(first)).mean((2, 3))
+    assert found == pytest.approx([float(each.abs().max()) for each in (x, first, second)], rel=1e-5)
+
+
+def test_deploy_in_int8_says_what_it_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    prefer_int8(monkeypatch)
+    torch.manual_seed(0)
+    model, x = Small().eval(), torch.randn(40, 3, 8, 8)
+    fast = deploy(model, x[:2], precision="int8", calibration=x, seconds=0, remember=False)
+    said = str(fast.explain())
+    assert re.search(r"int8 in 3 layers: outputs change by [0-3]\.\d% in root mean square", said)
+    assert re.search(r"the largest stays the same for (100|9\d)\.\d% of samples \(calibration data\)", said)
+    with torch.no_grad():
+        want = model(x)
+    difference = (fast(x) - want).abs().max() / want.abs().max()
+    assert 1e-5 < difference < 0.05
+    copied = pickle.loads(pickle.dumps(fast.native))
+    assert torch.equal(copied(x[:2]), fast(x[:2]))
+
+
+def test_deploy_needs_calibration_for_int8_and_for_nothing_else() -> None:
+    model, x = Small(), torch.randn(1, 3, 8, 8)
+    with pytest.raises(ValueError, match=r"expected calibration data for int8 .* got none"):
+        deploy(model, x, precision="int8")
+    with pytest.raises(ValueError, match="got some for float32"):
+        deploy(model, x, calibration=x)
+    with pytest.raises(ValueError, match="expected a precision from float32, int8, got 'int4'"):
+        deploy(model, x, precision="int4")  # type: ignore[arg-type]

@@ -228,9 +228,13 @@ class NativeModel:
 
     def _untimed(self, batch: int) -> Setting:
         lanes = possible_lanes(self.graph, batch)[0]
-        preferred: Kernel = "windows" if self.native.variant in ("vnni", "avx512") else "gather"
-        possible = choices(self.graph, lanes)
-        return Setting(lanes, 1, tuple((number, preferred) for number, each in possible.items() if preferred in each))
+        fast: Kernel = "windows" if self.native.variant in ("vnni", "avx512") else "gather"
+        preferred: tuple[Kernel, ...] = ("int8", fast)
+        chosen = {
+            number: next((kernel for kernel in preferred if kernel in each), None)
+            for number, each in choices(self.graph, lanes).items()
+        }
+        return Setting(lanes, 1, tuple((number, kernel) for number, kernel in chosen.items() if kernel is not None))
 
     def choose(self, batch: int, setting: Setting) -> None:
         """Set how batches of this size are run."""

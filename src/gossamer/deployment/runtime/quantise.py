@@ -17,8 +17,8 @@ from gossamer.deployment.runtime.native_model import NativeModel, Setting
 from gossamer.deployment.runtime.network import Floats, Network, Operation, Product
 
 
-def calibrated(model: NativeModel, batches: Sequence[Sequence[Tensor]]) -> Network:
-    """The network with the range of every product that can run in int8; each batch has the inputs of one call."""
+def calibrated(model: NativeModel, inputs: Sequence[Tensor]) -> Network:
+    """The network with the range of every product that can run in int8, for the inputs of one call."""
     alone, placed = NativeModel(model.graph, model.native, Setting(1)), place(model.graph, 1)
     layers = {
         number: operation
@@ -26,10 +26,9 @@ def calibrated(model: NativeModel, batches: Sequence[Sequence[Tensor]]) -> Netwo
         if isinstance(operation, Product) and operation.kind in ("linear", "convolution")
     }
     largest = dict.fromkeys(layers, 0.0)
-    for inputs in batches:
-        for number, arena in alone.traced(*inputs):
-            if number in layers:
-                largest[number] = max(largest[number], _largest(arena, placed, layers[number].x))
+    for number, arena in alone.traced(*inputs):
+        if number in layers:
+            largest[number] = max(largest[number], _largest(arena, placed, layers[number].x))
     operations: list[Operation] = list(model.graph.operations)
     for number, layer in layers.items():
         operations[number] = replace(layer, largest=largest[number] if np.isfinite(largest[number]) else 0.0)

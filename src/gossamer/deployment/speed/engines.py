@@ -26,7 +26,7 @@ from gossamer.deployment.runtime import deploy
 from gossamer.deployment.runtime.records import Line
 
 Run = Callable[..., Any]
-Kind = Literal["dense", "int8", "sparse"]
+Kind = Literal["dense", "int8", "sparse", "sparse int8"]
 
 
 class Unavailable(Exception):
@@ -212,14 +212,19 @@ def _openvino(job: Job) -> Ready:
     return Ready(run)
 
 
-def _gossamer(job: Job) -> Ready:
-    fast = deploy(job.model, job.inputs, threads=job.threads, seconds=job.seconds, remember=job.remember)
+def _gossamer(job: Job, **precision: Any) -> Ready:
+    fast = deploy(job.model, job.inputs, threads=job.threads, seconds=job.seconds, remember=job.remember, **precision)
     explanation = fast.explain()
     memory = None if fast.native is None else fast.native.plan_for(fast.native.example_batch).nbytes
     if explanation.engine != "native":
         memory = weights_bytes(job.model)
     note = f"runs {explanation.engine}: {explanation.reason}".splitlines()[0]
     return Ready(fast, memory, note, explanation.lines)
+
+
+def _gossamer_int8(job: Job) -> Ready:
+    """With scales from the example, as those of onnxruntime."""
+    return _gossamer(job, precision="int8", calibration=job.inputs)
 
 
 OURS = "gossamer"
@@ -232,5 +237,6 @@ ENGINES: dict[str, Engine] = {
         Engine("onnxruntime int8", "int8", _onnxruntime_int8),
         Engine("openvino", "dense", _openvino),
         Engine(OURS, "sparse", _gossamer),
+        Engine(f"{OURS} int8", "sparse int8", _gossamer_int8),
     )
 }
