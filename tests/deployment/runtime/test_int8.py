@@ -196,3 +196,24 @@ def test_deploy_needs_calibration_for_int8_and_for_nothing_else() -> None:
         deploy(model, x, calibration=x)
     with pytest.raises(ValueError, match="expected a precision from float32, int8, got 'int4'"):
         deploy(model, x, precision="int4")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_recurrent_layers_in_int8(kind: type[nn.Module]) -> None:
+    """Near the float32 layer, and the same by every variant for any number of samples together."""
+    torch.manual_seed(0)
+    model, x = kind(7, 13, batch_first=True).eval(), torch.randn(19, 9, 7)
+    graph = calibrated(compile_plan(model, x), [x])
+    with torch.no_grad():
+        want = model(x)[0]
+    found = []
+    for variant in RUNNABLE:
+        for lanes in (1, 16, 32):
+            given = tuple((number, "int8") for number, kernels in choices(graph, lanes).items() if "int8" in kernels)
+            assert given
+            fast = NativeModel(graph, load_native(variant), Setting(lanes, 1, given))  # type: ignore[arg-type]
+            fast(x)
+            found.append(fast(x)[0])
+    assert 1e-4 < (found[0] - want).norm() / want.norm() < 0.02
+    for other in found[1:]:
+        torch.testing.assert_close(other, found[0], rtol=0, atol=2e-3)  # a sum may round to the next code

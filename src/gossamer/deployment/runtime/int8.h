@@ -69,15 +69,16 @@ INLINE ivec word_of(vec a, vec b, vec c, vec d, vec inverse) {
 #endif
 }
 
-/* Planes of floats to planes of words. `phases` planes follow each other for every channel. */
-static void quantise_planes(const float *x, int32_t *q, int64_t channels, int64_t phases, int64_t plane, float inverse) {
+/* `count` floats of each plane to words. `phases` planes follow each other for every channel. */
+static void quantise_planes(const float *x, int64_t x_plane, int32_t *q, int64_t q_plane, int64_t channels,
+                            int64_t phases, int64_t count, float inverse) {
     const vec scale = splat(inverse);
     const ivec flip = splat_word((int32_t)(OFFSET_OF_VALUES * 0x01010101u));
     for (int64_t channel = 0; channel < channels; channel += 4)
-        for (int64_t phase = 0; phase < phases; phase++, q += plane) {
+        for (int64_t phase = 0; phase < phases; phase++, q += q_plane) {
             const float *from[4]; /* of channels that do not exist, any will do: their weights are 0 */
-            for (int k = 0; k < 4; k++) from[k] = x + (least(channel + k, channels - 1) * phases + phase) * plane;
-            for (int64_t i = 0; i < plane; i += WIDTH) {
+            for (int k = 0; k < 4; k++) from[k] = x + (least(channel + k, channels - 1) * phases + phase) * x_plane;
+            for (int64_t i = 0; i < count; i += WIDTH) {
                 ivec word = word_of(load(from[0] + i), load(from[1] + i), load(from[2] + i), load(from[3] + i), scale);
                 *(ivec *)(q + i) = word ^ flip;
             }

@@ -199,7 +199,7 @@ static void run_product8(const struct call *call, const struct op *op) {
     const struct sparse8 *weight = POINTER(struct sparse8, o->weight);
     const int32_t *y_at = POINTER(int32_t, o->y_at);
     int32_t *words = (int32_t *)(call->arena + o->scratch);
-    quantise_planes(call->arena + op->x, words, o->channels, o->phases, o->plane, *weight->inverse);
+    quantise_planes(call->arena + op->x, o->plane, words, o->plane, o->channels, o->phases, o->plane, *weight->inverse);
     struct product8 p = {weight, words, call->arena + op->y, op->add < 0 ? NULL : call->arena + op->add, o->y_row, o->y_row,
                          POINTER(int32_t, o->x_at), y_at, y_at, POINTER(int32_t, o->mask), o->relu};
     multiply8(&p, o->chunks);
@@ -316,7 +316,8 @@ struct recurrent_op {
     int64_t x_at;                   /* chunk places 0, 16, 32, ... */
     int64_t h_from, c_from, h_to, c_to; /* state before and after, in the arena; -1: zeros, nowhere */
     int64_t state_row;                  /* floats between its units */
-    int64_t way, hidden_from;           /* of the hidden weight, for one sample */
+    int64_t way, hidden_from;           /* of the hidden weight, for one sample; INT8: of all weights, always */
+    int64_t words, features;            /* scratch for int8 */
 };
 
 /* The floats of each unit to another place, where units are another number of floats apart; from NULL: zeros. */
@@ -328,6 +329,22 @@ static void copy_state(float *to, int64_t to_row, const float *from, int64_t fro
             memset(to + u * to_row, 0, lanes * sizeof(float));
 }
 
+static void hidden_in_int8(const struct recurrent_op *o, int64_t lanes, const float *h, float *gates, const float *add,
+                           int64_t add_row, int32_t *words) {
+    if (lanes == 1) {
+        const struct windowed8 *weight = POINTER(struct windowed8, o->hidden_one);
+        struct target target = {gates, add, 1, 1, 0};
+        quantise_vector(h, (int8_t *)words, o->units, 1, *weight->inverse);
+        multiply_windows8(weight, words, &target);
+    } else {
+        const struct sparse8 *weight = POINTER(struct sparse8, o->hidden);
+        const int32_t *at = POINTER(int32_t, o->x_at);
+        struct product8 hidden = {weight, words, gates, add, lanes, add_row, at, at, at, NULL, 0};
+        quantise_planes(h, lanes, words, lanes, o->units, 1, lanes, *weight->inverse);
+        multiply8(&hidden, lanes / CHUNK);
+    }
+}
+
 static void run_recurrent(const struct call *call, const struct op *op) {
     const struct recurrent_op *o = (const struct recurrent_op *)op->a;
     int64_t lanes = call->lanes, n = o->units * lanes, gates = o->gates, rows = gates * o->units;
@@ -335,21 +352,32 @@ static void run_recurrent(const struct call *call, const struct op *op) {
     float *h = call->arena + o->h, *c = call->arena + o->c;
     int64_t x_row = (o->chunk_steps * lanes + CHUNK - 1) / CHUNK * CHUNK;
     const int32_t *at = POINTER(int32_t, o->x_at);
+    int32_t *words = (int32_t *)(call->arena + o->words);
     copy_state(h, lanes, o->h_from < 0 ? NULL : call->arena + o->h_from, o->state_row, o->units, lanes);
     copy_state(c, lanes, o->c_from < 0 ? NULL : call->arena + o->c_from, o->state_row, o->units, lanes);
     for (int64_t done = 0; done < o->steps; done += o->chunk_steps) {
         int64_t some = least(o->chunk_steps, o->steps - done);
         int64_t start = o->reverse ? o->steps - done - some : done;
-        struct product input = {POINTER(struct sparse, o->input), call->arena + op->x + start * lanes, x_gates, NULL,
-                                x_row, 0, at, at, NULL, NULL, 0};
-        multiply(&input, 0, (some * lanes + CHUNK - 1) / CHUNK);
+        int64_t chunks = (some * lanes + CHUNK - 1) / CHUNK;
+        const float *x = call->arena + op->x + start * lanes;
+        if (o->way == INT8) {
+            const struct sparse8 *weight = POINTER(struct sparse8, o->input);
+            quantise_planes(x, o->x_row, words, x_row, o->features, 1, chunks * CHUNK, *weight->inverse);
+            struct product8 input = {weight, words, x_gates, NULL, x_row, 0, at, at, at, NULL, 0};
+            multiply8(&input, chunks);
+        } else {
+            struct product input = {POINTER(struct sparse, o->input), x, x_gates, NULL, x_row, 0, at, at, NULL, NULL, 0};
+            multiply(&input, 0, chunks);
+        }
         float *by_step = x_gates + rows * x_row;
         if (lanes == 1) transpose_in(by_step, rows, x_gates, x_row, some, rows); /* or each gate is a cache miss */
         for (int64_t i = 0; i < some; i++) {
             int64_t step = o->reverse ? some - 1 - i : i;
             const float *now = lanes == 1 ? by_step + step * rows : x_gates + step * lanes;
             const float *add = op->code == GRU ? NULL : now;
-            if (lanes == 1) {
+            if (o->way == INT8) {
+                hidden_in_int8(o, lanes, h, h_gates, add, x_row, words);
+            } else if (lanes == 1) {
                 struct target target = {h_gates, add, 1, 1, 0};
                 multiply_one(o->way, POINTER(void, o->hidden_one), h + o->hidden_from, &target);
             } else {

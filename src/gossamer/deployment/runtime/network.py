@@ -237,6 +237,7 @@ class Recurrent:
     dense_size: int
     name: str
     state: Recurrence
+    largest: float = 0.0  # as in Product; the state is at most 1
 
 
 Operation = Input | Embed | Product | Affine | Normalise | Pointwise | Softmax | Pool | Spread | Concat | Recurrent

@@ -107,8 +107,12 @@ def choices(graph: Network, lanes: int) -> dict[int, tuple[Kernel, ...]]:
             found[number] = possible_kernels(operation.taps, one_vector=one, shifts=shifted)
             if operation.largest > 0 and (not one or _reads_channels(operation, graph.values[operation.x])):
                 found[number] += ("int8",)
-        elif isinstance(operation, Recurrent) and lanes == 1:
-            found[number] = possible_kernels(operation.hidden_taps, one_vector=True)
+        elif isinstance(operation, Recurrent):
+            int8: tuple[Kernel, ...] = ("int8",) if operation.largest > 0 else ()
+            if lanes == 1:
+                found[number] = (*possible_kernels(operation.hidden_taps, one_vector=True), *int8)
+            elif int8:
+                found[number] = ("panels", *int8)
     return found
 
 
@@ -430,16 +434,16 @@ class _Planner:
         state = _rounded(units * lanes) + CHUNK
         state_places = [self.placed.arena + self.states, self.placed.arena + self.states + state]
         self.states += 2 * state
-        taps, kernel = step.hidden_taps, self._chosen("gather")
-        into = panels(self.kept, step.input_taps, step.input_taps.channel * x.plane, step.input_bias, lanes)
-        across = alone = begin = 0
-        if lanes == 1:
-            alone, begin = one_vector(self.kept, kernel, taps, taps.channel, step.hidden_bias, _rounded(units))
-        else:
-            across = panels(self.kept, taps, taps.channel * lanes, step.hidden_bias, lanes)
+        kernel = self._chosen("gather")
+        into, across, alone, begin = self._recurrent_weights(step, kernel, x.plane, columns)
         places = self.kept.keep(np.arange(0, columns, CHUNK, dtype=np.int32))
         fields = [value.width, units, gates, into, across, alone, x.plane, y.plane, steps, int(step.reverse)]
-        fields += [0, 0, *state_places, places, *self._state(step), WAYS[kernel], begin]
+        fields += [0, 0, *state_places, places, *self._state(step), WAYS.get(kernel, 0), begin]
+        if kernel == "int8":
+            self.shared_fields.append((len(self.records), 4 + len(fields), sum(map(_rounded, shared))))
+            words = -(-value.channels // 4) * columns, -(-units // 4) * lanes + 2 * WINDOW
+            self.shared = max(self.shared, sum(map(_rounded, shared)) + _rounded(max(words)))
+            fields += [0, value.channels]
         self._emit(_CODES[step.kind], step.x, step.y, None, fields)
         self.shared_fields += [
             (len(self.records) - 1, 14, 0),
@@ -449,4 +453,22 @@ class _Planner:
         self.records[-1][2] += y.base + step.channel * y.plane
         nonzeros = step.input_taps.count + step.hidden_taps.count
         how = f"panels of {lanes}" if lanes > 1 else f"steps together, then one vector per step, {kernel}"
+        how = f"{how}, int8" if lanes > 1 and kernel == "int8" else how
         self._line(step, step.kind.replace("_", " "), how, step.dense_size, nonzeros)
+
+    def _recurrent_weights(
+        self, step: Recurrent, kernel: Kernel, plane: int, columns: int
+    ) -> tuple[int, int, int, int]:
+        """The weights for the inputs, for several samples, and for one, with where its vector begins."""
+        lanes, taps, bias = self.lanes, step.hidden_taps, step.hidden_bias
+        if kernel == "int8":
+            x, h = quantised(step.input_taps, step.largest), quantised(taps, 1.0)
+            into = int8_panels(self.kept, x, x.taps.channel * columns, step.input_bias)
+            if lanes == 1:
+                return into, 0, int8_vector(self.kept, h, bias), 0
+            return into, int8_panels(self.kept, h, h.taps.channel * lanes, bias), 0, 0
+        into = panels(self.kept, step.input_taps, step.input_taps.channel * plane, step.input_bias, lanes)
+        if lanes == 1:
+            alone, begin = one_vector(self.kept, kernel, taps, taps.channel, bias, _rounded(step.units))
+            return into, 0, alone, begin
+        return into, panels(self.kept, taps, taps.channel * lanes, bias, lanes), 0, 0

@@ -1,7 +1,7 @@
 """Calibration: the range of the inputs of each product, for its int8 kernel.
 
 The network runs on the data of the caller in float32, sample by sample, and the largest absolute input of every linear
-layer and convolution is stored in the network.
+layer, convolution and recurrent layer is stored in the network.
 """
 
 from __future__ import annotations
@@ -14,16 +14,17 @@ from torch import Tensor
 
 from gossamer.deployment.runtime.layout import Placed, place
 from gossamer.deployment.runtime.native_model import NativeModel, Setting
-from gossamer.deployment.runtime.network import Floats, Network, Operation, Product
+from gossamer.deployment.runtime.network import Floats, Network, Operation, Product, Recurrent
 
 
 def calibrated(model: NativeModel, inputs: Sequence[Tensor]) -> Network:
-    """The network with the range of every product that can run in int8, for the inputs of one call."""
+    """The network with the range of every layer that can run in int8, for the inputs of one call."""
     alone, placed = NativeModel(model.graph, model.native, Setting(1)), place(model.graph, 1)
     layers = {
         number: operation
         for number, operation in enumerate(model.graph.operations)
-        if isinstance(operation, Product) and operation.kind in ("linear", "convolution")
+        if (isinstance(operation, Product) and operation.kind in ("linear", "convolution"))
+        or (isinstance(operation, Recurrent) and operation.kind != "rnn_relu")  # its state has no bound
     }
     largest = dict.fromkeys(layers, 0.0)
     for number, arena in alone.traced(*inputs):

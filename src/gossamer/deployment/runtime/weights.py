@@ -19,7 +19,7 @@ from gossamer.deployment.runtime.network import Floats, Integers, Taps
 Kernel = Literal["panels", "shifted", "gather", "loads", "windows", "dense", "int8"]
 KERNELS: tuple[Kernel, ...] = get_args(Kernel)
 #: Codes of the kernels for one vector, as in one_vector.h.
-WAYS: dict[Kernel, int] = {"gather": 0, "loads": 1, "windows": 2, "dense": 3}
+WAYS: dict[Kernel, int] = {"gather": 0, "loads": 1, "windows": 2, "dense": 3, "int8": 4}
 LINE = 64  # bytes of a cache line
 ROWS = 4  # rows per block of a dense product, as in vectors.h
 WINDOW = 32  # values available to the windows kernel in a step
