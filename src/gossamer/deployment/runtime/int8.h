@@ -96,11 +96,9 @@ static void quantise_vector(const float *x, int8_t *q, int64_t count, int64_t st
     for (; i < count; i++) q[i] = (int8_t)(nearest(splat(x[i * step]), scale)[0] ^ OFFSET_OF_VALUES);
 }
 
-/* Rows of words and where their values lie. Rows of the same length follow each other, so that the ends of their loops
- * are predicted. */
+/* Rows of words and where their values lie. */
 struct sparse8 {
     int64_t rows;
-    const int32_t *order; /* which row of the result each one is */
     const int64_t *starts;
     const int32_t *weights, *totals; /* of the weights of a row */
     const float *scales, *bias;      /* of a sum; what is added after that */
@@ -135,7 +133,7 @@ INLINE void block8(const int chunks, const int ways, const int near, const struc
     }
     int64_t e = 0;
     for (int64_t row = 0; row < w.rows; row++) {
-        const int64_t end = w.starts[row + 1], place = w.order[row];
+        const int64_t end = w.starts[row + 1];
         ivec sum[MAX_CHUNKS * PARTS], more[3 * MAX_CHUNKS * PARTS];
         for (int i = 0; i < chunks * PARTS; i++) sum[i] = splat_word(-OFFSET_OF_VALUES * w.totals[row]);
         for (int i = 0; i < (ways - 1) * chunks * PARTS; i++) more[i] = (ivec){0};
@@ -162,10 +160,10 @@ INLINE void block8(const int chunks, const int ways, const int near, const struc
         for (int c = 0; c < chunks; c++)
             for (int i = 0; i < PARTS; i++) {
                 vec v = __builtin_convertvector(sum[c * PARTS + i], vec) * scale + bias;
-                if (adds) v += load(add[c] + place * add_row + i * WIDTH);
+                if (adds) v += load(add[c] + row * add_row + i * WIDTH);
                 if (positive) v = relu(v);
                 if (mask) v = (vec)((ivec)v & *(const ivec *)(mask + c * CHUNK + i * WIDTH));
-                store(y[c] + place * y_row + i * WIDTH, v);
+                store(y[c] + row * y_row + i * WIDTH, v);
             }
     }
 }

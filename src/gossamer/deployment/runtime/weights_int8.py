@@ -52,22 +52,16 @@ def quantised(taps: Taps, largest: float) -> Quantised:
 
 
 def int8_panels(kept: Kept, weight: Quantised, offsets: Integers, bias: Floats) -> int:
-    """``sparse8``: rows of words and offsets, longest first."""
+    """``sparse8``: rows of words and offsets."""
     taps = weight.taps
-    lengths = np.bincount(taps.row, minlength=taps.rows)
-    order = np.argsort(-lengths, kind="stable")
-    position = np.empty(taps.rows, np.int64)
-    position[order] = np.arange(taps.rows)
-    inside = np.argsort(position[taps.row], kind="stable")
-    offsets = offsets[inside]
     near = far = 0
     if not (offsets % CHUNK).any() and offsets.max(initial=0) // CHUNK < 1 << 16:
         near = kept.keep((offsets // CHUNK).astype(np.uint16))
     else:
         far = kept.keep(offsets.astype(np.int32))
-    rows = order.astype(np.int32), starts_of(lengths[order])
-    sums = weight.totals[order], weight.scales[order], bias.astype(np.float32)[order]
-    pointers = [kept.keep(each) for each in (*rows, taps.weight[inside], *sums)]
+    starts = starts_of(np.bincount(taps.row, minlength=taps.rows))
+    arrays = starts, taps.weight, weight.totals, weight.scales, bias.astype(np.float32)
+    pointers = [kept.keep(each) for each in arrays]
     return kept.struct(taps.rows, *pointers, near, far, kept.keep(np.array([weight.inverse], np.float32)))
 
 
