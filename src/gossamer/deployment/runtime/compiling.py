@@ -36,7 +36,7 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "vnni": ("-mavx512f", "-mavx512vl", "-mavx512bw", "-mavx512vnni", "-mfma"),
     "avx512": ("-mavx512f", "-mavx512vl", "-mfma"),
     "avx2": ("-mavx2", "-mfma"),
-    "dotprod": ("-march=armv8.2-a+dotprod",),
+    "dotprod": ("-DDOTPROD",),
     "portable": ("-DFEATURES",),
 }
 _OF_MACHINES: dict[str, tuple[str, ...]] = {
