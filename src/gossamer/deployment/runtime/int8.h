@@ -30,7 +30,7 @@ INLINE ivec dot(ivec sum, ivec x, ivec w) {
     return (ivec)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)x, (__m512i)w);
 #elif defined(DOTPROD)
     /* Not by vdotq_s32, as compilers disagree on the flag that allows it. */
-    __asm__(".arch_extension dotprod\n\tsdot %0.4s, %1.16b, %2.16b" : "+w"(sum) : "w"(x), "w"(w));
+    __asm__(".arch armv8.2-a+dotprod\n\tsdot %0.4s, %1.16b, %2.16b" : "+w"(sum) : "w"(x), "w"(w));
     return sum;
 #else
     for (int k = 0; k < 4; k++) sum += ((x << (24 - 8 * k)) >> 24) * ((w << (24 - 8 * k)) >> 24);
