@@ -2,7 +2,7 @@
 
     python benchmarks/int8_accuracy.py --data DIR --out results/speed-int8/accuracy.json
 
-Each network is trained for a few epochs with blocks of 1x4 zeros, deployed with 256 training images as calibration data,
+Each network is trained for a few epochs with blocks of 1x4 zeros, deployed with 256 training images for calibration,
 and tested on all test images. Every layer that can run in int8 does, whether or not it is faster.
 """
 
