@@ -2,14 +2,12 @@
 
     python benchmarks/speed_table.py --net resnet20 --out results/speed           # random masks at 90, 95, 98 %
     python benchmarks/speed_table.py --models DIR --out results/speed             # trained networks, as sparse files
-    python benchmarks/speed_table.py --blocks --net minilm_layer --sparsity 0.75 0.9 0.95 --out results/speed-int8
 
 DIR has sparse files that know their network (by `network=` of gossamer.save, or by a name such as
 resnet20-95.safetensors), or folders of runs. Of a language model the second LSTM layer is measured alone as well. One
 thread, engines taking turns in one process, medians. Random masks are uniform: every layer has the same share of zeros,
 so FLOPs fall with the weights. Trained masks keep the layers that cost most denser, and speed follows FLOPs: their
-record has both. With --blocks, masks are random blocks of 1x4 (four consecutive inputs of an output), as for int8;
-layers whose inputs do not come in fours stay dense.
+record has both.
 """
 
 import argparse
@@ -53,49 +51,23 @@ def pictures(name: str) -> tuple[nn.Module, Example]:
     return models.create(name), lambda batch: torch.randn(batch, *shape)
 
 
-def vectors(first: nn.Linear, *more: nn.Module) -> tuple[nn.Module, Example]:
-    return nn.Sequential(first, *more), lambda batch: torch.randn(batch, first.in_features)
-
-
 NETWORKS: dict[str, tuple[str, Callable[[], tuple[nn.Module, Example]], tuple[int, int]]] = {
     "resnet20": ("ResNet-20", lambda: pictures("resnet20"), (1, 64)),
     "vgg16_cifar": ("VGG-16, CIFAR", lambda: pictures("vgg16_cifar"), (1, 64)),
     "lstm": ("LSTM 1500, 35 steps", lambda: (OneLstm(), lambda batch: torch.randn(35, batch, 1500)), (1, 20)),
     "lenet300": ("MLP 784-300-100-10", lambda: pictures("lenet300"), (1, 64)),
-    "minilm_layer": ("MiniLM, feed-forward in", lambda: vectors(nn.Linear(384, 1536)), (1, 64)),
-    "minilm_block": (
-        "MiniLM, feed-forward, ReLU",
-        lambda: vectors(nn.Linear(384, 1536), nn.ReLU(), nn.Linear(1536, 384)),
-        (1, 64),
-    ),
-    "minilm_gelu": (
-        "MiniLM, feed-forward, GELU",
-        lambda: vectors(nn.Linear(384, 1536), nn.GELU(), nn.Linear(1536, 384)),
-        (1, 64),
-    ),
-    "lstm_gates": ("gates of an LSTM, 6000 × 1500", lambda: vectors(nn.Linear(1500, 6000)), (1, 20, 64)),
-    "convolutions": (
-        "two convolutions, 128 channels, 16 × 16",
-        lambda: (
-            nn.Sequential(nn.Conv2d(128, 128, 3, padding=1), nn.ReLU(), nn.Conv2d(128, 128, 3, padding=1)),
-            lambda batch: torch.randn(batch, 128, 16, 16),
-        ),
-        (1, 16),
-    ),
     "densenet40": ("DenseNet-40", lambda: pictures("densenet40"), (1, 64)),
 }
 
 
-def mask_at_random_(model: nn.Module, sparsity: float, blocks: bool = False) -> None:
-    """Prune every weight tensor to exactly the same density, single weights or blocks of 1x4."""
+def mask_at_random_(model: nn.Module, sparsity: float) -> None:
+    """Prune every weight tensor to exactly the same density."""
     torch.manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
-            if parameter.ndim > 1 and not (blocks and parameter.shape[1] % 4):
-                inputs_last = parameter.movedim(1, -1).contiguous()
-                groups = inputs_last.view(-1, 4) if blocks else inputs_last.view(-1, 1)
-                groups[torch.randperm(len(groups))[: round(sparsity * len(groups))]] = 0
-                parameter.copy_(inputs_last.movedim(-1, 1))
+            if parameter.ndim > 1:
+                gone = torch.randperm(parameter.numel())[: round(sparsity * parameter.numel())]
+                parameter.view(-1)[gone] = 0
 
 
 def trained(folder: Path) -> list[Path]:
@@ -115,24 +87,21 @@ def main() -> None:
     parser.add_argument("--net", choices=list(NETWORKS), nargs="*", default=[], help="networks with random masks")
     parser.add_argument("--models", type=Path, help="folder of sparse files with trained masks")
     parser.add_argument("--sparsity", type=float, nargs="+", default=[0.9, 0.95, 0.98])
-    parser.add_argument("--blocks", action="store_true", help="random blocks of 1x4 instead of single weights")
     parser.add_argument("--batch", type=int, nargs="+", help="default: 1 and 64, for the LSTM 1 and 20")
     parser.add_argument("--engines", nargs="+", default=list(ENGINES), choices=list(ENGINES))
     parser.add_argument("--seconds", type=float, default=5.0)
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
-    settings = {"engines": arguments.engines, "seconds": arguments.seconds, "break_even": not arguments.blocks}
+    settings = {"engines": arguments.engines, "seconds": arguments.seconds}
     for net in arguments.net:
         title, build, batches = NETWORKS[net]
         for sparsity in arguments.sparsity:
             model, example = build()
-            mask_at_random_(model, sparsity, arguments.blocks)
+            mask_at_random_(model, sparsity)
             report = measure(model, example, name=net, batches=arguments.batch or batches, **settings)
             percent = f"{100 * sparsity:g}"
-            masks = "blocks" if arguments.blocks else "random"
-            how = "--blocks --net" if arguments.blocks else "--net"
-            command = f"python benchmarks/speed_table.py {how} {net} --sparsity {sparsity:g} --out {arguments.out}"
-            write(report, masks, title, arguments.out / f"{net}-{masks}-{percent}.json", command)
+            command = f"python benchmarks/speed_table.py --net {net} --sparsity {sparsity:g} --out results/speed"
+            write(report, "random", title, arguments.out / f"{net}-random-{percent}.json", command)
     for path in trained(arguments.models) if arguments.models else ():
         name = path.name.removesuffix(".safetensors").removesuffix(".sparse")
         name = path.parent.name if name == "model" else name
