@@ -31,9 +31,9 @@ OPTIONS = {
     "thread": {"TSAN_OPTIONS": "halt_on_error=1 exitcode=66 report_signal_unsafe=0"},
 }
 TESTS = {
-    True: ("test_kernels.py",),
+    True: ("test_kernels.py", "test_int8.py"),
     False: (
-        *("test_kernels.py", "test_shifted.py", "test_drawn_layers.py", "test_drawn_networks.py"),
+        *("test_kernels.py", "test_int8.py", "test_shifted.py", "test_drawn_layers.py", "test_drawn_networks.py"),
         "test_transformers.py",
     ),
 }

@@ -12,6 +12,7 @@
  * vectors) and knows nothing of Python or torch.
  */
 #include "attention.h"
+#include "int8.h"
 #include "normalising.h"
 #include "one_vector.h"
 #include "pointwise.h"
@@ -25,7 +26,7 @@
 enum {
     LOAD, STORE, PRODUCT, PRODUCT_ONE, AFFINE, POOL, PHASES, COPY, EMBED, LSTM, GRU, PRODUCT_DENSE, POINTWISE, SOFTMAX,
     RNN_TANH, RNN_RELU, SPREAD, SHIFTS, PRODUCT_FOUR, NORMALISE, ATTENTION, CONSTANT, MOVE, TOKENS,
-    COLUMN, RECALL
+    COLUMN, RECALL, PRODUCT_INT8, PRODUCT_INT8_ONE
 };
 
 struct op {
@@ -78,7 +79,8 @@ static void run_store(const struct call *call, const struct op *op) {
                 if (call->lanes == 1 && r->step == 1)
                     memcpy(to, from, n * sizeof(float));
                 else /* the same the other way round: here the lanes are the run, and its floats the samples */
-                    transpose_in(to, r->sample, from, r->step, call->count, n);
+                    for (int64_t s = 0; s < call->count; s += CHUNK)
+                        transpose_in(to + s * r->sample, r->sample, from + s, r->step, least(CHUNK, call->count - s), n);
             }
 }
 
@@ -130,6 +132,32 @@ static void run_product_one(const struct call *call, const struct op *op) {
     const struct product_op *o = (const struct product_op *)op->a;
     struct target target = {call->arena + op->y, op->add < 0 ? NULL : call->arena + op->add, o->y_row, o->y_row, o->relu};
     multiply_one(o->way, POINTER(void, o->weight), call->arena + op->x + o->from, &target);
+}
+
+/* A product in int8 of the planes of x, or of one vector: x is quantised into scratch first. */
+struct product8_op {
+    int64_t weight, chunks, x_at, y_at, mask, y_row, relu;
+    int64_t channels, phases, plane, scratch;
+};
+
+static void run_product8(const struct call *call, const struct op *op) {
+    const struct product8_op *o = (const struct product8_op *)op->a;
+    const struct sparse8 *weight = POINTER(struct sparse8, o->weight);
+    const int32_t *y_at = POINTER(int32_t, o->y_at);
+    int32_t *words = (int32_t *)(call->arena + o->scratch);
+    quantise_planes(call->arena + op->x, o->plane, words, o->plane, o->channels, o->phases, o->plane, *weight->inverse);
+    struct product8 p = {weight, words, call->arena + op->y, op->add < 0 ? NULL : call->arena + op->add, o->y_row, o->y_row,
+                         POINTER(int32_t, o->x_at), y_at, y_at, POINTER(int32_t, o->mask), o->relu};
+    multiply8(&p, o->chunks);
+}
+
+static void run_product8_one(const struct call *call, const struct op *op) {
+    const struct product8_op *o = (const struct product8_op *)op->a;
+    const struct windowed8 *weight = POINTER(struct windowed8, o->weight);
+    int32_t *words = (int32_t *)(call->arena + o->scratch);
+    struct target target = {call->arena + op->y, op->add < 0 ? NULL : call->arena + op->add, o->y_row, o->y_row, o->relu};
+    quantise_vector(call->arena + op->x, (int8_t *)words, o->channels, o->plane, *weight->inverse);
+    multiply_windows8(weight, words, &target);
 }
 
 struct affine_op {
@@ -319,7 +347,8 @@ struct recurrent_op {
     int64_t x_at;                   /* chunk places 0, 16, 32, ... */
     int64_t h_from, c_from, h_to, c_to; /* state before and after, in the arena; -1: zeros, nowhere */
     int64_t state_row;                  /* floats between its units */
-    int64_t way, hidden_from;           /* of the hidden weight, for one sample */
+    int64_t way, hidden_from;           /* of the hidden weight, for one sample; INT8: of all weights, always */
+    int64_t words, features;            /* scratch for int8 */
 };
 
 /* The floats of each unit to another place, where units are another number of floats apart; from NULL: zeros. */
@@ -331,6 +360,22 @@ static void copy_state(float *to, int64_t to_row, const float *from, int64_t fro
             memset(to + u * to_row, 0, lanes * sizeof(float));
 }
 
+static void hidden_in_int8(const struct recurrent_op *o, int64_t lanes, const float *h, float *gates, const float *add,
+                           int64_t add_row, int32_t *words) {
+    if (lanes == 1) {
+        const struct windowed8 *weight = POINTER(struct windowed8, o->hidden_one);
+        struct target target = {gates, add, 1, 1, 0};
+        quantise_vector(h, (int8_t *)words, o->units, 1, *weight->inverse);
+        multiply_windows8(weight, words, &target);
+    } else {
+        const struct sparse8 *weight = POINTER(struct sparse8, o->hidden);
+        const int32_t *at = POINTER(int32_t, o->x_at);
+        struct product8 hidden = {weight, words, gates, add, lanes, add_row, at, at, at, NULL, 0};
+        quantise_planes(h, lanes, words, lanes, o->units, 1, lanes, *weight->inverse);
+        multiply8(&hidden, lanes / CHUNK);
+    }
+}
+
 static void run_recurrent(const struct call *call, const struct op *op) {
     const struct recurrent_op *o = (const struct recurrent_op *)op->a;
     int64_t lanes = call->lanes, n = o->units * lanes, gates = o->gates, rows = gates * o->units;
@@ -338,21 +383,32 @@ static void run_recurrent(const struct call *call, const struct op *op) {
     float *h = call->arena + o->h, *c = call->arena + o->c;
     int64_t x_row = (o->chunk_steps * lanes + CHUNK - 1) / CHUNK * CHUNK;
     const int32_t *at = POINTER(int32_t, o->x_at);
+    int32_t *words = (int32_t *)(call->arena + o->words);
     copy_state(h, lanes, o->h_from < 0 ? NULL : call->arena + o->h_from, o->state_row, o->units, lanes);
     copy_state(c, lanes, o->c_from < 0 ? NULL : call->arena + o->c_from, o->state_row, o->units, lanes);
     for (int64_t done = 0; done < o->steps; done += o->chunk_steps) {
         int64_t some = least(o->chunk_steps, o->steps - done);
         int64_t start = o->reverse ? o->steps - done - some : done;
-        struct product input = {POINTER(struct sparse, o->input), call->arena + op->x + start * lanes, x_gates, NULL,
-                                x_row, 0, at, at, NULL, NULL, 0};
-        multiply(&input, 0, (some * lanes + CHUNK - 1) / CHUNK);
+        int64_t chunks = (some * lanes + CHUNK - 1) / CHUNK;
+        const float *x = call->arena + op->x + start * lanes;
+        if (o->way == INT8) {
+            const struct sparse8 *weight = POINTER(struct sparse8, o->input);
+            quantise_planes(x, o->x_row, words, x_row, o->features, 1, chunks * CHUNK, *weight->inverse);
+            struct product8 input = {weight, words, x_gates, NULL, x_row, 0, at, at, at, NULL, 0};
+            multiply8(&input, chunks);
+        } else {
+            struct product input = {POINTER(struct sparse, o->input), x, x_gates, NULL, x_row, 0, at, at, NULL, NULL, 0};
+            multiply(&input, 0, chunks);
+        }
         float *by_step = x_gates + rows * x_row;
         if (lanes == 1) transpose_in(by_step, rows, x_gates, x_row, some, rows); /* or each gate is a cache miss */
         for (int64_t i = 0; i < some; i++) {
             int64_t step = o->reverse ? some - 1 - i : i;
             const float *now = lanes == 1 ? by_step + step * rows : x_gates + step * lanes;
             const float *add = op->code == GRU ? NULL : now;
-            if (lanes == 1) {
+            if (o->way == INT8) {
+                hidden_in_int8(o, lanes, h, h_gates, add, x_row, words);
+            } else if (lanes == 1) {
                 struct target target = {h_gates, add, 1, 1, 0};
                 multiply_one(o->way, POINTER(void, o->hidden_one), h + o->hidden_from, &target);
             } else {
@@ -399,6 +455,8 @@ static int64_t run_op(const struct call *call, const struct op *op) {
     case SHIFTS: run_shifts(call, op); break;
     case PRODUCT_ONE: run_product_one(call, op); break;
     case PRODUCT_DENSE: run_product_dense(call, op); break;
+    case PRODUCT_INT8: run_product8(call, op); break;
+    case PRODUCT_INT8_ONE: run_product8_one(call, op); break;
     case AFFINE: run_affine(call, op); break;
     case NORMALISE: run_normalise(call, op); break;
     case POOL: run_pool(call, op); break;
@@ -446,8 +504,12 @@ __attribute__((visibility("default"))) int64_t PUBLIC(gossamer_run)(const struct
 #if defined(FEATURES)
 #if defined(__x86_64__)
 #include <cpuid.h>
+#elif defined(__aarch64__) && defined(__linux__)
+#include <asm/hwcap.h>
+#include <sys/auxv.h>
 #endif
-/* What this processor and its system can run: 1 AVX2 with FMA, 2 AVX-512. */
+/* What this processor and its system can run: 1 AVX2 with FMA, 2 AVX-512, 4 also its dot products of bytes, 8 those of
+ * NEON. */
 __attribute__((visibility("default"))) int64_t gossamer_features(void) {
     int64_t found = 0;
 #if defined(__x86_64__)
@@ -458,6 +520,11 @@ __attribute__((visibility("default"))) int64_t gossamer_features(void) {
     if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return 0;
     if (fma && (b & bit_AVX2) && (state & 0x06) == 0x06) found |= 1;
     if (fma && (b & bit_AVX512F) && (b & bit_AVX512VL) && (state & 0xe6) == 0xe6) found |= 2;
+    if ((found & 2) && (b & bit_AVX512BW) && (c & bit_AVX512VNNI)) found |= 4;
+#elif defined(__aarch64__) && defined(__linux__)
+    if (getauxval(AT_HWCAP) & HWCAP_ASIMDDP) found |= 8;
+#elif defined(__aarch64__) && defined(__APPLE__)
+    found |= 8; /* in every processor of a Mac */
 #endif
     return found;
 }

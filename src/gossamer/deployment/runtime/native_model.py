@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -48,7 +48,7 @@ from gossamer.deployment.runtime.network import (
     batch_axis,
 )
 from gossamer.deployment.runtime.plan import choices, make_plan
-from gossamer.deployment.runtime.records import Plan
+from gossamer.deployment.runtime.records import RECORD, Plan
 from gossamer.deployment.runtime.weights import Kernel, aligned_zeros
 
 MAX_LANES = 64
@@ -270,9 +270,13 @@ class NativeModel:
 
     def _untimed(self, batch: int) -> Setting:
         lanes = possible_lanes(self.graph, batch)[0]
-        preferred: Kernel = "windows" if self.native.variant == "avx512" else "gather"
-        possible = choices(self.graph, lanes)
-        return Setting(lanes, 1, tuple((number, preferred) for number, each in possible.items() if preferred in each))
+        fast: Kernel = "windows" if self.native.variant in ("vnni", "avx512") else "gather"
+        preferred: tuple[Kernel, ...] = ("int8", fast)
+        chosen = {
+            number: next((kernel for kernel in preferred if kernel in each), None)
+            for number, each in choices(self.graph, lanes).items()
+        }
+        return Setting(lanes, 1, tuple((number, kernel) for number, kernel in chosen.items() if kernel is not None))
 
     def choose(self, batch: int, setting: Setting) -> None:
         """Set how batches of this size are run."""
@@ -298,6 +302,24 @@ class NativeModel:
         for owner, spent in zip(prepared.plan.owners, seconds.tolist(), strict=True):
             found[owner] = found.get(owner, 0.0) + spent
         return found
+
+    def traced(self, *arguments: Any) -> Iterator[tuple[int, Floats]]:
+        """Run a call by one thread, group by group and operation by operation: yields the number of each operation and
+        the arena before it runs."""
+        leaves = tree_leaves(arguments)
+        check_tensors(leaves)
+        prepared = self._ready.get(tuple([x.shape for x in leaves])) or self._prepare(leaves)
+        inputs = [readable(x, dtype) for x, dtype in zip(leaves, self._dtypes, strict=True)]
+        outputs = [empty(shape) for shape in prepared.outputs]
+        workspace = self._workspace(prepared)
+        own, records = replace(prepared, spare=[workspace]), workspace.block[_OPS]
+        workspace.block[_N_OPS] = 1
+        for group in range(prepared.shares[0][0], prepared.shares[-1][1]):
+            for place, owner in enumerate(prepared.plan.owners):
+                yield owner, workspace.arena
+                workspace.block[_OPS] = records + place * prepared.records.itemsize * RECORD
+                if self._run(own, inputs, outputs, group, group + 1):
+                    raise IndexError(_OUTSIDE)
 
     @property
     def example_batch(self) -> int:

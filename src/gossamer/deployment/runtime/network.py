@@ -110,6 +110,8 @@ class Product:
     add: int | None = None
     relu: bool = False
     kind: Literal["linear", "convolution", "copy", "element-wise"] = "linear"
+    largest: float = 0.0
+    """The largest absolute input in the calibration data; without calibration 0, and no int8 kernel."""
 
     @property
     def copies(self) -> bool:
@@ -333,6 +335,7 @@ class Recurrent:
     dense_size: int
     name: str
     state: Recurrence
+    largest: float = 0.0  # as in Product; the state is at most 1
 
 
 Operation = (

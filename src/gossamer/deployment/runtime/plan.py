@@ -45,6 +45,7 @@ from gossamer.deployment.runtime.network import (
     Spread,
     TokenValues,
     UnsupportedError,
+    Value,
     diagonal_taps,
 )
 from gossamer.deployment.runtime.plan_attention import (
@@ -75,6 +76,8 @@ from gossamer.deployment.runtime.records import (
     PRODUCT,
     PRODUCT_DENSE,
     PRODUCT_FOUR,
+    PRODUCT_INT8,
+    PRODUCT_INT8_ONE,
     PRODUCT_ONE,
     RECALL,
     RECORD,
@@ -88,7 +91,17 @@ from gossamer.deployment.runtime.records import (
     Line,
     Plan,
 )
-from gossamer.deployment.runtime.weights import WAYS, Kept, Kernel, dense_panels, one_vector, panels, possible_kernels
+from gossamer.deployment.runtime.weights import (
+    WAYS,
+    WINDOW,
+    Kept,
+    Kernel,
+    dense_panels,
+    one_vector,
+    panels,
+    possible_kernels,
+)
+from gossamer.deployment.runtime.weights_int8 import int8_panels, int8_vector, quantised
 
 _CODES: dict[Cell, int] = {"lstm": LSTM, "gru": GRU, "rnn_tanh": RNN_TANH, "rnn_relu": RNN_RELU}
 RECURRENT_COLUMNS = 128  # steps times lanes for which the input product is computed ahead of the recurrence
@@ -111,9 +124,20 @@ def choices(graph: Network, lanes: int) -> dict[int, tuple[Kernel, ...]]:
             one = is_single(operation, graph.values, lanes)
             shifted = shifts(operation, graph.values, lanes)
             found[number] = possible_kernels(operation.taps, one_vector=one, shifts=shifted)
-        elif isinstance(operation, Recurrent) and lanes == 1:
-            found[number] = possible_kernels(operation.hidden_taps, one_vector=True)
+            if operation.largest > 0 and (not one or _reads_channels(operation, graph.values[operation.x])):
+                found[number] += ("int8",)
+        elif isinstance(operation, Recurrent):
+            int8: tuple[Kernel, ...] = ("int8",) if operation.largest > 0 else ()
+            if lanes == 1:
+                found[number] = (*possible_kernels(operation.hidden_taps, one_vector=True), *int8)
+            elif int8:
+                found[number] = ("panels", *int8)
     return found
+
+
+def _reads_channels(product: Product, x: Value) -> bool:
+    """Whether the product reads one pixel, without a window."""
+    return x.pixels == 1 and product.padding == (0, 0) and not (product.taps.dy.any() or product.taps.dx.any())
 
 
 def _rounded(size: int) -> int:
@@ -292,7 +316,9 @@ class _Planner:
             self._product_shifted(step)
             return
         x, y = self.placed.layouts[step.x], self.placed.layouts[step.y]
-        taps, lanes, (sy, sx), (py, px) = step.taps, self.lanes, step.stride, step.padding
+        int8 = quantised(step.taps, step.largest) if self._chosen("panels") == "int8" else None
+        taps = step.taps if int8 is None else int8.taps
+        lanes, (sy, sx), (py, px) = self.lanes, step.stride, step.padding
         pixels, at, y_at, mask = self._chunks(step.y)
         if phases is not None:
             source = self.placed.layouts[phases]
@@ -305,6 +331,13 @@ class _Planner:
             first = (pixels[:, 0] * sy - py) * x.pitch + pixels[:, 1] * sx - px
             x_at = x.base + first * lanes + pixels[:, 2]
         places = self.kept.keep(x_at.astype(np.int32))
+        if int8 is not None:
+            weight = int8_panels(self.kept, int8, offsets, step.bias)
+            fields = [weight, len(at), places, y_at, mask, y.plane, int(step.relu)]
+            self._emit_int8(step, fields, step.x if phases is None else phases)
+            words = 4 * int8.taps.count / max(1, step.dense_size)
+            self._product_line(step, f"int8, {words:.0%} of blocks", step.taps.count)
+            return
         dense = self._chosen("panels") == "dense"
         blocks = channel_blocks(self.placed, step)
         for number, (begin, end) in enumerate(pairwise(blocks)):
@@ -343,12 +376,40 @@ class _Planner:
         taps, row, column = taps.chosen(inside), row[inside], column[inside]
         offsets = x.base + taps.channel * x.plane + row * x.pitch + column
         kernel = self._chosen("gather")
+        if kernel == "int8":
+            fields = [int8_vector(self.kept, quantised(step.taps, step.largest), step.bias)]
+            self._emit_int8_one(step, [*fields, 0, 0, 0, 0, y.plane, int(step.relu)])
+            self._product_line(step, "one vector, int8", taps.count)
+            return
         weight, begin = one_vector(self.kept, kernel, taps, offsets, step.bias, self.placed.spare[step.x])
         fields = [weight, 0, 0, 0, 0, y.plane, int(step.relu), WAYS[kernel], begin]
         self._emit(PRODUCT_ONE, step.x, step.y, step.add, fields)
         self.records[-1][2] += y.base
         self.records[-1][3] += 0 if step.add is None else y.base
         self._product_line(step, f"one vector, {kernel}", taps.count)
+
+    def _emit_int8(self, step: Product, fields: list[int], source: int) -> None:
+        """A product of the planes of ``source``: the value x, or its phases."""
+        channels, planes = (self.placed.values[each].channels for each in (step.x, source))
+        plane = self.placed.layouts[source].plane
+        phases = planes // channels
+        self._in_scratch(-(-channels // 4) * phases * plane, field=len(fields) + 3)
+        self._emit(PRODUCT_INT8, source, step.y, step.add, [*fields, channels, phases, plane])
+
+    def _emit_int8_one(self, step: Product, fields: list[int]) -> None:
+        """A product of one vector: windows of its words may reach one window further than the words."""
+        x, y = self.placed.layouts[step.x], self.placed.layouts[step.y]
+        channels = self.placed.values[step.x].channels
+        self._in_scratch(-(-channels // 4) + 2 * WINDOW, field=len(fields) + 3)
+        self._emit(PRODUCT_INT8_ONE, step.x, step.y, step.add, [*fields, channels, 1, x.plane])
+        self.records[-1][1] += x.base
+        self.records[-1][2] += y.base
+        self.records[-1][3] += 0 if step.add is None else y.base
+
+    def _in_scratch(self, size: int, field: int) -> None:
+        """Give the next record this many words of scratch memory; the address goes to a field of its own."""
+        self.shared_fields.append((len(self.records), 4 + field, 0))
+        self.shared = max(self.shared, _rounded(size))
 
     def _product_line(self, step: Product, kernel: str, nonzeros: int) -> None:
         layer = step.kind in ("linear", "convolution")
@@ -442,16 +503,16 @@ class _Planner:
         state = _rounded(units * lanes) + CHUNK
         state_places = [self.placed.arena + self.states, self.placed.arena + self.states + state]
         self.states += 2 * state
-        taps, kernel = step.hidden_taps, self._chosen("gather")
-        into = panels(self.kept, step.input_taps, step.input_taps.channel * x.plane, step.input_bias, lanes)
-        across = alone = begin = 0
-        if lanes == 1:
-            alone, begin = one_vector(self.kept, kernel, taps, taps.channel, step.hidden_bias, _rounded(units))
-        else:
-            across = panels(self.kept, taps, taps.channel * lanes, step.hidden_bias, lanes)
+        kernel = self._chosen("gather")
+        into, across, alone, begin = self._recurrent_weights(step, kernel, x.plane, columns)
         places = self.kept.keep(np.arange(0, columns, CHUNK, dtype=np.int32))
         fields = [value.width, units, gates, into, across, alone, x.plane, y.plane, steps, int(step.reverse)]
-        fields += [0, 0, *state_places, places, *self._state(step), WAYS[kernel], begin]
+        fields += [0, 0, *state_places, places, *self._state(step), WAYS.get(kernel, 0), begin]
+        if kernel == "int8":
+            self.shared_fields.append((len(self.records), 4 + len(fields), sum(map(_rounded, shared))))
+            words = -(-value.channels // 4) * columns, -(-units // 4) * lanes + 2 * WINDOW
+            self.shared = max(self.shared, sum(map(_rounded, shared)) + _rounded(max(words)))
+            fields += [0, value.channels]
         self._emit(_CODES[step.kind], step.x, step.y, None, fields)
         self.shared_fields += [
             (len(self.records) - 1, 14, 0),
@@ -461,4 +522,22 @@ class _Planner:
         self.records[-1][2] += y.base + step.channel * y.plane
         nonzeros = step.input_taps.count + step.hidden_taps.count
         how = f"panels of {lanes}" if lanes > 1 else f"steps together, then one vector per step, {kernel}"
+        how = f"{how}, int8" if lanes > 1 and kernel == "int8" else how
         self._line(step, step.kind.replace("_", " "), how, step.dense_size, nonzeros)
+
+    def _recurrent_weights(
+        self, step: Recurrent, kernel: Kernel, plane: int, columns: int
+    ) -> tuple[int, int, int, int]:
+        """The weights for the inputs, for several samples, and for one, with where its vector begins."""
+        lanes, taps, bias = self.lanes, step.hidden_taps, step.hidden_bias
+        if kernel == "int8":
+            x, h = quantised(step.input_taps, step.largest), quantised(taps, 1.0)
+            into = int8_panels(self.kept, x, x.taps.channel * columns, step.input_bias)
+            if lanes == 1:
+                return into, 0, int8_vector(self.kept, h, bias), 0
+            return into, int8_panels(self.kept, h, h.taps.channel * lanes, bias), 0, 0
+        into = panels(self.kept, step.input_taps, step.input_taps.channel * plane, step.input_bias, lanes)
+        if lanes == 1:
+            alone, begin = one_vector(self.kept, kernel, taps, taps.channel, bias, _rounded(step.units))
+            return into, 0, alone, begin
+        return into, panels(self.kept, taps, taps.channel * lanes, bias, lanes), 0, 0

@@ -25,8 +25,10 @@ WORTH_THE_MEMORY = 1.05
 SLOW = 0.02
 #: Kernels that do not benefit from an instruction set.
 _POINTLESS: dict[str, frozenset[Kernel]] = {
+    "vnni": frozenset(),
     "avx512": frozenset(),
     "avx2": frozenset({"windows"}),
+    "dotprod": frozenset({"windows"}),
     "portable": frozenset({"windows", "loads"}),
 }
 
