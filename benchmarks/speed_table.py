@@ -21,6 +21,8 @@ from torch import Tensor, nn
 from gossamer.deployment.speed import ENGINES, SpeedReport, measure
 from gossamer.lab import models
 from gossamer.lab.model_files import open_network
+from gossamer.lab.models.minilm import minilm
+from gossamer.lab.models.transformer import vit
 
 Example = Callable[[int], Tensor]
 PARTS = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")  # of a layer of nn.LSTM
@@ -57,14 +59,26 @@ NETWORKS: dict[str, tuple[str, Callable[[], tuple[nn.Module, Example]], tuple[in
     "lstm": ("LSTM 1500, 35 steps", lambda: (OneLstm(), lambda batch: torch.randn(35, batch, 1500)), (1, 20)),
     "lenet300": ("MLP 784-300-100-10", lambda: pictures("lenet300"), (1, 64)),
     "densenet40": ("DenseNet-40", lambda: pictures("densenet40"), (1, 64)),
+    "minilm": (
+        "MiniLM-L6, 64 tokens",
+        lambda: (minilm(), lambda batch: torch.randint(1, 30_000, (batch, 64))),
+        (1, 16),
+    ),
+    "vit_tiny": (
+        "ViT-tiny, 64 patches",
+        lambda: (vit(layers=12), lambda batch: torch.randn(batch, 3, 32, 32)),
+        (1, 16),
+    ),
 }
 
 
 def mask_at_random_(model: nn.Module, sparsity: float) -> None:
-    """Prune every weight tensor to exactly the same density."""
+    """Prune every weight tensor of a layer to exactly the same density, but no embeddings and positions."""
     torch.manual_seed(0)
+    layers = [module for module in model.modules() if not isinstance(module, nn.Embedding)]
+    weights = [p for layer in layers for name, p in layer.named_parameters(recurse=False) if name.startswith("weight")]
     with torch.no_grad():
-        for parameter in model.parameters():
+        for parameter in weights:
             if parameter.ndim > 1:
                 gone = torch.randperm(parameter.numel())[: round(sparsity * parameter.numel())]
                 parameter.view(-1)[gone] = 0
@@ -87,12 +101,16 @@ def main() -> None:
     parser.add_argument("--net", choices=list(NETWORKS), nargs="*", default=[], help="networks with random masks")
     parser.add_argument("--models", type=Path, help="folder of sparse files with trained masks")
     parser.add_argument("--sparsity", type=float, nargs="+", default=[0.9, 0.95, 0.98])
-    parser.add_argument("--batch", type=int, nargs="+", help="default: 1 and 64, for the LSTM 1 and 20")
+    parser.add_argument(
+        "--batch", type=int, nargs="+", help="default: 1 and 64, for the LSTM 1 and 20, for transformers 1 and 16"
+    )
     parser.add_argument("--engines", nargs="+", default=list(ENGINES), choices=list(ENGINES))
     parser.add_argument("--seconds", type=float, default=5.0)
+    parser.add_argument("--cpu-time", action="store_true", help="seconds of this process, for a busy machine")
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
-    settings = {"engines": arguments.engines, "seconds": arguments.seconds}
+    settings = {"engines": arguments.engines, "seconds": arguments.seconds, "cpu_time": arguments.cpu_time}
+    flags = " --cpu-time" if arguments.cpu_time else ""
     for net in arguments.net:
         title, build, batches = NETWORKS[net]
         for sparsity in arguments.sparsity:
@@ -100,7 +118,7 @@ def main() -> None:
             mask_at_random_(model, sparsity)
             report = measure(model, example, name=net, batches=arguments.batch or batches, **settings)
             percent = f"{100 * sparsity:g}"
-            command = f"python benchmarks/speed_table.py --net {net} --sparsity {sparsity:g} --out results/speed"
+            command = f"python benchmarks/speed_table.py --net {net} --sparsity {sparsity:g}{flags} --out results/speed"
             write(report, "random", title, arguments.out / f"{net}-random-{percent}.json", command)
     for path in trained(arguments.models) if arguments.models else ():
         name = path.name.removesuffix(".safetensors").removesuffix(".sparse")

@@ -31,12 +31,15 @@ OPTIONS = {
     "thread": {"TSAN_OPTIONS": "halt_on_error=1 exitcode=66 report_signal_unsafe=0"},
 }
 TESTS = {
-    True: ("test_kernels.py",),
-    False: ("test_kernels.py", "test_shifted.py", "test_drawn_layers.py", "test_drawn_networks.py"),
+    True: ("test_kernels.py", "test_int8.py"),
+    False: (
+        *("test_kernels.py", "test_int8.py", "test_shifted.py", "test_drawn_layers.py", "test_drawn_networks.py"),
+        "test_transformers.py",
+    ),
 }
 NETWORKS = (
     *("resnet, odd size", "densenet", "mobile", "lstm", "borders", "waves", "decoder", "generator"),
-    *("resnet of groups", "convnext"),
+    *("resnet of groups", "convnext", "vision transformer", "encoder"),
 )
 
 

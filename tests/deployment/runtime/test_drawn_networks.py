@@ -409,12 +409,10 @@ def test_channels_and_steps_change_places(
     [
         ("a resize", lambda m, x: F.interpolate(m.conv(x), size=(9, 9))),
         ("a resize", lambda m, x: F.interpolate(m.conv(x), size=(3, 3))),
-        ("a tensor of shape", lambda m, x: m.conv(x) * m.row),
         ("a number that float32", lambda m, x: m.conv(x) + 1e39),
         ("its own tensor row, which it reads, is changed", lambda m, x: m.conv(x) * m.row.mul_(2).sum()),
         ("random numbers", lambda m, x: m.conv(x) * torch.rand_like(m.row).sum()),
         ("makes torch.float64", lambda m, x: m.conv(x) * m.row.sum(0, keepdim=True).double()),
-        ("a quotient", lambda m, x: m.conv(x) / m.conv(-x)),
     ],
 )
 def test_what_is_left_to_torch(name: str, forward: Callable[[Any, Tensor], Tensor]) -> None:
@@ -423,6 +421,13 @@ def test_what_is_left_to_torch(name: str, forward: Callable[[Any, Tensor], Tenso
     with pytest.raises(UnsupportedError, match=name):
         capture.capture(model, (torch.randn(2, 3, 6, 6),))
     assert torch.equal(model.row, torch.arange(6.0))
+
+
+@pytest.mark.parametrize("lanes", [1, 4, 16])
+def test_numbers_for_each_pixel_and_quotients(lanes: int) -> None:
+    model = Written(lambda m, x: (m.conv(x) * m.row - m.row) / (m.conv(-x).sigmoid() + m.row), conv=nn.Conv2d(3, 3, 3))
+    model.register_buffer("row", torch.arange(1.0, 8.0))
+    check(model.eval(), torch.randn(5, 3, 6, 9), load_native().variant, lanes)
 
 
 def test_cropping_then_padding_does_not_bring_back_what_was_cut() -> None:

@@ -144,3 +144,22 @@ def test_a_compiler_that_the_user_names_goes_before_the_installed_library(
     monkeypatch.setattr(native, "build", lambda compiler, directory: asked.append(compiler) or library)
     assert native.load_native().library == library
     assert asked == [("my-cc", "--fast")]
+
+
+@pytest.mark.parametrize(
+    ("platform", "machine", "wheel"),
+    [
+        ("linux", "x86_64", "cp311-manylinux_x86_64"),
+        ("linux", "aarch64", "cp311-manylinux_aarch64"),
+        ("macos", "arm64", "cp311-macosx_arm64"),
+        ("windows", "AMD64", "cp311-win_amd64"),
+    ],
+)
+def test_cibuildwheel_reads_its_configuration(platform: str, machine: str, wheel: str) -> None:
+    """One wheel for each platform; it serves every Python."""
+    pytest.importorskip("cibuildwheel", reason="cibuildwheel is not installed")
+    options = ["--print-build-identifiers", "--platform", platform, "--archs", machine]
+    command = [sys.executable, "-m", "cibuildwheel", *options, str(ROOT)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == [wheel]

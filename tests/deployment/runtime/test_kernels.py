@@ -35,7 +35,8 @@ def test_every_kernel_can_be_chosen() -> None:
     """Otherwise the drawn tests below would draw a kernel and run another."""
     weight = torch.rand(20, 30) + 1
     x = torch.rand(2, 30)
-    graph = graph_of(x, [value_of(x), Value(20, 1, 1)], [product(weight, torch.zeros(20))], (2, 20))
+    layer = product(weight, torch.zeros(20), largest=1.0)
+    graph = graph_of(x, [value_of(x), Value(20, 1, 1)], [layer], (2, 20))
     found = {kernel for lanes in (1, 16) for kernels in choices(graph, lanes).values() for kernel in kernels}
     picture = torch.rand(2, 3, 8, 8)
     window = product(torch.rand(20, 3, 3, 3) + 1, torch.zeros(20), padding=(1, 1))

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import emulated
 import pytest
 import sanitizers
 import torch
@@ -194,3 +195,10 @@ def test_sanitizers_find_nothing(kind: str, tmp_path: Path) -> None:
     if sanitizers.runtime_libraries(kind) is None:
         pytest.skip(f"no gcc with the {kind} sanitizer")
     sanitizers.run(kind, tmp_path, short=True)
+
+
+def test_kernels_for_aarch64_are_right(tmp_path: Path) -> None:
+    """The short form; ``python tests/emulated.py`` runs all of it."""
+    if problem := emulated.missing():
+        pytest.skip(problem)
+    emulated.run(tmp_path, short=True)

@@ -29,6 +29,8 @@ from gossamer.deployment.runtime.capture import capture
 from gossamer.deployment.runtime.network import Affine, Concat, Network, Normalise, Product
 from gossamer.deployment.runtime.plan import choices
 from gossamer.deployment.runtime.weights import KERNELS, Kernel
+from gossamer.lab.models.minilm import SentenceClassifier
+from gossamer.lab.models.transformer import VisionTransformer
 
 try:
     load_native()
@@ -352,6 +354,8 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Tensor], tuple[i
     "last of a plain one": (lambda: Last(nn.RNN, True), pictures(9, 6), STEP_LANES),
     "plain cells": (PlainCells, pictures(14), STEP_LANES),
     "waves": (waves, pictures(2, 61), ALL_LANES),
+    "vision transformer": (lambda: VisionTransformer(5, 20, 4, 24, 1, 2), pictures(3, 20, 20), ALL_LANES),
+    "encoder": (lambda: SentenceClassifier(3, 24, 1, 4), lambda b: torch.randint(0, 9, (b, 37)), ALL_LANES),
     "decoder": (decoder, pictures(6, 5, 4), ALL_LANES),
     "last of a gru": (lambda: Last(nn.GRU, True), pictures(9, 6), STEP_LANES),
 }

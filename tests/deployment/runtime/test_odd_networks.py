@@ -118,7 +118,7 @@ LEFT: dict[str, tuple[tuple[int, ...], Callable[[Any, Tensor], Any], str]] = {
     "first samples": (VECTOR, lambda m, x: m.linear(x)[:3], "some samples"),
     "last samples": (VECTOR, lambda m, x: m.linear(x)[-3:], "some samples"),
     "mean over features": (SEQUENCE, lambda m, x: m.linear(x).reshape(-1, 8).mean(1), r"makes \(15,\)"),
-    "steps for samples": (SEQUENCE, lambda m, x: m.linear(x).view(5, -1, 8), r"makes \(5, 3, 8\)"),
+    "steps for samples": (SEQUENCE, lambda m, x: m.linear(x).view(5, -1, 8), r"a view from \(3, 5, 8\)"),
     "samples at the end": (VECTOR, lambda m, x: m.linear(x).view(1, 8, -1), "a view from"),
     "layers in one view with samples": (SEQUENCE, lambda m, x: m.both(x)[1].view(x.shape[0], -1), "a view from"),
     "linear on two layers' state": (SEQUENCE, lambda m, x: m.by_four(m.deep(x)[1]), r"makes \(2, 3, 4\)"),
@@ -128,8 +128,8 @@ LEFT: dict[str, tuple[tuple[int, ...], Callable[[Any, Tensor], Any], str]] = {
         lambda m, x: m.one(x).squeeze(1) * torch.tensor([1.0, 2.0, 3.0]),
         "a tensor of shape",
     ),
-    "channels last, flattened": (PICTURE, lambda m, x: m.conv(x).permute(0, 2, 3, 1).flatten(1), "a view from"),
-    "rows for channels": (PICTURE, lambda m, x: m.conv(x).permute(0, 2, 1, 3), "axes of a picture"),
+    "channels last, flattened": (PICTURE, lambda m, x: m.conv(x).permute(0, 2, 3, 1).flatten(1), "in another order"),
+    "rows for channels": (PICTURE, lambda m, x: m.conv(x).permute(0, 2, 1, 3), "in another order"),
     "normalised rows": (PICTURE, lambda m, x: m.rows(m.conv(x)), r"layer normalisation of a picture over \(6,\)"),
     "a factor for each value": (PICTURE, lambda m, x: m.values(m.conv(x)), "a factor or shift for each value"),
     "groups of steps": (SEQUENCE, lambda m, x: F.group_norm(m.linear(x), 5), "group_norm.default on sequence"),
@@ -180,7 +180,7 @@ def test_a_gate_of_fewer_dimensions_is_not_one_a_channel() -> None:
 
 @pytest.mark.parametrize("forward", [lambda m, x: m.one(x).squeeze(0), lambda m, x: x.unsqueeze(0) * 2])
 def test_what_is_right_for_a_batch_of_one_only_is_left_to_torch(forward: Callable[[Any, Tensor], Any]) -> None:
-    with pytest.raises(UnsupportedError, match="a view from"):
+    with pytest.raises(UnsupportedError, match=r"a view from|in another order"):
         compile_plan(network(forward), torch.randn(1, 8))
 
 

@@ -44,12 +44,23 @@ def test_the_baseline_is_the_fastest_dense_float_engine() -> None:
     assert found.best_dense.engine == "onnxruntime"
     assert found.speedup == 3.0
     assert found.ratio(found.rows[0]) == pytest.approx(6 / 9)
-    assert found.verdict == "3.00 times as fast as onnxruntime"
+    assert found.fastest is found.rows[-1]
+    assert found.verdict == (
+        "3.00 times as fast as onnxruntime; the fastest of all is gossamer, 2.00 times as fast as onnxruntime int8"
+    )
+    plain = case(row("torch", 9.0), row("onnxruntime int8", None), row("gossamer", 2))
+    assert plain.verdict == "4.50 times as fast as torch"
 
 
 def test_no_gain_int8_and_a_busy_machine_are_said() -> None:
     slow = case(row("torch", 2.0), row("onnxruntime int8", 1.0), row("gossamer", 1.98))
-    assert slow.verdict == "no gain over torch; onnxruntime int8 is faster still (1 ms, other numbers)"
+    assert slow.verdict == (
+        "no gain over torch; the fastest of all is onnxruntime int8, 1.98 times as fast as gossamer"
+    )
+    small = case(row("torch", 2.0), row("onnxruntime int8", 1.0), row("gossamer", 1.5), row("gossamer int8", 0.5))
+    assert small.verdict == (
+        "1.33 times as fast as torch; the fastest of all is gossamer int8, 2.00 times as fast as onnxruntime int8"
+    )
     busy = case(row("torch", 2.0, lower=1.0, upper=4.0), row("gossamer", 1.0))
     assert busy.verdict == "2.00 times as fast as torch; the machine was busy, measure again"
     assert case(row("gossamer", 1.0)).verdict == "nothing to compare with"

@@ -5,12 +5,14 @@ and otherwise the model itself; ``.explain()`` shows which and why, layer by lay
 """
 
 from gossamer.deployment.runtime.compiling import NoCompilerError
+from gossamer.deployment.runtime.decoding import Decoder
 from gossamer.deployment.runtime.deployed import Deployed, Explanation, compile_plan, deploy, torch_threads
 from gossamer.deployment.runtime.native import load_native
 from gossamer.deployment.runtime.native_model import NativeModel, Setting
 from gossamer.deployment.runtime.network import UnsupportedError
 
 __all__ = [
+    "Decoder",
     "Deployed",
     "Explanation",
     "NativeModel",

@@ -12,9 +12,10 @@ from typing import Any
 from torch import nn
 
 from gossamer.deployment import graph
+from gossamer.deployment.runtime import patterns
 from gossamer.deployment.runtime.fusing import fuse
 from gossamer.deployment.runtime.network import Network, UnsupportedError
-from gossamer.deployment.runtime.translations import TRANSLATIONS
+from gossamer.deployment.runtime.translations import OF_LAZY, OF_VIEWS, TRANSLATIONS
 from gossamer.deployment.runtime.translator import Translator
 
 
@@ -26,5 +27,6 @@ def capture(model: nn.Module, example_inputs: Sequence[Any]) -> Network:
         module = traced.module
     except graph.UntraceableError as error:
         raise UnsupportedError(str(error)) from error
+    patterns.recognise(module)
     structure = traced.program.call_spec.out_spec
-    return fuse(Translator(module, TRANSLATIONS).translate(structure))
+    return fuse(Translator(module, TRANSLATIONS, OF_VIEWS, OF_LAZY).translate(structure))

@@ -1,8 +1,8 @@
 """Compilation of the native kernels with any available compiler: during installation, or on first use.
 
-The C file is compiled three times, for AVX-512, for AVX2 and for any processor, and linked into one library. pip has a
-compiler for machines without one (``pip install ziglang``). This file downloads nothing and imports only the standard
-library, because the build of the package runs it without torch.
+The C file is compiled once for each set of instructions (on x86-64 AVX-512 with and without VNNI, AVX2, and what every
+processor has) and linked into one library. pip has a compiler for machines without one (``pip install ziglang``). This
+file downloads nothing and imports only the standard library, because the build of the package runs it without torch.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 SOURCE = Path(__file__).with_name("kernels.c")
-_PARTS = ("normalising", "one_vector", "pointwise", "pooling", "products", "vectors")
+_PARTS = (
+    *("attention", "int8", "normalising", "one_vector", "pointwise", "pooling", "products", "transposing"),
+    "vectors",
+)
 HEADERS = [SOURCE.with_name(f"{name}.h") for name in _PARTS]
 FLAGS: tuple[str, ...] = (
     "-O3",
@@ -33,11 +36,21 @@ FLAGS: tuple[str, ...] = (
 #: Rounding may differ from the source (fused multiply-add); NaN and infinity behave as usual.
 FLAGS += ("-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast")
 VARIANTS: dict[str, tuple[str, ...]] = {
+    "vnni": ("-mavx512f", "-mavx512vl", "-mavx512bw", "-mavx512vnni", "-mfma"),
     "avx512": ("-mavx512f", "-mavx512vl", "-mfma"),
     "avx2": ("-mavx2", "-mfma"),
+    "dotprod": ("-DDOTPROD",),
     "portable": ("-DFEATURES",),
 }
-_X86 = ("x86_64", "amd64")
+_OF_MACHINES: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("x86_64", "amd64"), ("vnni", "avx512", "avx2", "portable")),
+    **dict.fromkeys(("aarch64", "arm64"), ("dotprod", "portable")),
+}
+
+
+def variants_for(machine: str) -> tuple[str, ...]:
+    """The variants for a kind of processor, best first. The portable one uses NEON on aarch64 and SSE2 on x86-64."""
+    return _OF_MACHINES.get(machine.lower(), ("portable",))
 
 
 class NoCompilerError(RuntimeError):
@@ -121,7 +134,7 @@ def is_whole(path: Path) -> bool:
 def compile_library(compiler: Sequence[str], target: Path, *, extra: Sequence[str] = ()) -> None:
     """Compile every variant for this kind of processor and link them to ``target``. The file is on disk before it is
     renamed, so that neither another process nor a crash leaves a partial one."""
-    variants = list(VARIANTS) if platform.machine().lower() in _X86 else ["portable"]
+    variants = variants_for(platform.machine())
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
         objects = []

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from statistics import median
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -17,16 +17,20 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 from gossamer.deployment.runtime import memory
 from gossamer.deployment.runtime.capture import capture
 from gossamer.deployment.runtime.compiling import NoCompilerError
+from gossamer.deployment.runtime.decoding import Decoder
 from gossamer.deployment.runtime.fallback import SparseLinears, by_csr, by_native
+from gossamer.deployment.runtime.lengths import axis_of_steps, shortened, steps_of
 from gossamer.deployment.runtime.native import Native, load_native
 from gossamer.deployment.runtime.native_model import NativeModel, Setting, possible_lanes
 from gossamer.deployment.runtime.network import UnsupportedError
+from gossamer.deployment.runtime.quantise import calibrated
 from gossamer.deployment.runtime.records import Line
 from gossamer.deployment.runtime.tuning import Run, Tuned, time_in_turns, tune
 from gossamer.forward import batch_size_of, check_example
 
 #: The minimum speed-up that counts as faster.
 WORTH_IT = 1.03
+Precision = Literal["float32", "int8"]
 #: Well above rounding errors, which are below 1e-5: larger differences mean that the outputs are wrong.
 AGREES = 1e-3
 
@@ -72,6 +76,16 @@ class Deployed:
     def explain(self) -> Explanation:
         return self._explanation
 
+    def decoder(self, *, batch: int = 1, seconds: float = 0.5) -> Decoder:
+        """Generates text with a causal language model, token by token, with a cache of keys and values.
+
+        The example of ``deploy`` determines the maximum number of tokens. Kernels are timed for about ``seconds``.
+        Raises ``UnsupportedError`` for other networks.
+        """
+        if self.native is None:
+            raise UnsupportedError(f"expected a network that runs natively, but {self._explanation.reason}")
+        return Decoder(self.native, batch=batch, seconds=seconds)
+
 
 def compile_plan(
     model: nn.Module,
@@ -96,6 +110,8 @@ def deploy(
     threads: int = 1,
     seconds: float = 1.0,
     remember: bool = True,
+    precision: Precision = "float32",
+    calibration: Tensor | Sequence[Any] | None = None,
 ) -> Deployed:
     """The fastest implementation of a model on this machine, for inputs like the example.
 
@@ -104,7 +120,18 @@ def deploy(
     timed. The choice is stored in the user's cache, so the next ``deploy`` of a network with the same shapes and
     densities takes no time; ``remember=False`` neither reads nor writes the cache. The weights are copied, so further
     training of the model does not change the deployed one.
+
+    With ``precision="int8"``, linear layers and convolutions may also run in int8, where that is faster: weights with a
+    scale per output channel, inputs with the range that they have for the ``calibration`` data (inputs like the
+    example, with real samples). ``explain()`` has the change of the outputs for these data.
     """
+    if precision not in get_args(Precision):
+        raise ValueError(f"expected a precision from {', '.join(get_args(Precision))}, got {precision!r}")
+    if (precision == "int8") != (calibration is not None):
+        got = "none" if calibration is None else f"some for {precision}"
+        raise ValueError(
+            f"expected calibration data for int8 and only for that, got {got}; pass inputs like the example"
+        )
     if threads < 1 or seconds < 0:
         raise ValueError(f"expected at least one thread and no negative time, got {threads} threads, {seconds} s")
     inputs = _inputs(example_input)
@@ -118,6 +145,10 @@ def deploy(
         return _by_layers(model, inputs, dense, str(error), threads, seconds)
     if (problem := _disagreement(native, dense, inputs)) is not None:
         return _by_layers(model, inputs, dense, problem, threads, seconds)
+    if calibration is not None:
+        native = NativeModel(calibrated(native, _inputs(calibration)), native.native)
+    if _agrees_on_shorter(native, dense, inputs):
+        native.shorter = {}
     batch = native.example_batch
     key = memory.key_of(native.graph, native.native, batch, threads)
     decision = memory.recall(key, native.graph, batch, threads) if remember else None
@@ -135,6 +166,8 @@ def deploy(
         return Deployed(dense, Explanation("torch", reason, batch, shown, lines), native)
     how = f"{_counted(decision.setting.lanes, 'lane')}, {_counted(decision.setting.threads, 'thread')}"
     reason = f"{gain:.2f} times as fast as torch; {native.native.variant}, {how}; {source}"
+    if calibration is not None:
+        reason += f"; {_rounding(native, dense, decision.setting, _inputs(calibration))}"
     return Deployed(native, Explanation("native", reason, batch, shown, lines), native)
 
 
@@ -182,6 +215,37 @@ def _disagreement(native: Run, dense: Run, inputs: tuple[Any, ...]) -> str | Non
         if not difference <= AGREES * max(largest, AGREES):
             return f"the native outputs differ from the model's by {difference:.1e} where the largest is {largest:.1e}"
     return None
+
+
+def _agrees_on_shorter(native: NativeModel, dense: Run, inputs: tuple[Any, ...]) -> bool:
+    """Whether the network also gives the outputs of the model for sequences of half of the steps."""
+    steps = steps_of(native.graph)
+    if steps is None or steps < 2:
+        return False
+    half = tree_map(lambda x: x.narrow(axis_of_steps(native.graph), 0, steps // 2).contiguous(), inputs)
+    try:
+        shorter = NativeModel(shortened(native.graph, steps // 2), native.native)
+        return _disagreement(shorter, dense, half) is None
+    except Exception:  # the network cannot be shortened, or the model takes no shorter sequences
+        return False
+
+
+def _rounding(native: NativeModel, dense: Run, setting: Setting, inputs: tuple[Any, ...]) -> str:
+    """What int8 changes for these inputs."""
+    layers = sum(kernel == "int8" for _, kernel in setting.kernels)
+    if not layers:
+        return "no layer is faster in int8"
+    fast = NativeModel(native.graph, native.native, setting)
+    pairs = list(zip(tree_leaves(dense(*inputs)), tree_leaves(fast(*inputs)), strict=True))
+    error = sum(float((have - want).square().sum()) for want, have in pairs)
+    size = sum(float(want.square().sum()) for want, _ in pairs)
+    change = (error / max(size, 1e-30)) ** 0.5
+    text = f"int8 in {_counted(layers, 'layer')}: outputs change by {change:.1%} in root mean square"
+    want, have = pairs[0]
+    if len(pairs) == 1 and want.dim() == 2 and want.shape[1] > 1:
+        same = float((want.argmax(1) == have.argmax(1)).double().mean())
+        text += f", the largest stays the same for {same:.1%} of samples"
+    return f"{text} (calibration data)"
 
 
 def _with_reason(line: Line, decision: memory.Decision) -> Line:

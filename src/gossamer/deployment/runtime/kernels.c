@@ -11,18 +11,22 @@
  * This file is compiled once for each instruction set (VARIANT names the symbols, the compiler's flags choose the
  * vectors) and knows nothing of Python or torch.
  */
+#include "attention.h"
+#include "int8.h"
 #include "normalising.h"
 #include "one_vector.h"
 #include "pointwise.h"
 #include "pooling.h"
 #include "products.h"
+#include "transposing.h"
 #include "vectors.h"
 
 #include <time.h>
 
 enum {
     LOAD, STORE, PRODUCT, PRODUCT_ONE, AFFINE, POOL, PHASES, COPY, EMBED, LSTM, GRU, PRODUCT_DENSE, POINTWISE, SOFTMAX,
-    RNN_TANH, RNN_RELU, SPREAD, SHIFTS, PRODUCT_FOUR, NORMALISE
+    RNN_TANH, RNN_RELU, SPREAD, SHIFTS, PRODUCT_FOUR, NORMALISE, ATTENTION, CONSTANT, MOVE, TOKENS,
+    COLUMN, RECALL, PRODUCT_INT8, PRODUCT_INT8_ONE
 };
 
 struct op {
@@ -43,29 +47,6 @@ struct call {
 struct runs {
     int64_t slot, sample, n, step, n1, outer1, inner1, n2, outer2, inner2;
 };
-
-static void transpose_in(float *to, int64_t step, const float *from, int64_t sample, int64_t n, int64_t count) {
-    int64_t lane = 0;
-    for (; lane + 4 <= count; lane += 4) {
-        int64_t i = 0;
-        for (; i + 4 <= n; i += 4) {
-            const float *f = from + lane * sample + i;
-            quad a = *(const quad *)f, b = *(const quad *)(f + sample);
-            quad c = *(const quad *)(f + 2 * sample), d = *(const quad *)(f + 3 * sample);
-            quad ab = __builtin_shufflevector(a, b, 0, 4, 1, 5), cd = __builtin_shufflevector(c, d, 0, 4, 1, 5);
-            quad AB = __builtin_shufflevector(a, b, 2, 6, 3, 7), CD = __builtin_shufflevector(c, d, 2, 6, 3, 7);
-            float *t = to + lane + i * step;
-            *(quad *)t = __builtin_shufflevector(ab, cd, 0, 1, 4, 5);
-            *(quad *)(t + step) = __builtin_shufflevector(ab, cd, 2, 3, 6, 7);
-            *(quad *)(t + 2 * step) = __builtin_shufflevector(AB, CD, 0, 1, 4, 5);
-            *(quad *)(t + 3 * step) = __builtin_shufflevector(AB, CD, 2, 3, 6, 7);
-        }
-        for (; i < n; i++)
-            for (int64_t l = lane; l < lane + 4; l++) to[l + i * step] = from[l * sample + i];
-    }
-    for (; lane < count; lane++)
-        for (int64_t i = 0; i < n; i++) to[lane + i * step] = from[lane * sample + i];
-}
 
 /* Long runs go in tiles: neighbouring runs (time steps) lie in the same cache lines of the group. */
 #define TILE 512
@@ -98,7 +79,8 @@ static void run_store(const struct call *call, const struct op *op) {
                 if (call->lanes == 1 && r->step == 1)
                     memcpy(to, from, n * sizeof(float));
                 else /* the same the other way round: here the lanes are the run, and its floats the samples */
-                    transpose_in(to, r->sample, from, r->step, call->count, n);
+                    for (int64_t s = 0; s < call->count; s += CHUNK)
+                        transpose_in(to + s * r->sample, r->sample, from + s, r->step, least(CHUNK, call->count - s), n);
             }
 }
 
@@ -152,6 +134,32 @@ static void run_product_one(const struct call *call, const struct op *op) {
     multiply_one(o->way, POINTER(void, o->weight), call->arena + op->x + o->from, &target);
 }
 
+/* A product in int8 of the planes of x, or of one vector: x is quantised into scratch first. */
+struct product8_op {
+    int64_t weight, chunks, x_at, y_at, mask, y_row, relu;
+    int64_t channels, phases, plane, scratch;
+};
+
+static void run_product8(const struct call *call, const struct op *op) {
+    const struct product8_op *o = (const struct product8_op *)op->a;
+    const struct sparse8 *weight = POINTER(struct sparse8, o->weight);
+    const int32_t *y_at = POINTER(int32_t, o->y_at);
+    int32_t *words = (int32_t *)(call->arena + o->scratch);
+    quantise_planes(call->arena + op->x, o->plane, words, o->plane, o->channels, o->phases, o->plane, *weight->inverse);
+    struct product8 p = {weight, words, call->arena + op->y, op->add < 0 ? NULL : call->arena + op->add, o->y_row, o->y_row,
+                         POINTER(int32_t, o->x_at), y_at, y_at, POINTER(int32_t, o->mask), o->relu};
+    multiply8(&p, o->chunks);
+}
+
+static void run_product8_one(const struct call *call, const struct op *op) {
+    const struct product8_op *o = (const struct product8_op *)op->a;
+    const struct windowed8 *weight = POINTER(struct windowed8, o->weight);
+    int32_t *words = (int32_t *)(call->arena + o->scratch);
+    struct target target = {call->arena + op->y, op->add < 0 ? NULL : call->arena + op->add, o->y_row, o->y_row, o->relu};
+    quantise_vector(call->arena + op->x, (int8_t *)words, o->channels, o->plane, *weight->inverse);
+    multiply_windows8(weight, words, &target);
+}
+
 struct affine_op {
     int64_t rows, chunks, at, mask, row, relu, scale, shift;
 };
@@ -180,6 +188,71 @@ static void run_affine(const struct call *call, const struct op *op) {
 static void run_normalise(const struct call *call, const struct op *op) {
     const float *add = op->add < 0 ? NULL : call->arena + op->add;
     normalise((const struct normalise_op *)op->a, call->lanes, call->arena + op->x, add, call->arena + op->y);
+}
+
+static void run_attention(const struct call *call, const struct op *op) {
+    const struct attention_op *o = (const struct attention_op *)op->a;
+    attend(o, call->lanes, call->arena, call->arena + op->x, call->arena + op->add, call->arena + op->y);
+}
+
+/* Planes of the model, each pixel for all lanes. */
+struct constant_op {
+    int64_t channels, height, width, row, pitch, planes;
+};
+
+static void run_constant(const struct call *call, const struct op *op) {
+    const struct constant_op *o = (const struct constant_op *)op->a;
+    const float *from = POINTER(float, o->planes);
+    for (int64_t channel = 0; channel < o->channels; channel++)
+        for (int64_t row = 0; row < o->height; row++, from += o->width) {
+            float *to = call->arena + op->y + channel * o->row + row * o->pitch * call->lanes;
+            if (call->lanes == 1)
+                memcpy(to, from, o->width * sizeof(float));
+            else
+                for (int64_t i = 0; i < o->width; i++)
+                    for (int64_t l = 0; l < call->lanes; l++) to[i * call->lanes + l] = from[i];
+        }
+}
+
+/* All pixels of a value into one row of another. */
+struct move_op {
+    int64_t channels, height, width, x_row, x_pitch, y_row;
+};
+
+static void run_move(const struct call *call, const struct op *op) {
+    const struct move_op *o = (const struct move_op *)op->a;
+    const int64_t n = o->width * call->lanes;
+    for (int64_t channel = 0; channel < o->channels; channel++)
+        for (int64_t row = 0; row < o->height; row++)
+            memcpy(call->arena + op->y + channel * o->y_row + row * n,
+                   call->arena + op->x + channel * o->x_row + row * o->x_pitch * call->lanes, n * sizeof(float));
+}
+
+/* One pixel of planes, [pixel][channel], at the position of a sample. */
+static int64_t run_column(const struct call *call, const struct op *op) {
+    /* a: slot of the positions, pixels, channels, planes */
+    const int64_t *a = op->a, position = ((const int64_t *)call->inputs[a[0]])[call->first];
+    if (position < 0 || position >= a[1]) return 1;
+    memcpy(call->arena + op->y, POINTER(float, a[3]) + position * a[2], a[2] * sizeof(float));
+    return 0;
+}
+
+static int64_t run_recall(const struct call *call, const struct op *op) {
+    const struct recall_op *o = (const struct recall_op *)op->a;
+    const int64_t position = ((const int64_t *)call->inputs[o->positions])[call->first];
+    if (position < 0 || position >= o->length) return 1;
+    float *memory = (float *)(uintptr_t)call->inputs[o->memory] + call->first * o->sample + o->first;
+    recall(o, position, memory, call->arena, call->arena + op->x, call->arena + op->add, call->arena + op->y);
+    return 0;
+}
+
+/* Tokens as numbers. */
+static void run_tokens(const struct call *call, const struct op *op) {
+    /* a: slot, steps, stride of a sample, stride of a step */
+    const int64_t *a = op->a, *tokens = (const int64_t *)call->inputs[a[0]] + call->first * a[2];
+    for (int64_t step = 0; step < a[1]; step++)
+        for (int64_t lane = 0; lane < call->count; lane++)
+            call->arena[op->y + step * call->lanes + lane] = (float)tokens[lane * a[2] + step * a[3]];
 }
 
 static void run_pool(const struct call *call, const struct op *op) {
@@ -234,17 +307,37 @@ static void run_phases(const struct call *call, const struct op *op) {
     }
 }
 
+/* Rows of a table become columns: some of them, and some of their features, at a time. */
+#define COLUMNS 16
+#define AT_ONCE 64
+
 static int64_t run_embed(const struct call *call, const struct op *op) {
     /* a: slot, steps, stride of a sample, stride of a step, tokens, features, table, row of the value */
     const int64_t *a = op->a, *tokens = (const int64_t *)call->inputs[a[0]] + call->first * a[2];
-    for (int64_t step = 0; step < a[1]; step++)
-        for (int64_t lane = 0; lane < call->count; lane++) {
+    const int64_t features = a[5], row = a[7], columns = a[1] * call->lanes;
+    float *y = call->arena + op->y, some[COLUMNS * AT_ONCE];
+    for (int64_t first = 0; first < columns; first += COLUMNS) {
+        const float *from[COLUMNS];
+        int64_t count = 0, place[COLUMNS];
+        for (int64_t column = first; column < least(columns, first + COLUMNS); column++) {
+            int64_t step = column / call->lanes, lane = column % call->lanes;
+            if (lane >= call->count) continue;
             int64_t token = tokens[lane * a[2] + step * a[3]];
             if (token < 0 || token >= a[4]) return 1;
-            const float *from = POINTER(float, a[6]) + token * a[5];
-            float *to = call->arena + op->y + step * call->lanes + lane;
-            for (int64_t i = 0; i < a[5]; i++) to[i * a[7]] = from[i];
+            from[count] = POINTER(float, a[6]) + token * features;
+            place[count++] = column;
         }
+        for (int64_t begin = 0; begin < features; begin += AT_ONCE) {
+            const int64_t n = least(AT_ONCE, features - begin);
+            if (count == COLUMNS) { /* all side by side */
+                for (int64_t c = 0; c < count; c++) memcpy(some + c * AT_ONCE, from[c] + begin, n * sizeof(float));
+                transpose_in(y + first + begin * row, row, some, AT_ONCE, n, count);
+                continue;
+            }
+            for (int64_t c = 0; c < count; c++)
+                for (int64_t i = begin; i < begin + n; i++) y[place[c] + i * row] = from[c][i];
+        }
+    }
     return 0;
 }
 
@@ -254,7 +347,8 @@ struct recurrent_op {
     int64_t x_at;                   /* chunk places 0, 16, 32, ... */
     int64_t h_from, c_from, h_to, c_to; /* state before and after, in the arena; -1: zeros, nowhere */
     int64_t state_row;                  /* floats between its units */
-    int64_t way, hidden_from;           /* of the hidden weight, for one sample */
+    int64_t way, hidden_from;           /* of the hidden weight, for one sample; INT8: of all weights, always */
+    int64_t words, features;            /* scratch for int8 */
 };
 
 /* The floats of each unit to another place, where units are another number of floats apart; from NULL: zeros. */
@@ -266,6 +360,22 @@ static void copy_state(float *to, int64_t to_row, const float *from, int64_t fro
             memset(to + u * to_row, 0, lanes * sizeof(float));
 }
 
+static void hidden_in_int8(const struct recurrent_op *o, int64_t lanes, const float *h, float *gates, const float *add,
+                           int64_t add_row, int32_t *words) {
+    if (lanes == 1) {
+        const struct windowed8 *weight = POINTER(struct windowed8, o->hidden_one);
+        struct target target = {gates, add, 1, 1, 0};
+        quantise_vector(h, (int8_t *)words, o->units, 1, *weight->inverse);
+        multiply_windows8(weight, words, &target);
+    } else {
+        const struct sparse8 *weight = POINTER(struct sparse8, o->hidden);
+        const int32_t *at = POINTER(int32_t, o->x_at);
+        struct product8 hidden = {weight, words, gates, add, lanes, add_row, at, at, at, NULL, 0};
+        quantise_planes(h, lanes, words, lanes, o->units, 1, lanes, *weight->inverse);
+        multiply8(&hidden, lanes / CHUNK);
+    }
+}
+
 static void run_recurrent(const struct call *call, const struct op *op) {
     const struct recurrent_op *o = (const struct recurrent_op *)op->a;
     int64_t lanes = call->lanes, n = o->units * lanes, gates = o->gates, rows = gates * o->units;
@@ -273,21 +383,32 @@ static void run_recurrent(const struct call *call, const struct op *op) {
     float *h = call->arena + o->h, *c = call->arena + o->c;
     int64_t x_row = (o->chunk_steps * lanes + CHUNK - 1) / CHUNK * CHUNK;
     const int32_t *at = POINTER(int32_t, o->x_at);
+    int32_t *words = (int32_t *)(call->arena + o->words);
     copy_state(h, lanes, o->h_from < 0 ? NULL : call->arena + o->h_from, o->state_row, o->units, lanes);
     copy_state(c, lanes, o->c_from < 0 ? NULL : call->arena + o->c_from, o->state_row, o->units, lanes);
     for (int64_t done = 0; done < o->steps; done += o->chunk_steps) {
         int64_t some = least(o->chunk_steps, o->steps - done);
         int64_t start = o->reverse ? o->steps - done - some : done;
-        struct product input = {POINTER(struct sparse, o->input), call->arena + op->x + start * lanes, x_gates, NULL,
-                                x_row, 0, at, at, NULL, NULL, 0};
-        multiply(&input, 0, (some * lanes + CHUNK - 1) / CHUNK);
+        int64_t chunks = (some * lanes + CHUNK - 1) / CHUNK;
+        const float *x = call->arena + op->x + start * lanes;
+        if (o->way == INT8) {
+            const struct sparse8 *weight = POINTER(struct sparse8, o->input);
+            quantise_planes(x, o->x_row, words, x_row, o->features, 1, chunks * CHUNK, *weight->inverse);
+            struct product8 input = {weight, words, x_gates, NULL, x_row, 0, at, at, at, NULL, 0};
+            multiply8(&input, chunks);
+        } else {
+            struct product input = {POINTER(struct sparse, o->input), x, x_gates, NULL, x_row, 0, at, at, NULL, NULL, 0};
+            multiply(&input, 0, chunks);
+        }
         float *by_step = x_gates + rows * x_row;
         if (lanes == 1) transpose_in(by_step, rows, x_gates, x_row, some, rows); /* or each gate is a cache miss */
         for (int64_t i = 0; i < some; i++) {
             int64_t step = o->reverse ? some - 1 - i : i;
             const float *now = lanes == 1 ? by_step + step * rows : x_gates + step * lanes;
             const float *add = op->code == GRU ? NULL : now;
-            if (lanes == 1) {
+            if (o->way == INT8) {
+                hidden_in_int8(o, lanes, h, h_gates, add, x_row, words);
+            } else if (lanes == 1) {
                 struct target target = {h_gates, add, 1, 1, 0};
                 multiply_one(o->way, POINTER(void, o->hidden_one), h + o->hidden_from, &target);
             } else {
@@ -334,6 +455,8 @@ static int64_t run_op(const struct call *call, const struct op *op) {
     case SHIFTS: run_shifts(call, op); break;
     case PRODUCT_ONE: run_product_one(call, op); break;
     case PRODUCT_DENSE: run_product_dense(call, op); break;
+    case PRODUCT_INT8: run_product8(call, op); break;
+    case PRODUCT_INT8_ONE: run_product8_one(call, op); break;
     case AFFINE: run_affine(call, op); break;
     case NORMALISE: run_normalise(call, op); break;
     case POOL: run_pool(call, op); break;
@@ -343,6 +466,12 @@ static int64_t run_op(const struct call *call, const struct op *op) {
     case POINTWISE: run_pointwise(call, op); break;
     case SOFTMAX: softmax((const struct softmax_op *)op->a, call->arena + op->x, call->arena + op->y); break;
     case SPREAD: run_spread(call, op); break;
+    case ATTENTION: run_attention(call, op); break;
+    case CONSTANT: run_constant(call, op); break;
+    case MOVE: run_move(call, op); break;
+    case TOKENS: run_tokens(call, op); break;
+    case COLUMN: return run_column(call, op);
+    case RECALL: return run_recall(call, op);
     case LSTM:
     case GRU:
     case RNN_TANH:
@@ -375,8 +504,12 @@ __attribute__((visibility("default"))) int64_t PUBLIC(gossamer_run)(const struct
 #if defined(FEATURES)
 #if defined(__x86_64__)
 #include <cpuid.h>
+#elif defined(__aarch64__) && defined(__linux__)
+#include <asm/hwcap.h>
+#include <sys/auxv.h>
 #endif
-/* What this processor and its system can run: 1 AVX2 with FMA, 2 AVX-512. */
+/* What this processor and its system can run: 1 AVX2 with FMA, 2 AVX-512, 4 also its dot products of bytes, 8 those of
+ * NEON. */
 __attribute__((visibility("default"))) int64_t gossamer_features(void) {
     int64_t found = 0;
 #if defined(__x86_64__)
@@ -387,6 +520,11 @@ __attribute__((visibility("default"))) int64_t gossamer_features(void) {
     if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return 0;
     if (fma && (b & bit_AVX2) && (state & 0x06) == 0x06) found |= 1;
     if (fma && (b & bit_AVX512F) && (b & bit_AVX512VL) && (state & 0xe6) == 0xe6) found |= 2;
+    if ((found & 2) && (b & bit_AVX512BW) && (c & bit_AVX512VNNI)) found |= 4;
+#elif defined(__aarch64__) && defined(__linux__)
+    if (getauxval(AT_HWCAP) & HWCAP_ASIMDDP) found |= 8;
+#elif defined(__aarch64__) && defined(__APPLE__)
+    found |= 8; /* in every processor of a Mac */
 #endif
     return found;
 }

@@ -134,7 +134,7 @@ def place(graph: Network, lanes: int, shifted: frozenset[Product] = frozenset())
             classes.join(step.add, step.y)
         if isinstance(step, Affine | Normalise | Pointwise | Softmax):
             classes.join(step.x, step.y)
-        if isinstance(step, Pointwise) and step.by is not None and values[step.by] == values[step.y]:
+        if isinstance(step, Pointwise) and step.by is not None and values[step.by].same_pixels(values[step.y]):
             classes.join(step.by, step.y)
         if isinstance(step, Concat):
             for x in step.xs:

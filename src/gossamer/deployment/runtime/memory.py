@@ -21,7 +21,7 @@ import torch
 
 from gossamer.deployment.runtime.native import Native, cache_directory
 from gossamer.deployment.runtime.native_model import Setting, possible_lanes
-from gossamer.deployment.runtime.network import Network, Normalise, Pointwise, Product, Recurrent
+from gossamer.deployment.runtime.network import Attention, Network, Normalise, Pointwise, Product, Recurrent
 from gossamer.deployment.runtime.plan import choices
 from gossamer.deployment.runtime.weights import Kernel
 from gossamer.io.atomic import replacing
@@ -61,9 +61,11 @@ def key_of(graph: Network, native: Native, batch: int, threads: int) -> str:
             fill = operation.taps.count / max(1, operation.dense_size)
             layer += [repr(graph.values[operation.x]), operation.stride, operation.padding, round(fill, 2)]
         elif isinstance(operation, Normalise):
-            layer += [operation.groups, operation.each_pixel]
+            layer += [operation.groups, operation.each_pixel, operation.centred]
         elif isinstance(operation, Pointwise):
             layer.append(operation.function)
+        elif isinstance(operation, Attention):
+            layer += [repr(operation.heads), operation.lengths, operation.causal, operation.mask is None]
         elif isinstance(operation, Recurrent):
             nonzeros = operation.input_taps.count + operation.hidden_taps.count
             layer += [operation.kind, operation.units, round(nonzeros / max(1, operation.dense_size), 2)]

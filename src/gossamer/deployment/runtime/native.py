@@ -31,7 +31,7 @@ from gossamer.deployment.runtime.compiling import (
     no_compiler,
 )
 
-_FEATURE_BITS = {"avx512": 2, "avx2": 1, "portable": 0}
+_FEATURE_BITS = {"vnni": 4, "avx512": 2, "avx2": 1, "dotprod": 8, "portable": 0}
 
 
 @dataclass(frozen=True)

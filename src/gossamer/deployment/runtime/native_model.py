@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -34,14 +34,26 @@ from gossamer.deployment.runtime.checked import (
     readable,
     tracing_state,
 )
+from gossamer.deployment.runtime.lengths import axis_of_steps, shortened, steps_of
 from gossamer.deployment.runtime.native import Native
-from gossamer.deployment.runtime.network import Floats, Network, Recurrent, Source, UnsupportedError, batch_axis
+from gossamer.deployment.runtime.network import (
+    Attention,
+    Column,
+    Floats,
+    Network,
+    Recall,
+    Recurrent,
+    Source,
+    UnsupportedError,
+    batch_axis,
+)
 from gossamer.deployment.runtime.plan import choices, make_plan
-from gossamer.deployment.runtime.records import Plan
+from gossamer.deployment.runtime.records import RECORD, Plan
 from gossamer.deployment.runtime.weights import Kernel, aligned_zeros
 
 MAX_LANES = 64
 KEPT = 32  # maximum number of prepared batch sizes, each with its memory; the oldest are dropped first
+KEPT_LENGTHS = 8  # maximum number of shorter lengths, each with its own plans
 _OUTSIDE = "expected tokens within the embedding table, got one outside"
 empty_like = torch.empty_like
 # Fields of the argument block, in the order of `struct request` in kernels.c.
@@ -64,11 +76,17 @@ def possible_lanes(graph: Network, batch: int) -> list[int]:
     Images fill vector registers with pixels and slow down when a group exceeds the cache; vectors and sequences need
     several samples.
     """
+    if any(isinstance(operation, Column | Recall) for operation in graph.operations):
+        return [1]  # each sample has its own position
     wide = max(16, min(MAX_LANES, -(-batch // 16) * 16))
     if any(isinstance(operation, Recurrent) for operation in graph.operations):
         return [1] if batch == 1 else [wide, 1]
     if all(graph.values[operation.y].pixels == 1 for operation in graph.operations):
         return [1] if batch == 1 else list(dict.fromkeys([wide, 32, 16, 1]))
+    attention = [operation for operation in graph.operations if isinstance(operation, Attention)]
+    if attention:  # it takes the samples of a group apart, so that groups pay only for few tokens that fill no vectors
+        filled = all(operation.lengths[0] % 16 == 0 or operation.lengths[0] > 128 for operation in attention)
+        return [lanes for lanes in ((1, 16) if filled else (1, 4, 16)) if lanes < 2 * batch]
     guess = 1 if batch < 4 else 8 if batch < 16 else 16
     return [guess, *(lanes for lanes in (1, 2, 4, 8, 16, 32) if lanes != guess and lanes < 2 * batch)]
 
@@ -112,10 +130,19 @@ class NativeModel:
         self._lock = threading.Lock()
         self._pool: ThreadPoolExecutor | None = None
         self._name = torch_op.register(self)
+        #: Models of shorter sequences, by their number of steps; None if these have not been checked.
+        self.shorter: dict[int, NativeModel] | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copies and pickles build new plans, as those of this model contain addresses."""
-        return NativeModel, (self.graph, self.native, self.setting), {"_settings": dict(self._settings)}
+        return (
+            NativeModel,
+            (self.graph, self.native, self.setting),
+            {
+                "_settings": dict(self._settings),
+                "shorter": None if self.shorter is None else {},
+            },
+        )
 
     def __call__(self, *arguments: Any) -> Any:
         """Call it like the model: arguments and results are tensors, or nested tuples of tensors."""
@@ -168,6 +195,8 @@ class NativeModel:
     def _call(self, arguments: tuple[Any, ...]) -> Any:
         inputs: list[Tensor] = tree_leaves(arguments)
         check_tensors(inputs)
+        if self.shorter is not None and (model := self._for_steps(inputs)) is not None:
+            return model._call(arguments)
         if is_dynamo_compiling():
             outputs = self._run_as_operator(inputs)
         elif intercepted() or not all(map(is_plain, inputs)):
@@ -176,6 +205,19 @@ class NativeModel:
         else:
             outputs = self.run(inputs)
         return outputs[0] if self.graph.structure is None else tree_unflatten(outputs, self.graph.structure)
+
+    def _for_steps(self, inputs: Sequence[Tensor]) -> NativeModel | None:
+        """The model of shorter sequences, if the inputs are such."""
+        axis, length = axis_of_steps(self.graph), steps_of(self.graph)
+        steps = inputs[0].shape[axis] if inputs and inputs[0].dim() > 1 else 0
+        if self.shorter is None or length is None or not 0 < steps < length:
+            return None
+        with self._lock:
+            if steps not in self.shorter:
+                while len(self.shorter) >= KEPT_LENGTHS:
+                    del self.shorter[next(iter(self.shorter))]
+                self.shorter[steps] = NativeModel(shortened(self.graph, steps), self.native)
+            return self.shorter[steps]
 
     def _run_as_operator(self, inputs: list[Tensor]) -> list[Tensor]:
         with torch.no_grad():
@@ -228,9 +270,13 @@ class NativeModel:
 
     def _untimed(self, batch: int) -> Setting:
         lanes = possible_lanes(self.graph, batch)[0]
-        preferred: Kernel = "windows" if self.native.variant == "avx512" else "gather"
-        possible = choices(self.graph, lanes)
-        return Setting(lanes, 1, tuple((number, preferred) for number, each in possible.items() if preferred in each))
+        fast: Kernel = "windows" if self.native.variant in ("vnni", "avx512") else "gather"
+        preferred: tuple[Kernel, ...] = ("int8", fast)
+        chosen = {
+            number: next((kernel for kernel in preferred if kernel in each), None)
+            for number, each in choices(self.graph, lanes).items()
+        }
+        return Setting(lanes, 1, tuple((number, kernel) for number, kernel in chosen.items() if kernel is not None))
 
     def choose(self, batch: int, setting: Setting) -> None:
         """Set how batches of this size are run."""
@@ -256,6 +302,24 @@ class NativeModel:
         for owner, spent in zip(prepared.plan.owners, seconds.tolist(), strict=True):
             found[owner] = found.get(owner, 0.0) + spent
         return found
+
+    def traced(self, *arguments: Any) -> Iterator[tuple[int, Floats]]:
+        """Run a call by one thread, group by group and operation by operation: yields the number of each operation and
+        the arena before it runs."""
+        leaves = tree_leaves(arguments)
+        check_tensors(leaves)
+        prepared = self._ready.get(tuple([x.shape for x in leaves])) or self._prepare(leaves)
+        inputs = [readable(x, dtype) for x, dtype in zip(leaves, self._dtypes, strict=True)]
+        outputs = [empty(shape) for shape in prepared.outputs]
+        workspace = self._workspace(prepared)
+        own, records = replace(prepared, spare=[workspace]), workspace.block[_OPS]
+        workspace.block[_N_OPS] = 1
+        for group in range(prepared.shares[0][0], prepared.shares[-1][1]):
+            for place, owner in enumerate(prepared.plan.owners):
+                yield owner, workspace.arena
+                workspace.block[_OPS] = records + place * prepared.records.itemsize * RECORD
+                if self._run(own, inputs, outputs, group, group + 1):
+                    raise IndexError(_OUTSIDE)
 
     @property
     def example_batch(self) -> int:

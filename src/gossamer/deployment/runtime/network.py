@@ -33,6 +33,9 @@ class Value:
     def pixels(self) -> int:
         return self.height * self.width
 
+    def same_pixels(self, other: Value) -> bool:
+        return (self.height, self.width) == (other.height, other.width)
+
 
 @dataclass(frozen=True, eq=False)
 class Taps:
@@ -77,6 +80,24 @@ class Embed:
 
 
 @dataclass(frozen=True, eq=False)
+class TokenValues:
+    """The tokens passed by the caller as numbers, one channel: for masks."""
+
+    y: int
+    slot: int
+    name: str
+
+
+@dataclass(frozen=True, eq=False)
+class Constant:
+    """Planes of the model, the same for every sample: positions, a class token, rotations."""
+
+    y: int
+    planes: Floats  # (channels, pixels)
+    name: str
+
+
+@dataclass(frozen=True, eq=False)
 class Product:
     x: int
     y: int
@@ -89,6 +110,8 @@ class Product:
     add: int | None = None
     relu: bool = False
     kind: Literal["linear", "convolution", "copy", "element-wise"] = "linear"
+    largest: float = 0.0
+    """The largest absolute input in the calibration data; without calibration 0, and no int8 kernel."""
 
     @property
     def copies(self) -> bool:
@@ -126,13 +149,16 @@ Function = Literal[
     "hard_swish",
     "elu",
     "softplus",
+    "reciprocal",
+    "differs",
+    "hides",
 ]
 FUNCTIONS: tuple[Function, ...] = get_args(Function)
 
 
 @dataclass(frozen=True, eq=False)
 class Pointwise:
-    """y = function(x), optionally times another value of the same shape, or of one pixel for all."""
+    """y = function(x), optionally times another value of the same shape, or of one pixel or one channel for all."""
 
     x: int
     y: int
@@ -156,7 +182,8 @@ class Softmax:
 @dataclass(frozen=True, eq=False)
 class Normalise:
     """y = relu(scale * normalised x + shift + add), each part optional: mean 0 and variance 1 over each group of
-    consecutive channels, over all pixels or for each pixel."""
+    consecutive channels, over all pixels or for each pixel. Unless ``centred``, no mean is subtracted, and the mean
+    square becomes 1; this is possible for all channels of each pixel together."""
 
     x: int
     y: int
@@ -168,6 +195,7 @@ class Normalise:
     shift: Floats | None = None
     add: int | None = None
     relu: bool = False
+    centred: bool = True
 
 
 @dataclass(frozen=True, eq=False)
@@ -203,6 +231,78 @@ class Concat:
     name: str
 
 
+@dataclass(frozen=True, eq=False)
+class Join:
+    """The pixels of several values, one value after the other, in one row."""
+
+    xs: tuple[int, ...]
+    y: int
+    name: str
+
+
+@dataclass(frozen=True)
+class Heads:
+    """The channels of queries, keys, values or results: the first channel of each head, the distance between the
+    channels of a head, and their number; and the first pixel."""
+
+    first: tuple[int, ...]
+    stride: int
+    size: int
+    pixel: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class Attention:
+    """For each head: the mean of the values, weighted by the softmax of scale * query . key + masks."""
+
+    x: int  # queries
+    keys: int
+    source: int  # values
+    y: int
+    heads: tuple[Heads, Heads, Heads]  # of queries, keys and values
+    lengths: Pair  # queries, keys
+    scale: float
+    causal: bool
+    name: str
+    mask: Floats | None = None  # to add: (heads or 1, keys, queries)
+    hidden: int | None = None  # to add: one channel, one pixel per key
+
+
+@dataclass(frozen=True, eq=False)
+class Column:
+    """One pixel of planes of the model, at the position of each sample."""
+
+    y: int
+    planes: Floats  # (channels, pixels)
+    slot: int  # of the positions
+    name: str
+
+
+@dataclass(frozen=True)
+class Cache:
+    """The memory of keys and values of a decoder: the inputs with positions and with the memory, the first float of an
+    attention in the memory of a sample, and the maximum number of tokens."""
+
+    positions: int
+    memory: int
+    first: int
+    length: int
+
+
+@dataclass(frozen=True, eq=False)
+class Recall:
+    """Attention of one token: its key and value are added to those of the tokens before it, then it sees them all."""
+
+    x: int  # query
+    keys: int
+    source: int  # values
+    y: int
+    heads: tuple[Heads, Heads, Heads]
+    scale: float
+    cache: Cache
+    name: str
+
+
 #: Cells of recurrent layers, with the number of their gates. The last two are those of ``nn.RNN``.
 Cell = Literal["lstm", "gru", "rnn_tanh", "rnn_relu"]
 GATES: dict[Cell, int] = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}
@@ -235,9 +335,13 @@ class Recurrent:
     dense_size: int
     name: str
     state: Recurrence
+    largest: float = 0.0  # as in Product; the state is at most 1
 
 
-Operation = Input | Embed | Product | Affine | Normalise | Pointwise | Softmax | Pool | Spread | Concat | Recurrent
+Operation = (
+    Input | Embed | TokenValues | Constant | Product | Affine | Normalise | Pointwise | Softmax | Pool | Spread
+    | Concat | Join | Attention | Column | Recall | Recurrent
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -271,9 +375,14 @@ class Network:
 def reads(operation: Operation) -> tuple[int, ...]:
     """The values that an operation reads."""
     match operation:
-        case Input() | Embed():
+        case Input() | Embed() | TokenValues() | Constant() | Column():
             return ()
-        case Concat():
+        case Attention():
+            hidden = () if operation.hidden is None else (operation.hidden,)
+            return (operation.x, operation.keys, operation.source, *hidden)
+        case Recall():
+            return (operation.x, operation.keys, operation.source)
+        case Concat() | Join():
             return operation.xs
         case Product() | Affine() | Normalise():
             return (operation.x,) if operation.add is None else (operation.x, operation.add)

@@ -12,6 +12,7 @@ struct normalise_op { /* y = relu(normalised x * scale + shift + add) */
     int64_t epsilon;      /* address of one float */
     int64_t scale, shift; /* one per row, or 0 */
     int64_t relu;
+    int64_t centred; /* or no mean is subtracted: flat, or all channels of each pixel */
 };
 
 /* Sums of values and of their squares, each counted from something near the mean: a large mean then takes no digits from
@@ -84,7 +85,7 @@ static void normalise_flat(const struct normalise_op *o, const float *x, const f
     const int64_t n = o->count;
     for (int64_t begin = 0; begin < o->flat; begin += n) {
         vec near = {0}, value = {0}, square = {0};
-        for (int64_t i = 0; i < n; i += WIDTH) near += take(x + begin + i, n - i);
+        for (int64_t i = 0; o->centred && i < n; i += WIDTH) near += take(x + begin + i, n - i);
         near = splat(total(near) / (float)n);
         for (int64_t i = 0; i < n; i += WIDTH) {
             float inside[WIDTH] = {0};
@@ -92,7 +93,7 @@ static void normalise_flat(const struct normalise_op *o, const float *x, const f
             value += load(inside);
             square += load(inside) * load(inside);
         }
-        vec mean = splat(total(value) / (float)n);
+        vec mean = splat(o->centred ? total(value) / (float)n : 0.0f);
         vec factor = factor_of(o, mean, splat(total(square) / (float)n));
         for (int64_t i = begin, left = n; left > 0; i += WIDTH, left -= WIDTH) {
             vec v = (take(x + i, left) - near - mean) * factor;
@@ -104,12 +105,74 @@ static void normalise_flat(const struct normalise_op *o, const float *x, const f
     }
 }
 
+/* Pixel by pixel, all channels together: some neighbouring chunks at a time, whose sums stay in registers. */
+#define BESIDE (8 / PARTS ? 8 / PARTS : 1)
+
+INLINE void normalise_pixels(const int chunks, const struct normalise_op *o, const float *x, const float *add, float *y,
+                             int64_t first) {
+    const int32_t *at = (const int32_t *)(uintptr_t)o->at, *mask = (const int32_t *)(uintptr_t)o->mask;
+    const float *scale = (const float *)(uintptr_t)o->scale, *shift = (const float *)(uintptr_t)o->shift;
+    const int64_t rows = o->rows, row_size = o->row, positive = o->relu;
+    const vec count = splat((float)o->count);
+    vec near[BESIDE * PARTS], mean[BESIDE * PARTS], square[BESIDE * PARTS];
+    int64_t place[BESIDE];
+    for (int c = 0; c < chunks; c++) place[c] = at[first + c];
+    for (int i = 0; i < chunks * PARTS; i++) near[i] = mean[i] = square[i] = (vec){0};
+    for (int64_t begin = 0; o->centred && begin < rows; begin += SOME) { /* sums of sums: none grows much larger than what is added */
+        vec some[BESIDE * PARTS];
+        for (int i = 0; i < chunks * PARTS; i++) some[i] = (vec){0};
+        for (int64_t row = begin; row < least(rows, begin + SOME); row++)
+            for (int i = 0; i < chunks * PARTS; i++)
+                some[i] += load(x + row * row_size + place[i / PARTS] + i % PARTS * WIDTH);
+        for (int i = 0; i < chunks * PARTS; i++) near[i] += some[i];
+    }
+    for (int i = 0; i < chunks * PARTS; i++) near[i] /= count;
+    for (int64_t begin = 0; begin < rows; begin += SOME) {
+        vec some[BESIDE * PARTS], squares[BESIDE * PARTS];
+        for (int i = 0; i < chunks * PARTS; i++) some[i] = squares[i] = (vec){0};
+        for (int64_t row = begin; row < least(rows, begin + SOME); row++)
+            for (int i = 0; i < chunks * PARTS; i++) {
+                vec v = load(x + row * row_size + place[i / PARTS] + i % PARTS * WIDTH) - near[i];
+                some[i] += v;
+                squares[i] += v * v;
+            }
+        for (int i = 0; i < chunks * PARTS; i++) {
+            mean[i] += some[i];
+            square[i] += squares[i];
+        }
+    }
+    for (int i = 0; i < chunks * PARTS; i++) {
+        mean[i] = mean[i] / splat(o->centred ? (float)o->count : INFINITY);
+        square[i] = factor_of(o, mean[i], square[i] / count);
+    }
+    for (int64_t row = 0; row < rows; row++) {
+        vec by = splat(scale ? scale[row] : 1.0f), more = splat(shift ? shift[row] : 0.0f);
+        for (int c = 0; c < chunks; c++)
+            for (int i = 0; i < PARTS; i++) {
+                int64_t here = row * row_size + place[c] + i * WIDTH;
+                vec v = load(x + here) - near[c * PARTS + i] - mean[c * PARTS + i]; /* in two steps, as their sum rounds */
+                v = v * (square[c * PARTS + i] * by) + more;
+                if (add) v += load(add + here);
+                if (positive) v = relu(v);
+                if (mask) v = (vec)((ivec)v & *(const ivec *)(mask + (first + c) * CHUNK + i * WIDTH));
+                store(y + here, v);
+            }
+    }
+}
+
 static void normalise(const struct normalise_op *o, int64_t lanes, const float *x, const float *add, float *y) {
     const int32_t *at = (const int32_t *)(uintptr_t)o->at, *mask = (const int32_t *)(uintptr_t)o->mask;
     const float *scale = (const float *)(uintptr_t)o->scale, *shift = (const float *)(uintptr_t)o->shift;
     const int64_t rows = o->rows / o->groups, chunks = o->chunks, sets = o->sets, positive = o->relu;
     if (o->flat) {
         normalise_flat(o, x, add, y);
+        return;
+    }
+    if (!o->together && o->groups == 1) {
+        int64_t first = 0;
+        for (; first + BESIDE <= chunks; first += BESIDE) normalise_pixels(BESIDE, o, x, add, y, first);
+        for (; BESIDE > 4 && first + 4 <= chunks; first += 4) normalise_pixels(4, o, x, add, y, first);
+        for (; first < chunks; first++) normalise_pixels(1, o, x, add, y, first);
         return;
     }
     for (int64_t first = 0; first < o->rows; first += rows)

@@ -4,7 +4,7 @@
 
 #include "vectors.h"
 
-enum { GATHER, LOADS, WINDOWS, WHOLE };
+enum { GATHER, LOADS, WINDOWS, WHOLE, INT8 };
 
 /* Where the sums go: y[row] = relu(sum + bias[row] + add[row]). */
 struct target {

@@ -26,31 +26,49 @@ from gossamer.deployment.runtime.layout import (
 from gossamer.deployment.runtime.network import (
     GATES,
     Affine,
+    Attention,
     Cell,
+    Column,
     Concat,
+    Constant,
     Embed,
     Input,
+    Join,
     Network,
     Normalise,
     Pointwise,
     Pool,
     Product,
+    Recall,
     Recurrent,
     Softmax,
     Spread,
+    TokenValues,
     UnsupportedError,
+    Value,
     diagonal_taps,
+)
+from gossamer.deployment.runtime.plan_attention import (
+    attention_fields,
+    attention_scratch,
+    constant_fields,
+    move_fields,
+    recall_fields,
 )
 from gossamer.deployment.runtime.plan_pointwise import normalise_fields, pointwise_fields, softmax_fields
 from gossamer.deployment.runtime.plan_shifted import shifted_blocks
 from gossamer.deployment.runtime.plan_windows import channel_blocks, phases_fields, pool_fields, spread_fields
 from gossamer.deployment.runtime.records import (
     AFFINE,
+    ATTENTION,
+    COLUMN,
+    CONSTANT,
     COPY,
     EMBED,
     GRU,
     LOAD,
     LSTM,
+    MOVE,
     NORMALISE,
     PHASES,
     POINTWISE,
@@ -58,7 +76,10 @@ from gossamer.deployment.runtime.records import (
     PRODUCT,
     PRODUCT_DENSE,
     PRODUCT_FOUR,
+    PRODUCT_INT8,
+    PRODUCT_INT8_ONE,
     PRODUCT_ONE,
+    RECALL,
     RECORD,
     RNN_RELU,
     RNN_TANH,
@@ -66,10 +87,21 @@ from gossamer.deployment.runtime.records import (
     SOFTMAX,
     SPREAD,
     STORE,
+    TOKENS,
     Line,
     Plan,
 )
-from gossamer.deployment.runtime.weights import WAYS, Kept, Kernel, dense_panels, one_vector, panels, possible_kernels
+from gossamer.deployment.runtime.weights import (
+    WAYS,
+    WINDOW,
+    Kept,
+    Kernel,
+    dense_panels,
+    one_vector,
+    panels,
+    possible_kernels,
+)
+from gossamer.deployment.runtime.weights_int8 import int8_panels, int8_vector, quantised
 
 _CODES: dict[Cell, int] = {"lstm": LSTM, "gru": GRU, "rnn_tanh": RNN_TANH, "rnn_relu": RNN_RELU}
 RECURRENT_COLUMNS = 128  # steps times lanes for which the input product is computed ahead of the recurrence
@@ -92,9 +124,20 @@ def choices(graph: Network, lanes: int) -> dict[int, tuple[Kernel, ...]]:
             one = is_single(operation, graph.values, lanes)
             shifted = shifts(operation, graph.values, lanes)
             found[number] = possible_kernels(operation.taps, one_vector=one, shifts=shifted)
-        elif isinstance(operation, Recurrent) and lanes == 1:
-            found[number] = possible_kernels(operation.hidden_taps, one_vector=True)
+            if operation.largest > 0 and (not one or _reads_channels(operation, graph.values[operation.x])):
+                found[number] += ("int8",)
+        elif isinstance(operation, Recurrent):
+            int8: tuple[Kernel, ...] = ("int8",) if operation.largest > 0 else ()
+            if lanes == 1:
+                found[number] = (*possible_kernels(operation.hidden_taps, one_vector=True), *int8)
+            elif int8:
+                found[number] = ("panels", *int8)
     return found
+
+
+def _reads_channels(product: Product, x: Value) -> bool:
+    """Whether the product reads one pixel, without a window."""
+    return x.pixels == 1 and product.padding == (0, 0) and not (product.taps.dy.any() or product.taps.dx.any())
 
 
 def _rounded(size: int) -> int:
@@ -126,6 +169,10 @@ class _Planner:
                     self._load(step)
                 case Embed():
                     self._embed(step)
+                case TokenValues():
+                    self._tokens(step)
+                case Constant():
+                    self._planes(CONSTANT, step, constant_fields(self.kept, self.placed, step))
                 case Product():
                     self._product(step, phases.get((step.x, step.stride)))
                 case Affine():
@@ -149,6 +196,16 @@ class _Planner:
                     self._emit(PHASES, step.x, step.y, None, phases_fields(self.placed, step))
                 case Concat():
                     self._concat(step)
+                case Join():
+                    self._join(step)
+                case Attention():
+                    self._attention(step)
+                case Column():
+                    channels, pixels = step.planes.shape
+                    planes = self.kept.keep(np.ascontiguousarray(step.planes.T))
+                    self._emit(COLUMN, -1, step.y, None, [step.slot, pixels, channels, planes])
+                case Recall():
+                    self._recall(step)
                 case Recurrent():
                     self._recurrent(step)
         self.owner = -1
@@ -229,14 +286,22 @@ class _Planner:
         self._emit(STORE, item, -1, None, runs)
         self.records[-1][1] += self.placed.layouts[item].base
 
-    def _embed(self, step: Embed) -> None:
-        value, plane = self.placed.values[step.y], self.placed.layouts[step.y].plane
-        tokens, features = step.table.shape
-        strides = [value.width, 1]
+    def _token_fields(self, step: Embed | TokenValues) -> list[int]:
+        """The input, its steps, and the strides of samples and steps."""
+        width = self.placed.values[step.y].width
         if self.placed.graph.time_major:
-            strides = [1, 0]
             self.batch_fields.append((len(self.records), 4 + 3, 1))
-        fields = [step.slot, value.width, *strides, tokens, features, self.kept.keep(step.table), plane]
+            return [step.slot, width, 1, 0]
+        return [step.slot, width, width, 1]
+
+    def _tokens(self, step: TokenValues) -> None:
+        self._emit(TOKENS, -1, step.y, None, self._token_fields(step))
+        self.records[-1][2] += self.placed.layouts[step.y].base
+
+    def _embed(self, step: Embed) -> None:
+        plane = self.placed.layouts[step.y].plane
+        tokens, features = step.table.shape
+        fields = [*self._token_fields(step), tokens, features, self.kept.keep(step.table), plane]
         self._emit(EMBED, -1, step.y, None, fields)
         self.records[-1][2] += self.placed.layouts[step.y].base
         self._line(step, "embedding", "look-up", step.table.size, int(np.count_nonzero(step.table)), multiplies=False)
@@ -251,7 +316,9 @@ class _Planner:
             self._product_shifted(step)
             return
         x, y = self.placed.layouts[step.x], self.placed.layouts[step.y]
-        taps, lanes, (sy, sx), (py, px) = step.taps, self.lanes, step.stride, step.padding
+        int8 = quantised(step.taps, step.largest) if self._chosen("panels") == "int8" else None
+        taps = step.taps if int8 is None else int8.taps
+        lanes, (sy, sx), (py, px) = self.lanes, step.stride, step.padding
         pixels, at, y_at, mask = self._chunks(step.y)
         if phases is not None:
             source = self.placed.layouts[phases]
@@ -264,6 +331,13 @@ class _Planner:
             first = (pixels[:, 0] * sy - py) * x.pitch + pixels[:, 1] * sx - px
             x_at = x.base + first * lanes + pixels[:, 2]
         places = self.kept.keep(x_at.astype(np.int32))
+        if int8 is not None:
+            weight = int8_panels(self.kept, int8, offsets, step.bias)
+            fields = [weight, len(at), places, y_at, mask, y.plane, int(step.relu)]
+            self._emit_int8(step, fields, step.x if phases is None else phases)
+            words = 4 * int8.taps.count / max(1, step.dense_size)
+            self._product_line(step, f"int8, {words:.0%} of blocks", step.taps.count)
+            return
         dense = self._chosen("panels") == "dense"
         blocks = channel_blocks(self.placed, step)
         for number, (begin, end) in enumerate(pairwise(blocks)):
@@ -302,12 +376,40 @@ class _Planner:
         taps, row, column = taps.chosen(inside), row[inside], column[inside]
         offsets = x.base + taps.channel * x.plane + row * x.pitch + column
         kernel = self._chosen("gather")
+        if kernel == "int8":
+            fields = [int8_vector(self.kept, quantised(step.taps, step.largest), step.bias)]
+            self._emit_int8_one(step, [*fields, 0, 0, 0, 0, y.plane, int(step.relu)])
+            self._product_line(step, "one vector, int8", taps.count)
+            return
         weight, begin = one_vector(self.kept, kernel, taps, offsets, step.bias, self.placed.spare[step.x])
         fields = [weight, 0, 0, 0, 0, y.plane, int(step.relu), WAYS[kernel], begin]
         self._emit(PRODUCT_ONE, step.x, step.y, step.add, fields)
         self.records[-1][2] += y.base
         self.records[-1][3] += 0 if step.add is None else y.base
         self._product_line(step, f"one vector, {kernel}", taps.count)
+
+    def _emit_int8(self, step: Product, fields: list[int], source: int) -> None:
+        """A product of the planes of ``source``: the value x, or its phases."""
+        channels, planes = (self.placed.values[each].channels for each in (step.x, source))
+        plane = self.placed.layouts[source].plane
+        phases = planes // channels
+        self._in_scratch(-(-channels // 4) * phases * plane, field=len(fields) + 3)
+        self._emit(PRODUCT_INT8, source, step.y, step.add, [*fields, channels, phases, plane])
+
+    def _emit_int8_one(self, step: Product, fields: list[int]) -> None:
+        """A product of one vector: windows of its words may reach one window further than the words."""
+        x, y = self.placed.layouts[step.x], self.placed.layouts[step.y]
+        channels = self.placed.values[step.x].channels
+        self._in_scratch(-(-channels // 4) + 2 * WINDOW, field=len(fields) + 3)
+        self._emit(PRODUCT_INT8_ONE, step.x, step.y, step.add, [*fields, channels, 1, x.plane])
+        self.records[-1][1] += x.base
+        self.records[-1][2] += y.base
+        self.records[-1][3] += 0 if step.add is None else y.base
+
+    def _in_scratch(self, size: int, field: int) -> None:
+        """Give the next record this many words of scratch memory; the address goes to a field of its own."""
+        self.shared_fields.append((len(self.records), 4 + field, 0))
+        self.shared = max(self.shared, _rounded(size))
 
     def _product_line(self, step: Product, kernel: str, nonzeros: int) -> None:
         layer = step.kind in ("linear", "convolution")
@@ -337,10 +439,11 @@ class _Planner:
 
     # ----------------------------------------------------------------------------------------------- the rest
 
-    def _planes(self, code: int, step: Pool | Spread, fields: Sequence[int]) -> None:
+    def _planes(self, code: int, step: Pool | Spread | Constant, fields: Sequence[int]) -> None:
         """A record with the offsets of the first pixels."""
-        self._emit(code, step.x, step.y, None, fields)
-        self.records[-1][1] += self.placed.layouts[step.x].base
+        x = -1 if isinstance(step, Constant) else step.x
+        self._emit(code, x, step.y, None, fields)
+        self.records[-1][1] += 0 if x < 0 else self.placed.layouts[x].base
         self.records[-1][2] += self.placed.layouts[step.y].base
 
     def _concat(self, step: Concat) -> None:
@@ -349,6 +452,33 @@ class _Planner:
             self._emit(COPY, x, step.y, None, [self.placed.values[x].channels * plane])
             self.records[-1][2] += channel * plane
         self._line(step, "concatenation", "copied" if step.y in self.placed.copies else "in place")
+
+    def _join(self, step: Join) -> None:
+        done = 0
+        for x in step.xs:
+            self._emit(MOVE, x, step.y, None, move_fields(self.placed, x, step.y))
+            self.records[-1][1] += self.placed.layouts[x].base
+            self.records[-1][2] += self.placed.layouts[step.y].base + done * self.lanes
+            done += self.placed.values[x].pixels
+        self._line(step, "joined pixels", "copied")
+
+    def _attention(self, step: Attention) -> None:
+        self.shared = max(self.shared, _rounded(attention_scratch(step, self.lanes)))
+        fields = attention_fields(self.kept, self.placed, step)
+        self.shared_fields.append((len(self.records), 4 + len(fields) + 1, 0))
+        y_head = step.heads[2].size * self.placed.layouts[step.y].plane
+        self._emit(ATTENTION, step.x, step.y, step.keys, [*fields, self.placed.offsets[step.source], 0, y_head])
+        self.records[-1][2] += self.placed.layouts[step.y].base
+        heads = len(step.heads[0].first)
+        self._line(step, "attention", f"{heads} heads, {'causal' if step.causal else 'all keys'}")
+
+    def _recall(self, step: Recall) -> None:
+        self.shared = max(self.shared, _rounded(step.cache.length))
+        sample = self.placed.graph.inputs[step.cache.memory].shape[1]
+        fields = recall_fields(self.kept, step, sample, self.placed.offsets[step.source])
+        self.shared_fields.append((len(self.records), 4 + len(fields), 0))
+        self._emit(RECALL, step.x, step.y, step.keys, fields)
+        self._line(step, "attention", f"{len(step.heads[0].first)} heads, cached keys and values")
 
     def _state(self, step: Recurrent) -> list[int]:
         """Offsets of h and c before and after (-1 if there is none), and floats between units."""
@@ -373,16 +503,16 @@ class _Planner:
         state = _rounded(units * lanes) + CHUNK
         state_places = [self.placed.arena + self.states, self.placed.arena + self.states + state]
         self.states += 2 * state
-        taps, kernel = step.hidden_taps, self._chosen("gather")
-        into = panels(self.kept, step.input_taps, step.input_taps.channel * x.plane, step.input_bias, lanes)
-        across = alone = begin = 0
-        if lanes == 1:
-            alone, begin = one_vector(self.kept, kernel, taps, taps.channel, step.hidden_bias, _rounded(units))
-        else:
-            across = panels(self.kept, taps, taps.channel * lanes, step.hidden_bias, lanes)
+        kernel = self._chosen("gather")
+        into, across, alone, begin = self._recurrent_weights(step, kernel, x.plane, columns)
         places = self.kept.keep(np.arange(0, columns, CHUNK, dtype=np.int32))
         fields = [value.width, units, gates, into, across, alone, x.plane, y.plane, steps, int(step.reverse)]
-        fields += [0, 0, *state_places, places, *self._state(step), WAYS[kernel], begin]
+        fields += [0, 0, *state_places, places, *self._state(step), WAYS.get(kernel, 0), begin]
+        if kernel == "int8":
+            self.shared_fields.append((len(self.records), 4 + len(fields), sum(map(_rounded, shared))))
+            words = -(-value.channels // 4) * columns, -(-units // 4) * lanes + 2 * WINDOW
+            self.shared = max(self.shared, sum(map(_rounded, shared)) + _rounded(max(words)))
+            fields += [0, value.channels]
         self._emit(_CODES[step.kind], step.x, step.y, None, fields)
         self.shared_fields += [
             (len(self.records) - 1, 14, 0),
@@ -392,4 +522,22 @@ class _Planner:
         self.records[-1][2] += y.base + step.channel * y.plane
         nonzeros = step.input_taps.count + step.hidden_taps.count
         how = f"panels of {lanes}" if lanes > 1 else f"steps together, then one vector per step, {kernel}"
+        how = f"{how}, int8" if lanes > 1 and kernel == "int8" else how
         self._line(step, step.kind.replace("_", " "), how, step.dense_size, nonzeros)
+
+    def _recurrent_weights(
+        self, step: Recurrent, kernel: Kernel, plane: int, columns: int
+    ) -> tuple[int, int, int, int]:
+        """The weights for the inputs, for several samples, and for one, with where its vector begins."""
+        lanes, taps, bias = self.lanes, step.hidden_taps, step.hidden_bias
+        if kernel == "int8":
+            x, h = quantised(step.input_taps, step.largest), quantised(taps, 1.0)
+            into = int8_panels(self.kept, x, x.taps.channel * columns, step.input_bias)
+            if lanes == 1:
+                return into, 0, int8_vector(self.kept, h, bias), 0
+            return into, int8_panels(self.kept, h, h.taps.channel * lanes, bias), 0, 0
+        into = panels(self.kept, step.input_taps, step.input_taps.channel * plane, step.input_bias, lanes)
+        if lanes == 1:
+            alone, begin = one_vector(self.kept, kernel, taps, taps.channel, bias, _rounded(step.units))
+            return into, 0, alone, begin
+        return into, panels(self.kept, taps, taps.channel * lanes, bias, lanes), 0, 0

@@ -33,7 +33,7 @@ def normalise_fields(kept: Kept, placed: Placed, step: Normalise) -> list[int]:
     count = value.channels // step.groups * (value.pixels if together else 1)
     epsilon = kept.keep(np.array([step.epsilon], np.float32))
     factors = [0 if each is None else kept.keep(each) for each in (step.scale, step.shift)]
-    return [*places, step.groups, sets, int(together), count, epsilon, *factors, int(step.relu)]
+    return [*places, step.groups, sets, int(together), count, epsilon, *factors, int(step.relu), int(step.centred)]
 
 
 def pointwise_fields(kept: Kept, placed: Placed, step: Pointwise) -> list[int]:
@@ -41,12 +41,12 @@ def pointwise_fields(kept: Kept, placed: Placed, step: Pointwise) -> list[int]:
     slopes = 0 if step.slopes is None else kept.keep(step.slopes)
     factor = [-1, 0, 0, 0]
     if step.by is not None:
-        layout, lanes = placed.layouts[step.by], placed.lanes
-        repeats = placed.values[step.by] != placed.values[step.y]
+        layout, lanes, by, y = placed.layouts[step.by], placed.lanes, placed.values[step.by], placed.values[step.y]
+        repeats = not by.same_pixels(y)
         at, start = places[2], placed.offsets[step.by]
         if repeats:
             pixels, _ = chunk_places(placed.values[step.y], placed.layouts[step.y], lanes)
             at, start = kept.keep(pixels[:, 2].astype(np.int32)) if lanes >= CHUNK else 0, start + layout.base
-        factor = [start, layout.plane, at, int(repeats)]
+        factor = [start, layout.plane if by.channels == y.channels else 0, at, int(repeats)]
     parameters = kept.keep(np.array(step.parameters, np.float32))
     return [FUNCTIONS.index(step.function), *places, slopes, *factor, parameters]

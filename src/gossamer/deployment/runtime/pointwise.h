@@ -4,7 +4,8 @@
 
 #include "vectors.h"
 
-enum { IDENTITY, CLAMP, LEAKY, SIGMOID, TANH, SILU, GELU, GELU_TANH, HARD_SIGMOID, HARD_SWISH, ELU, SOFTPLUS };
+enum { IDENTITY, CLAMP, LEAKY, SIGMOID, TANH, SILU, GELU, GELU_TANH, HARD_SIGMOID, HARD_SWISH, ELU, SOFTPLUS,
+       RECIPROCAL, DIFFERS, HIDES };
 
 struct pointwise_op {
     int64_t function, rows, chunks, at, mask, row, flat; /* flat: number of consecutive floats, without chunks */
@@ -18,17 +19,20 @@ INLINE vec clamped(vec v, float low, float high) {
     return either(v > splat(high), splat(high), v);
 }
 
-INLINE vec error_function(vec x) {
-    /* Abramowitz and Stegun 7.1.26: 1.5e-7 absolute. */
-    vec size = (vec)((ivec)x & 0x7fffffff);
-    vec t = splat(1.0f) / (splat(1.0f) + splat(0.3275911f) * size);
-    vec y = splat(1.061405429f);
-    y = y * t + splat(-1.453152027f);
-    y = y * t + splat(1.421413741f);
-    y = y * t + splat(-0.284496736f);
-    y = y * t + splat(0.254829592f);
-    y = splat(1.0f) - y * t * exponential(-size * size);
-    return (vec)((ivec)y | ((ivec)x & (int32_t)0x80000000));
+/* x * (1 + erf(x / sqrt 2)) / 2, with a rational function for erf up to 3.9, above which it is 1: 4e-7 absolute. */
+INLINE vec gaussian_linear(vec x) {
+    static const float above[] = {4.530745557e-08f, 1.270394660e-05f, 3.391368664e-04f,
+                                  9.363328107e-03f, 6.786156446e-02f, 7.978844643e-01f};
+    static const float below[] = {1.194709171e-06f, 7.385866775e-05f, 1.888655592e-03f,
+                                  2.868959866e-02f, 2.517177463e-01f, 1.0f};
+    vec low = splat(-5.5154330f), high = splat(5.5154330f);
+    x = either(x < low, low, x); /* far out the result is 0, which the difference of 1 and erf is not quite */
+    vec v = either(x > high, high, x), square = v * v, p = splat(above[0]), q = splat(below[0]);
+    for (int i = 1; i < 6; i++) {
+        p = p * square + splat(above[i]);
+        q = q * square + splat(below[i]);
+    }
+    return splat(0.5f) * x * (splat(1.0f) + v * p / q);
 }
 
 INLINE vec apply(int64_t function, vec v, const float *p, vec slope) {
@@ -39,9 +43,8 @@ INLINE vec apply(int64_t function, vec v, const float *p, vec slope) {
     case SIGMOID: return sigmoid(v);
     case TANH: return hyperbolic(v);
     case SILU: return v * sigmoid(v);
-    case GELU: return half * v * (one + error_function(v * splat(0.70710678118f)));
-    case GELU_TANH:
-        return half * v * (one + hyperbolic(splat(0.79788456080f) * (v + splat(0.044715f) * v * v * v)));
+    case GELU: return gaussian_linear(v);
+    case GELU_TANH: return v * sigmoid(splat(1.59576912160f) * (v + splat(0.044715f) * v * v * v));
     case HARD_SIGMOID: return clamped(v * splat(1.0f / 6) + half, 0.0f, 1.0f);
     case HARD_SWISH: return v * clamped(v * splat(1.0f / 6) + half, 0.0f, 1.0f);
     case ELU: return either(v > (vec){0}, v, splat(p[0]) * (exponential(v) - one));
@@ -49,6 +52,9 @@ INLINE vec apply(int64_t function, vec v, const float *p, vec slope) {
         vec z = v * splat(p[0]), away = (vec)((ivec)z | (int32_t)0x80000000); /* -|z|, which cannot overflow */
         return either(z > splat(p[1]), v, (relu(z) + logarithm_of_more(exponential(away))) / splat(p[0]));
     }
+    case RECIPROCAL: return one / v;
+    case DIFFERS: return either(v == splat(p[0]), (vec){0}, one);
+    case HIDES: return either(v == (vec){0}, splat(-INFINITY), (vec){0}); /* keys that have no part in attention */
     default: return v;
     }
 }
@@ -60,7 +66,7 @@ static void pointwise(const struct pointwise_op *o, int64_t lanes, const float *
     for (int64_t i = 0; i < o->flat; i += WIDTH) {
         int64_t left = o->flat - i;
         vec v = apply(o->function, take(x + i, left), p, slopes ? take(slopes + i, left) : (vec){0});
-        if (by) v *= take(by + i, left);
+        if (by) v *= o->by_row ? take(by + i, left) : splat(*by);
         give(y + i, v, left);
     }
     for (int64_t row = 0; !o->flat && row < o->rows; row++) {

@@ -10,7 +10,7 @@ struct pool_op {
 };
 
 /* The maximum as torch has it: NaN wins and stays. */
-INLINE float larger(float a, float b) { return (b > a) | (b != b) ? b : a; }
+INLINE float larger(float a, float b) { return ((b > a) | (b != b)) ? b : a; }
 
 INLINE vec larger_of(vec a, vec b) { return either((b > a) | (b != b), b, a); }
 

@@ -13,6 +13,7 @@ struct sparse {
     const uint16_t *near; /* or NULL */
     const int32_t *far;
     int64_t shift;
+    const int32_t *order; /* rows of the result, by number of weights: loops of the same length are predicted */
 };
 
 struct product {
@@ -47,10 +48,10 @@ INLINE void block(const int chunks, const int ways, const int unit, const struct
         add[c] = adds ? p->add + p->add_at[first + c] : NULL;
     }
     int64_t e = 0;
-    for (int64_t row = 0; row < w.rows; row++) {
-        const int64_t end = w.starts[row + 1];
+    for (int64_t next = 0; next < w.rows; next++) {
+        const int64_t end = w.starts[next + 1], row = w.order[next];
         vec sum[MAX_CHUNKS * PARTS];
-        vec bias = splat(w.bias[row]);
+        vec bias = splat(w.bias[next]);
         if (adds) {
             for (int c = 0; c < chunks; c++)
                 for (int i = 0; i < PARTS; i++) sum[c * PARTS + i] = bias + load(add[c] + row * add_row + i * WIDTH);
@@ -143,9 +144,9 @@ INLINE void rows_of_four(const int unit, const struct product *p) {
     const int64_t shift = w.shift, y_row = p->y_row, add_row = p->add_row;
     const int positive = p->relu != 0;
     int64_t e = 0;
-    for (int64_t row = 0; row < w.rows; row++) {
-        const int64_t end = w.starts[row + 1];
-        quad sum[4] = {w.bias[row] - (quad){0}};
+    for (int64_t next = 0; next < w.rows; next++) {
+        const int64_t end = w.starts[next + 1], row = w.order[next];
+        quad sum[4] = {w.bias[next] - (quad){0}};
         if (add) sum[0] += *(const quad *)(add + row * add_row);
         for (; e + 4 <= end; e += 4)
             for (int k = 0; k < 4; k++) sum[k] += w.weights[e + k] * *(const quad *)(x + OFFSET(e + k));

@@ -13,6 +13,8 @@ from gossamer.deprecation import renamed
 # Codes of the operations, in the order of the enum in kernels.c.
 (LOAD, STORE, PRODUCT, PRODUCT_ONE, AFFINE, POOL, PHASES, COPY, EMBED, LSTM, GRU, PRODUCT_DENSE) = range(12)
 (POINTWISE, SOFTMAX, RNN_TANH, RNN_RELU, SPREAD, SHIFTS, PRODUCT_FOUR, NORMALISE) = range(12, 20)
+(ATTENTION, CONSTANT, MOVE, TOKENS, COLUMN, RECALL) = range(20, 26)
+PRODUCT_INT8, PRODUCT_INT8_ONE = range(26, 28)
 RECORD = 28  # int64 fields of one record: code, x, y, add, then 24 of the operation's own
 
 

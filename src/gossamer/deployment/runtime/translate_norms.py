@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, fx
@@ -11,15 +12,27 @@ from gossamer.deployment.graph import shape_of
 from gossamer.deployment.runtime.network import Normalise, UnsupportedError
 from gossamer.deployment.runtime.translator import (
     Handle,
+    Lazy,
     Translation,
     Translator,
     activation,
     append_affine,
     as_vector,
+    has_features,
     to_floats,
 )
 
 aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Squares(Lazy):
+    """x squared; then its mean over the channels plus an epsilon, and one over the root of that."""
+
+    about: ClassVar[str] = "squares that are not those of a root mean square"
+    x: Handle
+    epsilon: float | None = None
+    inverse: bool = False
 
 
 def _batch_norm(t: Translator, node: fx.Node) -> Handle:
@@ -48,10 +61,11 @@ def _by_itself(
     bias: Any,
     eps: float,
     each_pixel: bool = False,
+    centred: bool = True,
 ) -> Handle:
-    y = t.new(t.values[x.value], x.form)
+    y = t.like(x)
     scale, shift = (None if each is None else to_floats(each).reshape(-1) for each in (weight, bias))
-    t.operations.append(Normalise(x.value, y.value, groups, each_pixel, eps, node.name, scale, shift))
+    t.operations.append(Normalise(x.value, y.value, groups, each_pixel, eps, node.name, scale, shift, centred=centred))
     return y
 
 
@@ -73,10 +87,10 @@ def _instance_norm(t: Translator, node: fx.Node) -> Handle:
 def _layer_norm(t: Translator, node: fx.Node) -> Handle:
     """Over the channels, where these come last; or, without weights, over all of a sample."""
     x, sizes, weight, bias, eps = t.arguments(node, None, None, None, None, 1e-5, None)[:5]
-    x = activation(as_vector(t, x), node, "picture", "turned", "signal", "vector", "sequence")
+    x = activation(as_vector(t, x), node, "picture", "turned", "signal", "vector", "sequence", "view")
     value, rank = t.values[x.value], len(shape_of(node))
     whole = len(sizes) == rank - 1 and not (x.form == "sequence" and t.time_major)
-    if len(sizes) == 1 and x.form in ("turned", "vector", "sequence"):
+    if len(sizes) == 1 and (x.form in ("turned", "vector", "sequence") or has_features(t, x)):
         return _by_itself(t, x, node, 1, weight, bias, eps, each_pixel=True)
     if whole and (value.pixels == 1 or (weight is None and bias is None)):
         return _by_itself(t, x, node, 1, weight, bias, eps)
@@ -84,7 +98,68 @@ def _layer_norm(t: Translator, node: fx.Node) -> Handle:
     raise UnsupportedError(f"layer normalisation of a {x.form} over {tuple(sizes)}{affine} (node {node.name})")
 
 
+def _rms_norm(t: Translator, node: fx.Node) -> Handle:
+    x, sizes, weight, eps = t.arguments(node, None, None, None, None)
+    x = activation(x, node, "turned", "vector", "sequence", "view")
+    if len(sizes) != 1 or (x.form == "view" and not has_features(t, x)):
+        raise UnsupportedError(f"root mean squares over {tuple(sizes)} (node {node.name})")
+    eps = torch.finfo(torch.float32).eps if eps is None else eps
+    return _by_itself(t, x, node, 1, weight, None, eps, each_pixel=True, centred=False)
+
+
+def _squares(t: Translator, node: fx.Node) -> Squares:
+    x, power = t.arguments(node)
+    if power != 2:
+        raise UnsupportedError(f"a power of {power} (node {node.name})")
+    x = activation(x, node, "turned", "vector", "sequence", "view")
+    if x.form == "view" and not has_features(t, x):
+        raise UnsupportedError(f"squares of a view (node {node.name})")
+    return Squares(x)
+
+
+def _mean_square(t: Translator, node: fx.Node) -> Squares:
+    squares, dims, keep = t.arguments(node, None, None, False)
+    rank, dims = len(shape_of(node)), [dims] if isinstance(dims, int) else dims
+    if not isinstance(squares, Squares) or squares.epsilon is not None:
+        raise UnsupportedError(f"a mean of a mean of squares (node {node.name})")
+    if not keep or dims is None or [d % rank for d in dims] != [rank - 1]:
+        raise UnsupportedError(f"a mean of squares over {dims} (node {node.name})")
+    return replace(squares, epsilon=0.0)
+
+
+def _plus_epsilon(t: Translator, node: fx.Node) -> Squares:
+    squares, epsilon = t.arguments(node)[:2]
+    if not isinstance(squares, Squares) or squares.epsilon is None or not isinstance(epsilon, int | float):
+        raise UnsupportedError(f"a sum with squares (node {node.name})")
+    return replace(squares, epsilon=squares.epsilon + epsilon)
+
+
+def _inverse_root(t: Translator, node: fx.Node) -> Squares:
+    (squares,) = t.arguments(node)
+    if not isinstance(squares, Squares) or squares.epsilon is None or squares.inverse:
+        raise UnsupportedError(f"the root of squares (node {node.name})")
+    return replace(squares, inverse=True)
+
+
+def _by_inverse_root(t: Translator, node: fx.Node) -> Handle:
+    """x times one over its root mean square."""
+    x, squares = t.arguments(node)[:2]
+    if isinstance(x, Squares):
+        x, squares = squares, x
+    if not isinstance(squares, Squares) or not squares.inverse or squares.epsilon is None or x != squares.x:
+        raise UnsupportedError(f"a product with squares (node {node.name})")
+    return _by_itself(t, squares.x, node, 1, None, None, squares.epsilon, each_pixel=True, centred=False)
+
+
+OF_SQUARES: dict[tuple[Any, type[Lazy]], Translation] = {
+    (aten.mean.dim, Squares): _mean_square,
+    (aten.add.Tensor, Squares): _plus_epsilon,
+    (aten.rsqrt.default, Squares): _inverse_root,
+    (aten.mul.Tensor, Squares): _by_inverse_root,
+}
 NORMS: dict[Any, Translation] = {
+    aten.rms_norm.default: _rms_norm,
+    aten.pow.Tensor_Scalar: _squares,
     aten.batch_norm.default: _batch_norm,
     aten.group_norm.default: _group_norm,
     aten.instance_norm.default: _instance_norm,

@@ -188,9 +188,9 @@ def _adaptive_max(t: Translator, node: fx.Node) -> tuple[Handle, None]:
     return _adaptive_pool(t, node, "max"), None
 
 
-def _over_all(t: Translator, node: fx.Node, kind: Kind) -> Handle:
-    """The mean or maximum over all pixels or steps."""
-    x, dims, keep = t.arguments(node, None, None, False)
+def _over_all(t: Translator, node: fx.Node, kind: Kind, divisor: int = 0) -> Handle:
+    """The mean or maximum over all pixels or steps, or their sum over ``divisor``."""
+    x, dims, keep = t.arguments(node, None, None, False, None)[:3]
     x = activation(x, node, "picture", "turned", "signal", "sequence")
     value, rank = t.values[x.value], len(shape_of(node.args[0]))
     steps = {0} if t.time_major else {1}
@@ -198,8 +198,15 @@ def _over_all(t: Translator, node: fx.Node, kind: Kind) -> Handle:
     given = [dims] if isinstance(dims, int) else dims
     if given is None or {d % rank for d in given} != wanted or (keep and x.form == "sequence"):
         raise UnsupportedError(f"a {'mean' if kind == 'average' else 'maximum'} over {dims} (node {node.name})")
-    y = _pool(t, x, node.name, kind, (value.height, value.width))
+    y = _pool(t, x, node.name, kind, (value.height, value.width), divisor=divisor)
     return Handle(y.value, x.form if keep else "vector")
+
+
+def _total(t: Translator, node: fx.Node) -> Handle:
+    dtype = t.arguments(node, None, None, False, None)[3]
+    if dtype not in (None, torch.float32):
+        raise UnsupportedError(f"a sum in {dtype} (node {node.name})")
+    return _over_all(t, node, "average", divisor=1)
 
 
 def _max_and_where(t: Translator, node: fx.Node) -> tuple[Handle, None]:
@@ -227,6 +234,7 @@ WINDOWS: dict[Any, Translation] = {
     aten.adaptive_max_pool1d.default: _adaptive_max,
     aten.adaptive_max_pool2d.default: _adaptive_max,
     aten.mean.dim: partial(_over_all, kind="average"),
+    aten.sum.dim_IntList: _total,
     aten.amax.default: partial(_over_all, kind="max"),
     aten.max.dim: _max_and_where,
 }

@@ -8,12 +8,15 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from gossamer.deployment.graph import shape_of
 from gossamer.deployment.runtime.network import (
     Concat,
+    Constant,
     Embed,
+    Floats,
+    Join,
     Pair,
     Pointwise,
     Product,
@@ -23,9 +26,29 @@ from gossamer.deployment.runtime.network import (
     dense_taps,
     diagonal_taps,
 )
-from gossamer.deployment.runtime.translate_norms import NORMS
+from gossamer.deployment.runtime.translate_attention import ATTENTION, OF_SCORES
+from gossamer.deployment.runtime.translate_norms import NORMS, OF_SQUARES
 from gossamer.deployment.runtime.translate_pointwise import POINTWISE
 from gossamer.deployment.runtime.translate_recurrent import RECURRENT
+from gossamer.deployment.runtime.translate_views import (
+    EVERYTHING,
+    converted,
+    expanded,
+    gathered,
+    item,
+    or_view,
+    parts,
+    permuted,
+    reshaped,
+    same,
+    selected,
+    sliced,
+    squeezed,
+    turned_tokens,
+    unbind,
+    unsqueezed,
+    with_tokens,
+)
 from gossamer.deployment.runtime.translate_windows import WINDOWS
 from gossamer.deployment.runtime.translator import (
     Form,
@@ -37,20 +60,34 @@ from gossamer.deployment.runtime.translator import (
     activation,
     as_vector,
     bias_or_zeros,
+    has_features,
     loaded_as,
     to_floats,
 )
+from gossamer.deployment.runtime.views import axis
 
 aten = torch.ops.aten
-#: The end of an open slice, as the exporter writes it.
-EVERYTHING = 2**63 - 1
 
 
 def _linear(t: Translator, node: fx.Node) -> Handle:
     x, weight, bias = t.arguments(node, None, None, None)
+    return _times(t, node, x, to_floats(weight), bias, node.args[1])
+
+
+def _addmm(t: Translator, node: fx.Node) -> Handle:
+    """A linear layer with the weight of (inputs, outputs), as in ``Conv1D`` of transformers."""
+    bias, x, weight = t.arguments(node)[:3]
+    options = [node.kwargs.get(name, 1) for name in ("alpha", "beta")]
+    if options != [1, 1] or not isinstance(weight, Tensor) or not isinstance(bias, Tensor) or bias.dim() != 1:
+        raise UnsupportedError(f"addmm of other than a bias, an activation and a weight (node {node.name})")
+    return _times(t, node, x, np.ascontiguousarray(to_floats(weight).T), bias, node.args[2])
+
+
+def _times(t: Translator, node: fx.Node, x: Any, dense: Floats, bias: Any, named: Any) -> Handle:
     x = activation(x, node)
     before = t.values[x.value]
-    dense = to_floats(weight)
+    if x.form == "view" and not has_features(t, x):
+        raise UnsupportedError(f"a linear layer over an axis of a view (node {node.name})")
     if x.form in ("picture", "signal", "bare", "grouped"):
         raise UnsupportedError(f"a linear layer over the last dimension of a {x.form} (node {node.name})")
     if x.form == "flat":
@@ -59,13 +96,11 @@ def _linear(t: Translator, node: fx.Node) -> Handle:
     else:
         taps = dense_taps(dense[:, :, None, None])
         y = t.new(Value(dense.shape[0], before.height, before.width), x.form)
-    name, rows = t.parameter_name(node.args[1]), dense.shape[0]
+    name, rows = t.parameter_name(named), dense.shape[0]
     t.operations.append(Product(x.value, y.value, taps, bias_or_zeros(bias, rows), (1, 1), (0, 0), dense.size, name))
+    if x.view is not None:
+        y = replace(y, view=replace(x.view, axes=(*x.view.axes[:-1], axis("channel", rows))))
     return y
-
-
-def _identity(t: Translator, node: fx.Node) -> Handle:
-    return cast(Handle, t.arguments(node)[0])
 
 
 def _dropout(t: Translator, node: fx.Node) -> Handle:
@@ -117,14 +152,67 @@ def _changes_samples(t: Translator, x: Handle, node: fx.Node) -> bool:
 
 def _concat(t: Translator, node: fx.Node) -> Handle:
     tensors, dim = t.arguments(node, None, 0)
-    parts = [activation(as_vector(t, x), node, "picture", "signal", "vector", "sequence") for x in tensors]
-    values, rank = [t.values[x.value] for x in parts], len(shape_of(node))
-    along = rank - 1 if parts[0].form == "sequence" else 1
-    sizes = {(x.form, v.height, v.width) for x, v in zip(parts, values, strict=True)}
+    if (turned := _half_turned(t, node, dim)) is not None:
+        return turned
+    if (joined := _joined(t, node, tensors, dim % len(shape_of(node)))) is not None:
+        return joined
+    handles = [activation(as_vector(t, x), node, "picture", "signal", "vector", "sequence") for x in tensors]
+    values, rank = [t.values[x.value] for x in handles], len(shape_of(node))
+    along = rank - 1 if handles[0].form == "sequence" else 1
+    sizes = {(x.form, v.height, v.width) for x, v in zip(handles, values, strict=True)}
     if dim % rank != along or len(sizes) > 1:
         raise UnsupportedError(f"a concatenation along dimension {dim} (node {node.name})")
-    y = t.new(Value(sum(v.channels for v in values), values[0].height, values[0].width), parts[0].form)
-    t.operations.append(Concat(tuple(x.value for x in parts), y.value, node.name))
+    y = t.new(Value(sum(v.channels for v in values), values[0].height, values[0].width), handles[0].form)
+    t.operations.append(Concat(tuple(x.value for x in handles), y.value, node.name))
+    return y
+
+
+def _half_turned(t: Translator, node: fx.Node, dim: int) -> Handle | None:
+    """(-second half, first half) of the last axis of a view, as in rotary positions."""
+    first, *others = cast(list[Any], node.args[0])
+    rank, half = len(shape_of(node)), shape_of(node)[-1] // 2
+    if len(others) != 1 or dim % rank != rank - 1 or getattr(first, "target", None) is not aten.neg.default:
+        return None
+    halves = [each for each in (first.args[0], *others) if getattr(each, "target", None) is aten.slice.Tensor]
+    given = [cast(tuple[Any, ...], each.args) for each in halves]
+    if len(given) != 2 or given[0][0] is not given[1][0] or shape_of(given[0][0]) != shape_of(node):
+        return None
+    if [(each[1] % rank, each[2]) for each in given] != [(rank - 1, half), (rank - 1, 0)]:
+        return None
+    x = t.settled(t.env[given[0][0]])
+    view = t.view_of(x, shape_of(node)) if isinstance(x, Handle) else None
+    last = view.axes[-1] if view is not None else ()
+    if view is None or len(last) != 1 or last[0].of != "channel":
+        return None
+    value, stride, size = t.values[x.value], last[0].stride, last[0].size
+    channel = np.arange(value.channels)
+    inside = channel // stride % size
+    sign = np.where(inside < half, -1, 1).astype(np.float32)
+    taps = diagonal_taps(value.channels, np.stack([channel, channel - sign.astype(np.int64) * half * stride], 1), sign)
+    y = t.like(x)
+    bias = np.zeros(value.channels, np.float32)
+    t.operations.append(Product(x.value, y.value, taps, bias, (1, 1), (0, 0), taps.count, node.name, kind="copy"))
+    return y
+
+
+def _joined(t: Translator, node: fx.Node, tensors: list[Any], dim: int) -> Handle | None:
+    """Sequences one after the other; some may be constants, such as a class token. None if these are no sequences."""
+    handles = [x for x in tensors if isinstance(x, Handle)]
+    if len(shape_of(node)) != 3 or dim != (0 if t.time_major else 1) or any(x.form != "sequence" for x in handles):
+        return None
+    items = []
+    for x in tensors:
+        if isinstance(x, Tensor):
+            steps, each = (x, x[:, :1]) if t.time_major else (x.transpose(0, 1), x[:1].transpose(0, 1))
+            if not torch.equal(each.expand_as(steps), steps):
+                raise UnsupportedError(f"a constant that differs between samples (node {node.name})")
+            y = t.new(Value(x.shape[2], 1, len(each)), "sequence")
+            t.operations.append(Constant(y.value, np.ascontiguousarray(to_floats(each[:, 0]).T), node.name))
+            items.append(y.value)
+        else:
+            items.append(activation(x, node).value)
+    y = t.new(Value(t.values[items[0]].channels, 1, sum(t.values[item].pixels for item in items)), "sequence")
+    t.operations.append(Join(tuple(items), y.value, node.name))
     return y
 
 
@@ -158,12 +246,13 @@ def _channels(t: Translator, x: Handle, node: fx.Node, first: int, count: int, s
 def _split(t: Translator, node: fx.Node) -> tuple[Handle, ...]:
     """``chunk`` and ``split`` along the channels."""
     x, _, dim = t.arguments(node, None, None, 0)
-    x = activation(as_vector(t, x), node, "picture", "signal", "vector", "sequence")
+    if isinstance(x, Handle) and x.form in ("view", "sequence"):
+        return parts(t, node)
+    x = activation(as_vector(t, x), node, "picture", "signal", "vector")
     shapes = [tuple(part.shape) for part in node.meta["val"]]
-    channels = 2 if x.form == "sequence" else 1
-    if dim % len(shapes[0]) != channels:
+    if dim % len(shapes[0]) != 1:
         raise UnsupportedError(f"a split of dimension {dim} (node {node.name})")
-    sizes = [shape[channels] for shape in shapes]
+    sizes = [shape[1] for shape in shapes]
     return tuple(_channels(t, x, node, sum(sizes[:i]), size) for i, size in enumerate(sizes))
 
 
@@ -277,12 +366,9 @@ def _embedding(t: Translator, node: fx.Node) -> Handle:
     steps = tokens.shape[0] if t.time_major else tokens.shape[1]
     y = t.new(Value(weight.shape[1], 1, steps), "sequence")
     t.operations.append(Embed(y.value, tokens.slot, to_floats(weight), t.parameter_name(node.args[0])))
+    if tokens.turned:
+        return t.viewed(y.value, t.view_of(y, (steps, *shape_of(node)[::2])).permuted([1, 0, 2]))
     return y
-
-
-def _item(t: Translator, node: fx.Node) -> Any:
-    source, index = t.arguments(node)
-    return source[index]
 
 
 TRANSLATIONS: dict[Any, Translation] = {
@@ -290,29 +376,38 @@ TRANSLATIONS: dict[Any, Translation] = {
     **POINTWISE,
     **RECURRENT,
     **WINDOWS,
+    **ATTENTION,
     aten.linear.default: _linear,
+    aten.addmm.default: _addmm,
     aten.dropout.default: _dropout,
     aten.alpha_dropout.default: _dropout,
     aten.feature_dropout.default: _dropout,
-    aten.contiguous.default: _identity,
-    aten.clone.default: _identity,
-    aten.flatten.using_ints: _reshape,
-    aten.view.default: _reshape,
-    aten.reshape.default: _reshape,
-    aten.squeeze.dim: _reshape,
-    aten.squeeze.dims: _reshape,
-    aten.squeeze.default: _reshape,
-    aten.unsqueeze.default: _reshape,
-    aten.unflatten.int: _reshape,
-    aten.transpose.int: _turn,
-    aten.permute.default: _turn,
+    aten.contiguous.default: same,
+    aten.clone.default: same,
+    aten.flatten.using_ints: or_view(reshaped, _reshape),
+    aten.view.default: with_tokens(or_view(reshaped, _reshape)),
+    aten.reshape.default: with_tokens(or_view(reshaped, _reshape)),
+    aten.unflatten.int: or_view(reshaped, _reshape),
+    aten.squeeze.dim: or_view(squeezed, _reshape),
+    aten.squeeze.dims: or_view(squeezed, _reshape),
+    aten.squeeze.default: or_view(squeezed, _reshape),
+    aten.unsqueeze.default: with_tokens(or_view(unsqueezed, _reshape)),
+    aten.expand.default: with_tokens(or_view(expanded)),
+    aten.t.default: turned_tokens,
+    aten.transpose.int: or_view(permuted, _turn),
+    aten.permute.default: or_view(permuted, _turn),
     aten.channel_shuffle.default: _channel_shuffle,
     aten.cat.default: _concat,
-    aten.slice.Tensor: _slice,
-    aten.select.int: _select,
+    aten.slice.Tensor: or_view(sliced, _slice, steps=True),
+    aten.select.int: or_view(selected, _select),
+    aten.unbind.int: unbind,
     aten.chunk.default: _split,
     aten.split.Tensor: _split,
     aten.split_with_sizes.default: _split,
+    aten.index.Tensor: gathered,
+    aten.to.dtype: converted,
+    aten.to.device: converted,
+    aten.to.dtype_layout: converted,
     aten.glu.default: _glu,
     aten.pad.default: _pad,
     aten.constant_pad_nd.default: _pad,
@@ -320,5 +415,17 @@ TRANSLATIONS: dict[Any, Translation] = {
     aten.zeros.default: lambda t, node: Zeros(),
     aten.zeros_like.default: lambda t, node: Zeros(),
     aten.new_zeros.default: lambda t, node: Zeros(),
-    operator.getitem: _item,
+    operator.getitem: item,
 }
+OF_LAZY = {**OF_SCORES, **OF_SQUARES}
+#: Calls that take views of some channels or pixels; all others get copies of them.
+OF_VIEWS = frozenset(
+    [
+        *(*ATTENTION, aten.contiguous.default, aten.clone.default, aten.dropout.default, operator.getitem),
+        *(aten.flatten.using_ints, aten.view.default, aten.reshape.default, aten.unflatten.int, aten.squeeze.dim),
+        *(aten.squeeze.dims, aten.squeeze.default, aten.unsqueeze.default, aten.expand.default, aten.t.default),
+        *(aten.transpose.int, aten.permute.default, aten.slice.Tensor, aten.select.int, aten.unbind.int),
+        *(aten.chunk.default, aten.split.Tensor, aten.split_with_sizes.default, aten.index.Tensor),
+        *(aten.to.dtype, aten.to.device, aten.to.dtype_layout),
+    ]
+)

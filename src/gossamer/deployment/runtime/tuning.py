@@ -25,8 +25,10 @@ WORTH_THE_MEMORY = 1.05
 SLOW = 0.02
 #: Kernels that do not benefit from an instruction set.
 _POINTLESS: dict[str, frozenset[Kernel]] = {
+    "vnni": frozenset(),
     "avx512": frozenset(),
     "avx2": frozenset({"windows"}),
+    "dotprod": frozenset({"windows"}),
     "portable": frozenset({"windows", "loads"}),
 }
 
@@ -100,18 +102,22 @@ def _fastest(seconds: Mapping[Kernel, float]) -> Kernel:
 
 
 def time_in_turns(
-    candidates: Mapping[str, Run], inputs: Sequence[Any], seconds: float, wanted: int = 3
+    candidates: Mapping[str, Run],
+    inputs: Sequence[Any],
+    seconds: float,
+    wanted: int = 3,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, list[float]]:
-    """Seconds per call of each candidate, in samples. Candidates take turns, so that other load affects them equally. A
-    sample is the mean over calls of a millisecond or two in total. There are at least three samples, and ``wanted`` if
-    that takes at most four times the ``seconds``."""
+    """Seconds per call of each candidate by the ``clock``, in samples. Candidates take turns, so that other load
+    affects them equally. A sample is the mean over calls of a millisecond or two in total. There are at least three
+    samples, and ``wanted`` if that takes at most four times the ``seconds``."""
     repeats: dict[str, int] = {}
     once: dict[str, float] = {}
     for name, run in candidates.items():
         run(*inputs)
-        start = time.perf_counter()
+        start = clock()
         run(*inputs)
-        once[name] = time.perf_counter() - start
+        once[name] = clock() - start
         repeats[name] = max(1, int(2e-3 / max(1e-7, once[name])))
     samples: dict[str, list[float]] = {name: [] for name in candidates}
     beginning = time.perf_counter()
@@ -121,9 +127,9 @@ def time_in_turns(
             run = candidates[name]
             if once[name] <= SLOW:
                 run(*inputs)
-            start = time.perf_counter()
+            start = clock()
             for _ in range(repeats[name]):
                 run(*inputs)
-            samples[name].append((time.perf_counter() - start) / repeats[name])
+            samples[name].append((clock() - start) / repeats[name])
         rounds, spent = rounds + 1, time.perf_counter() - beginning
     return samples

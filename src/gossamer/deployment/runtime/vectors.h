@@ -9,6 +9,8 @@
 #include <string.h>
 #if defined(__AVX2__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 #ifndef VARIANT
@@ -51,9 +53,13 @@ INLINE vec splat(float f) { return f - (vec){0}; }
 INLINE vec either(ivec where, vec yes, vec no) { return (vec)((where & (ivec)yes) | (~where & (ivec)no)); }
 
 INLINE float total(vec v) {
+#if defined(__aarch64__)
+    return vaddvq_f32((float32x4_t)v);
+#else
     float sum = 0;
     for (int i = 0; i < WIDTH; i++) sum += v[i];
     return sum;
+#endif
 }
 
 /* NaN stays NaN, as in torch. */
@@ -62,6 +68,8 @@ INLINE vec relu(vec v) {
     return (vec)_mm512_max_ps(_mm512_setzero_ps(), (__m512)v);
 #elif defined(__AVX2__)
     return (vec)_mm256_max_ps(_mm256_setzero_ps(), (__m256)v);
+#elif defined(__aarch64__)
+    return (vec)vmaxq_f32((float32x4_t)v, vdupq_n_f32(0));
 #else
     return (vec)(~(v < (vec){0}) & (ivec)v);
 #endif

@@ -15,10 +15,11 @@ from gossamer.deployment.runtime.layout import CHUNK
 from gossamer.deployment.runtime.network import Floats, Integers, Taps
 
 #: Sparse products for many values at once (panels, shifted), or for one vector (the next three); dense ones for both.
-Kernel = Literal["panels", "shifted", "gather", "loads", "windows", "dense"]
+#: "int8" is for both, and only after calibration.
+Kernel = Literal["panels", "shifted", "gather", "loads", "windows", "dense", "int8"]
 KERNELS: tuple[Kernel, ...] = get_args(Kernel)
 #: Codes of the kernels for one vector, as in one_vector.h.
-WAYS: dict[Kernel, int] = {"gather": 0, "loads": 1, "windows": 2, "dense": 3}
+WAYS: dict[Kernel, int] = {"gather": 0, "loads": 1, "windows": 2, "dense": 3, "int8": 4}
 LINE = 64  # bytes of a cache line
 ROWS = 4  # rows per block of a dense product, as in vectors.h
 WINDOW = 32  # values available to the windows kernel in a step
@@ -71,17 +72,22 @@ def possible_kernels(taps: Taps, *, one_vector: bool, shifts: bool = False) -> t
     return (*sparse, "dense") if taps.count >= DENSE_ABOVE * taps.rows * places else sparse
 
 
-def _starts(counts: Integers) -> Integers:
+def starts_of(counts: Integers) -> Integers:
     return np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
 
 
 def panels(kept: Kept, taps: Taps, offsets: Integers, bias: Floats, step: int) -> int:
     """Rows of weights and offsets; all offsets are multiples of ``step``, a power of two or a multiple of 16."""
-    starts = _starts(np.bincount(taps.row, minlength=taps.rows))
+    lengths = np.bincount(taps.row, minlength=taps.rows)
+    order = np.argsort(-lengths, kind="stable")
+    place = np.empty(taps.rows, np.int64)
+    place[order] = np.arange(taps.rows)
+    inside = np.argsort(place[taps.row], kind="stable")
+    starts = starts_of(lengths[order])
     shift = 4 if step >= CHUNK else step.bit_length() - 1
-    near, far = kept.offsets(offsets, shift)
-    pointers = [kept.keep(starts), kept.keep(taps.weight), kept.keep(bias.astype(np.float32))]
-    return kept.struct(taps.rows, *pointers, near, far, shift)
+    near, far = kept.offsets(offsets[inside], shift)
+    pointers = [kept.keep(starts), kept.keep(taps.weight[inside]), kept.keep(bias[order].astype(np.float32))]
+    return kept.struct(taps.rows, *pointers, near, far, shift, kept.keep(order.astype(np.int32)))
 
 
 def dense_panels(kept: Kept, taps: Taps, offsets: Integers, bias: Floats) -> int:
@@ -127,10 +133,10 @@ def _gather(kept: Kept, taps: Taps, offsets: Integers, bias: Floats, zero: int) 
     """Rows sorted by length, in slices of sixteen; padding reads the 0 at ``zero``."""
     lengths = np.bincount(taps.row, minlength=taps.rows)
     order, lanes = _slices(taps.rows, lengths)
-    starts = _starts(lengths[order[::CHUNK]])
+    starts = starts_of(lengths[order[::CHUNK]])
     lane_of = np.empty(taps.rows, np.int64)
     lane_of[order] = np.arange(taps.rows)
-    first = _starts(lengths)[:-1]
+    first = starts_of(lengths)[:-1]
     step = starts[lane_of[taps.row] // CHUNK] + np.arange(taps.count) - first[taps.row]
     cell = step * CHUNK + lane_of[taps.row] % CHUNK
     columns = np.full(int(starts[-1]) * CHUNK, zero, np.int64)
@@ -142,13 +148,20 @@ def _gather(kept: Kept, taps: Taps, offsets: Integers, bias: Floats, zero: int) 
 
 
 def _windows(kept: Kept, taps: Taps, offsets: Integers, bias: Floats) -> int:
-    """Sixteen rows traverse the vector together: the window begins at the next weight of the row that is furthest
+    steps = window_steps(taps, offsets)
+    return kept.struct(steps[0].size - 1, *(kept.keep(array) for array in steps), kept.keep(bias))
+
+
+def window_steps(taps: Taps, offsets: Integers) -> tuple[npt.NDArray[Any], ...]:
+    """The arrays of ``windowed``, from the starts of its slices to the order of its rows.
+
+    Sixteen rows traverse the vector together: the window begins at the next weight of the row that is furthest
     behind, and every row with a weight inside the window uses it. All slices are computed at the same time here."""
     inside = np.lexsort((offsets, taps.row))
     places, weights = np.append(offsets[inside], 0), np.append(taps.weight[inside], np.float32(0))
     lengths = np.bincount(taps.row, minlength=taps.rows)
     _, lanes = _slices(taps.rows, lengths)
-    begin = np.append(_starts(lengths)[:-1], 0)[lanes].reshape(-1, CHUNK)  # lane -1 reads the 0 appended
+    begin = np.append(starts_of(lengths)[:-1], 0)[lanes].reshape(-1, CHUNK)  # lane -1 reads the 0 appended
     end = begin + np.append(lengths, 0)[lanes].reshape(-1, CHUNK)
     nowhere = np.iinfo(np.int64).max // 2
     steps: list[tuple[Integers, Integers, npt.NDArray[np.uint8], Floats]] = []
@@ -167,6 +180,5 @@ def _windows(kept: Kept, taps: Taps, offsets: Integers, bias: Floats) -> int:
     at = np.concatenate([np.zeros(0, np.int64), *(step[1] for step in steps)])[order]
     picks = np.concatenate([np.zeros((0, CHUNK), np.uint8), *(step[2] for step in steps)])[order]
     values = np.concatenate([np.zeros((0, CHUNK), np.float32), *(step[3] for step in steps)])[order]
-    starts = _starts(np.bincount(owner, minlength=count))
-    arrays = (starts, at.astype(np.int32), picks, values, lanes.astype(np.int32), bias)
-    return kept.struct(count, *(kept.keep(a) for a in arrays))
+    starts = starts_of(np.bincount(owner, minlength=count))
+    return starts, at.astype(np.int32), picks, values, lanes.astype(np.int32)

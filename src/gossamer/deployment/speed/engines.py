@@ -26,7 +26,8 @@ from gossamer.deployment.runtime import deploy
 from gossamer.deployment.runtime.records import Line
 
 Run = Callable[..., Any]
-Kind = Literal["dense", "int8", "sparse"]
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.ConvTranspose1d, nn.ConvTranspose2d)
+Kind = Literal["dense", "int8", "sparse", "sparse int8"]
 
 
 class Unavailable(Exception):
@@ -144,12 +145,23 @@ def _onnxruntime(job: Job) -> Ready:
 def _onnxruntime_int8(job: Job) -> Ready:
     """Dense int8: static for convolutions, with scales from the example; dynamic for the rest."""
     _need("onnxruntime")
+    return _session(_in_int8(job, static=any(isinstance(each, _CONVOLUTIONS) for each in job.model.modules())), job)
+
+
+def _onnxruntime_static(job: Job) -> Ready:
+    """Dense int8 with scales from the example in every layer."""
+    _need("onnxruntime")
+    return _session(_in_int8(job, static=True), job)
+
+
+def _in_int8(job: Job, *, static: bool) -> Path:
+    """The network as ONNX with weights, and values, in int8."""
     source = job.onnx
     import onnx
     from onnxruntime import quantization
     from onnxruntime.quantization.shape_inference import quant_pre_process
 
-    target = source.with_suffix(".int8.onnx")
+    target = source.with_suffix(f".{'static' if static else 'dynamic'}.onnx")
     if not target.is_file():
         prepared = source.with_suffix(".prepared.onnx")
         with warnings.catch_warnings(), _no_remarks():
@@ -158,14 +170,13 @@ def _onnxruntime_int8(job: Job) -> Ready:
             network = onnx.load(str(prepared))
             del network.graph.value_info[:]  # shapes of weights, which quantisation transposes
             onnx.save(network, str(prepared))
-            kinds = {node.op_type for node in network.graph.node}
-            if "Conv" in kinds:
+            if static:
                 quantization.quantize_static(
                     str(prepared), str(target), _calibration(prepared, job.inputs), per_channel=True
                 )
             else:
                 quantization.quantize_dynamic(str(prepared), str(target), per_channel=True)
-    return _session(target, job)
+    return target
 
 
 @contextmanager
@@ -196,12 +207,12 @@ def _calibration(path: Path, inputs: Sequence[Tensor]) -> Any:
     return Once()
 
 
-def _openvino(job: Job) -> Ready:
+def _openvino(job: Job, path: Path | None = None) -> Ready:
     _need("openvino")
     import openvino
 
     settings = {"INFERENCE_NUM_THREADS": job.threads, "INFERENCE_PRECISION_HINT": "f32", "NUM_STREAMS": 1}
-    compiled = openvino.Core().compile_model(str(job.onnx), "CPU", settings)
+    compiled = openvino.Core().compile_model(str(path or job.onnx), "CPU", settings)
     request = compiled.create_infer_request()
     arrays = [x.numpy() for x in job.inputs]
 
@@ -212,14 +223,25 @@ def _openvino(job: Job) -> Ready:
     return Ready(run)
 
 
-def _gossamer(job: Job) -> Ready:
-    fast = deploy(job.model, job.inputs, threads=job.threads, seconds=job.seconds, remember=job.remember)
+def _openvino_int8(job: Job) -> Ready:
+    """Dense int8, from the file that onnxruntime quantised with scales from the example."""
+    _need("openvino", "onnxruntime")
+    return _openvino(job, _in_int8(job, static=True))
+
+
+def _gossamer(job: Job, **precision: Any) -> Ready:
+    fast = deploy(job.model, job.inputs, threads=job.threads, seconds=job.seconds, remember=job.remember, **precision)
     explanation = fast.explain()
     memory = None if fast.native is None else fast.native.plan_for(fast.native.example_batch).nbytes
     if explanation.engine != "native":
         memory = weights_bytes(job.model)
     note = f"runs {explanation.engine}: {explanation.reason}".splitlines()[0]
     return Ready(fast, memory, note, explanation.lines)
+
+
+def _gossamer_int8(job: Job) -> Ready:
+    """With scales from the example, as those of onnxruntime."""
+    return _gossamer(job, precision="int8", calibration=job.inputs)
 
 
 OURS = "gossamer"
@@ -230,7 +252,10 @@ ENGINES: dict[str, Engine] = {
         Engine("torch.compile", "dense", _compiled),
         Engine("onnxruntime", "dense", _onnxruntime),
         Engine("onnxruntime int8", "int8", _onnxruntime_int8),
+        Engine("onnxruntime static int8", "int8", _onnxruntime_static),
         Engine("openvino", "dense", _openvino),
+        Engine("openvino int8", "int8", _openvino_int8),
         Engine(OURS, "sparse", _gossamer),
+        Engine(f"{OURS} int8", "sparse int8", _gossamer_int8),
     )
 }

@@ -7,6 +7,7 @@ import os
 import platform
 import statistics
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -43,11 +44,14 @@ def measure(
     break_even: bool = True,
     remember: bool = True,
     progress: Progress | None = None,
+    cpu_time: bool = False,
 ) -> SpeedReport:
     """Time a network at every batch size and number of threads.
 
     ``example(batch)`` returns an input. Each case takes at least ``rounds`` rounds and ``seconds`` seconds, plus the
-    time to prepare the engines. ``progress`` is called with a description and the completed fraction.
+    time to prepare the engines. ``cpu_time`` counts the seconds that this process computes, in all its threads, instead
+    of those that pass: for one thread on a machine that others use as well. ``progress`` is called with a description
+    and the completed fraction.
     """
     unknown = sorted(set(engines) - set(ENGINES))
     if unknown or not engines:
@@ -61,6 +65,7 @@ def measure(
     dense, sparse = counted.flops_dense or 0, counted.flops_sparse or 0
     tell = progress or (lambda what, share: None)
     cases: list[Case] = []
+    clock = time.process_time if cpu_time else time.perf_counter
     total = len(batches) * len(threads) * (len(engines) + 2)
     with tempfile.TemporaryDirectory() as scratch:
         small = save(model, Path(scratch) / "sparse", negative_zeros="drop")
@@ -76,10 +81,13 @@ def measure(
 
                 job = Job(model, (x,), each, Path(scratch), min(2.0, seconds), remember)
                 with torch_threads(each):
-                    cases.append(_case(job, batch, engines, seconds, rounds, break_even, sparse / max(1, dense), step))
+                    cases.append(
+                        _case(job, batch, engines, seconds, rounds, break_even, sparse / max(1, dense), step, clock)
+                    )
     tell("done", 1.0)
+    settings = {"clock": "process time"} if cpu_time else {}
     return SpeedReport(
-        name, counted.weights, counted.nonzeros, dense, sparse, *sizes, tuple(cases), about(seconds=seconds)
+        name, counted.weights, counted.nonzeros, dense, sparse, *sizes, tuple(cases), about(seconds=seconds, **settings)
     )
 
 
@@ -92,6 +100,7 @@ def _case(
     break_even: bool,
     density: float,
     step: Callable[[str, int], None],
+    clock: Callable[[], float],
 ) -> Case:
     ready: dict[str, Ready] = {}
     missing: dict[str, str] = {}
@@ -114,7 +123,7 @@ def _case(
         half = Job(half_full(job.model), job.inputs, job.threads, job.folder, job.seconds, job.remember)
         candidates[HALF] = ENGINES[OURS].prepare(half).run
     step("timing", len(engines) + 1)
-    samples = time_in_turns(candidates, job.inputs, seconds, rounds)
+    samples = time_in_turns(candidates, job.inputs, seconds, rounds, clock)
     rows = [
         _row(name, samples.get(name), ready.get(name), differences.get(name), missing.get(name)) for name in engines
     ]

@@ -130,6 +130,8 @@ def _milliseconds(value: float | None) -> str:
 def speed(root: Path) -> str:
     records = read_objects(root / "speed")
     machines = ", ".join(sorted({record["about"]["hardware"] for record in records}))
+    busy = sorted({record["title"] for record in records if "clock" in record["about"]["settings"]})
+    process = f"Process time, as the machine was busy: {'; '.join(busy)}. " if busy else ""
     head = ["network", "masks", "zeros", "FLOPs saved", "batch", "best dense, ms", "dense int8, ms", "gossamer, ms"]
     return "\n\n".join(
         [
@@ -137,7 +139,7 @@ def speed(root: Path) -> str:
             "Milliseconds of a call, one thread, medians of engines that take turns in one process: torch, onnxruntime "
             "and OpenVINO (torch.compile, int8 where given), and `gossamer.deploy`. The speed-up is over the best "
             "dense float32 engine of that run. Break-even: the share of FLOPs saved from which on sparse is faster. "
-            f"Random masks are uniform over layers. {machines} "
+            f"Random masks are uniform over layers. {process}{machines} "
             "(`python benchmarks/speed_table.py --net NAME --out results/speed`).",
             table([*head, "speed-up", "break-even"], speed_rows(records)),
         ]
