@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from gossamer.deployment.filled import filled
 from gossamer.deployment.runtime import compile_plan, memory
 from gossamer.deployment.speed import ENGINES, Case, Row, SpeedReport, measure
 from gossamer.deployment.speed.engines import Unavailable
-from gossamer.deployment.speed.measure import half_full
 from gossamer.deployment.speed.report import plot
 
 
@@ -84,10 +84,10 @@ def example(batch: int) -> Tensor:
     return torch.randn(batch, 64)
 
 
-def test_half_full_keeps_what_was_there() -> None:
+def test_filling_keeps_what_was_there() -> None:
     model = sparse_mlp()
-    filled = half_full(model)
-    for before, after in zip(model.parameters(), filled.parameters(), strict=True):
+    half = filled(model, 0.5)
+    for before, after in zip(model.parameters(), half.parameters(), strict=True):
         if before.ndim > 1:
             assert int(torch.count_nonzero(after)) == before.numel() // 2
             assert torch.equal(after[before != 0], before[before != 0])
