@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from gossamer.deployment import exports
-from gossamer.deployment.exports.checks import quiet
+from gossamer.deployment.quiet import quiet
 
 if find_spec("coremltools") is None:  # importing it here would warn
     pytest.skip("coremltools is not installed", allow_module_level=True)

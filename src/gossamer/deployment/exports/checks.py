@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import logging
-import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stdout, suppress
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
-from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
-
-from gossamer.deployment.graph import quiet_export
 
 TOLERANCE = 1e-4  # relative to the largest output: other engines sum in another order
 
@@ -26,36 +20,6 @@ def require(*packages: str, install: str | None = None) -> None:
     if missing:
         wanted = install or " ".join(missing)
         raise ImportError(f"expected {' and '.join(packages)}, got no {' and no '.join(missing)}: pip install {wanted}")
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Silence other people's exporters, which warn, log and print, some of them from C++. Their errors are raised."""
-    disabled = logging.root.manager.disable
-    logging.disable(logging.CRITICAL)
-    try:
-        with quiet_export(), redirect_stdout(StringIO()), _no_native_output():
-            yield
-    finally:
-        logging.disable(disabled)
-
-
-@contextmanager
-def _no_native_output() -> Iterator[None]:
-    """Send what native code writes to the standard streams to nowhere."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    saved: list[tuple[int, int]] = []
-    try:
-        for stream in (1, 2):
-            with suppress(OSError):  # a closed stream
-                saved.append((stream, os.dup(stream)))
-                os.dup2(nowhere, stream)
-        yield
-    finally:
-        os.close(nowhere)
-        for stream, copy in saved:
-            os.dup2(copy, stream)
-            os.close(copy)
 
 
 def single_line(error: BaseException) -> str:

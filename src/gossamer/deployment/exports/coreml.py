@@ -15,9 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from gossamer.deployment.exports.checks import inputs_of, quiet, require, single_line
+from gossamer.deployment.exports.checks import inputs_of, require, single_line
 from gossamer.deployment.exports.record import Comparison, Exported
 from gossamer.deployment.graph import trace
+from gossamer.deployment.quiet import quiet
 from gossamer.io.container import writable
 from gossamer.prunable import select
 

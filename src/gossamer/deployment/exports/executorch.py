@@ -14,10 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from gossamer.deployment.exports.checks import difference, drawn, inputs_of, quiet, require, single_line, zeros
+from gossamer.deployment.exports.checks import difference, drawn, inputs_of, require, single_line, zeros
 from gossamer.deployment.exports.record import Comparison, Exported
 from gossamer.deployment.filled import filled
 from gossamer.deployment.graph import trace
+from gossamer.deployment.quiet import quiet
 from gossamer.io.container import writable
 from gossamer.patterns import NM, Shape, canonical
 from gossamer.prunable import Weight, select

@@ -19,7 +19,6 @@ from gossamer.deployment.exports.checks import (
     drawn,
     dynamic,
     inputs_of,
-    quiet,
     require,
     single_line,
     unique,
@@ -27,6 +26,7 @@ from gossamer.deployment.exports.checks import (
 )
 from gossamer.deployment.exports.record import Comparison, Exported
 from gossamer.deployment.graph import trace
+from gossamer.deployment.quiet import quiet
 from gossamer.io.container import writable
 from gossamer.patterns import NM, canonical, parse
 from gossamer.selectors import some
