@@ -53,7 +53,7 @@ def to_executorch(
     For XNNPACK, the program is float32, and runs here on random inputs. For an NPU such as ``ethos-u85-256``, it is
     int8: activations get their ranges from the inputs in ``calibration`` (random ones if there are none), and the
     result compares encoded weights, size and estimated cycles with those of the same network without zeros. The
-    estimate is for ``system_config`` and ``memory_mode`` of Vela; by default, weights are in flash memory.
+    estimate is for ``system_config`` and ``memory_mode`` of Vela; by default, weights are outside of the SRAM.
     """
     if target not in (XNNPACK, *NPUS):
         raise ValueError(f"expected a target from {', '.join((XNNPACK, *NPUS))}, got {target!r}")
@@ -99,7 +99,7 @@ def _for_cpus(model: nn.Module, inputs: tuple[Any, ...], path: Path) -> Exported
         worst,
         f"ExecuTorch differs by {worst:.1e}",
         (Comparison("bytes of the file", sizes["dense"], sizes["sparse"]),),
-        ("XNNPACK multiplies zeros like other numbers",),
+        ("XNNPACK stores zeros like other numbers",),
     )
 
 

@@ -141,10 +141,10 @@ def _difference(found: list[Tensor], expected: list[Tensor]) -> float:
     return worst
 
 
-def about(**settings: Any) -> dict[str, Any]:
-    """The provenance of a measurement."""
+def about(packages: Sequence[str] = (), **settings: Any) -> dict[str, Any]:
+    """The provenance of a measurement, with the versions of further ``packages``."""
     found = {"python": platform.python_version()}
-    for package in ("torch", "numpy", "onnx", "onnxruntime", "openvino"):
+    for package in ("torch", "numpy", "onnx", "onnxruntime", "openvino", *packages):
         try:
             found[package] = version(package)
         except PackageNotFoundError:
