@@ -271,7 +271,7 @@ def files(trained: Path, tmp_path: Path) -> Path:
     [
         (["speed", "a.pt"], "expected a safetensors file, got a.pt, which is a file of torch.save: gossamer.save"),
         (["speed", "a.pkl"], "which is a pickle, which can run code and is not read"),
-        (["speed", "run"], "which is a folder: name a file, such as run/model.safetensors"),
+        (["speed", "."], "or a run folder, got ., which is a folder without model.safetensors: name a file"),
         (["speed", "run/result.json"], "which is a JSON file"),
         (["compact", "a.pt", "b.pt2"], "which is a file of torch.save"),
         (

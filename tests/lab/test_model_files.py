@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -15,6 +17,7 @@ from torch import nn
 
 import gossamer
 from gossamer import cli
+from gossamer.cli.deploy import calibration
 from gossamer.deployment.runtime import memory
 from gossamer.lab import models
 from gossamer.lab.json_files import read_object
@@ -107,7 +110,7 @@ def test_a_file_of_another_network_is_refused(tmp_path: Path) -> None:
         open_network(tmp_path / "own.safetensors", "lenet300")
     with pytest.raises(FileNotFoundError, match="does not exist"):
         open_network(tmp_path / "nowhere.safetensors", "lenet300")
-    with pytest.raises(FileNotFoundError, match=r"is a folder: name a file, such as .*model\.safetensors"):
+    with pytest.raises(FileNotFoundError, match=r"is a folder without model\.safetensors: name a file"):
         open_network(tmp_path, "lenet300")
 
 
@@ -164,17 +167,49 @@ def test_speed_from_the_command_line(
 
 
 def test_export_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The suffix decides about the format, and a run folder stands for its network."""
     path = tmp_path / "model.safetensors"
     model = sparse(models.create("lenet300"))
     gossamer.save(model, path, network="lenet300")
-    assert run("export", str(path), str(tmp_path / "model.pt2"), "--to", "pt2") == 0
-    assert run("export", str(path), str(tmp_path / "dense.safetensors"), "--to", "dense") == 0
+    assert run("export", str(path), str(tmp_path / "other.pt2")) == 0
+    assert run("export", str(tmp_path), "--to", "dense") == 0
     shown = capsys.readouterr().out
     assert "bitwise equal" in shown
-    assert gossamer.load(tmp_path / "dense.safetensors").keys() == model.state_dict().keys()
+    assert gossamer.load(tmp_path / "model.dense.safetensors").keys() == model.state_dict().keys()
     x = torch.randn(3, 1, 28, 28)
     with torch.no_grad():
-        torch.testing.assert_close(torch.export.load(tmp_path / "model.pt2").module()(x), model(x))
+        torch.testing.assert_close(torch.export.load(tmp_path / "other.pt2").module()(x), model(x))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        ([], "that ends in .mlpackage, .pte, .onnx, .pt2, .safetensors, got neither"),
+        (["model.tflite"], "got model.tflite"),
+        (["model.pt2", "--int8"], "expected --int8 with --to coreml, got --to pt2: omit it"),
+        (["model.mlpackage", "--pattern", "2:4"], "expected --pattern with --to onnx, got --to coreml: omit it"),
+    ],
+)
+def test_export_says_what_it_cannot_write(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], problem: str
+) -> None:
+    gossamer.save(sparse(models.create("lenet300")), tmp_path / "model.safetensors", network="lenet300")
+    assert run("export", str(tmp_path), *arguments) == 2
+    assert re.search(problem, " ".join(capsys.readouterr().err.split()))
+
+
+def test_samples_for_calibration_come_from_a_file(tmp_path: Path) -> None:
+    gossamer.save(sparse(models.create("lenet300")), tmp_path / "model.safetensors", network="lenet300")
+    stored = open_network(tmp_path / "model.safetensors")
+    np.save(tmp_path / "samples.npy", np.ones((3, 1, 28, 28)))
+    samples = calibration(tmp_path / "samples.npy", stored)
+    assert [(each.shape, each.dtype) for each in samples] == [((1, 1, 28, 28), torch.float32)] * 3
+    np.save(tmp_path / "flat.npy", np.ones((3, 784)))
+    with pytest.raises(ValueError, match=r"expected samples of shape \(3, 1, 28, 28\) in .*, got \(3, 784\)"):
+        calibration(tmp_path / "flat.npy", stored)
+    np.save(tmp_path / "objects.npy", np.array([print]), allow_pickle=True)
+    with pytest.raises(ValueError, match=r"expected a \.npy file of numbers"):
+        calibration(tmp_path / "objects.npy", stored)
 
 
 @pytest.mark.parametrize(

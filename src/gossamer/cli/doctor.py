@@ -32,6 +32,8 @@ _EXTRAS = {
     "zstd": "a stronger compression of sparse files",
     "integrations": "Lightning, transformers, accelerate and PEFT",
     "onnx": "ONNX files, and onnxruntime in gossamer speed",
+    "coreml": "Core ML packages",
+    "executorch": "ExecuTorch programs for CPUs",
     "speed": "OpenVINO in gossamer speed",
     "tensorboard": "TensorBoard logs",
     "compiler": "a C compiler from pip",

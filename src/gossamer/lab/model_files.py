@@ -65,17 +65,14 @@ def open_network(
     otherwise: tuple[str, Mapping[str, Any]] | None = None,
     max_bytes: int | None = None,
 ) -> StoredModel:
-    """The network of a file, in evaluation mode.
+    """The network of a file or a run folder, in evaluation mode.
 
     ``net`` is a name from `gossamer list`, or ``module:function`` for your own network, whose function is called
     without arguments; ``shape`` is then the shape of one sample. ``otherwise`` is the name and the options of a network
     for a file without a name. ``max_bytes`` bounds the memory of the tensors, as in ``gossamer.load``. Opening a file
     downloads nothing: the file of a run with pretrained weights contains all weights.
     """
-    source = Path(path)
-    if not source.is_file():
-        problem = f"is a folder: name a file, such as {source / MODEL}" if source.is_dir() else "does not exist"
-        raise FileNotFoundError(f"expected a safetensors file, got {source}, which {problem}")
+    source = network_file(path)
     state = load(source, max_bytes=max_bytes)
     name, options = _named(source, net, otherwise)
     if net is not None and ":" in net:
@@ -95,6 +92,17 @@ def open_network(
         shape = shape or known
     model.load_state_dict(state, strict=False)  # strict=True would report the second names of tied weights as missing
     return StoredModel(name, model.eval(), source, shape, tokens)
+
+
+def network_file(path: str | os.PathLike[str]) -> Path:
+    """The safetensors file of a network, which may be named by its run folder."""
+    source = Path(path)
+    if (source / MODEL).is_file():
+        return source / MODEL
+    if not source.is_file():
+        problem = f"is a folder without {MODEL}: name a file" if source.is_dir() else "does not exist"
+        raise FileNotFoundError(f"expected a safetensors file or a run folder, got {source}, which {problem}")
+    return source
 
 
 def knows_its_network(path: Path) -> bool:

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from gossamer.deployment.filled import filled
 from gossamer.deployment.runtime import compile_plan, memory
 from gossamer.deployment.speed import ENGINES, Case, Row, SpeedReport, measure
 from gossamer.deployment.speed.engines import Unavailable
-from gossamer.deployment.speed.measure import half_full
 from gossamer.deployment.speed.report import plot
 
 
@@ -66,6 +66,30 @@ def test_no_gain_int8_and_a_busy_machine_are_said() -> None:
     assert case(row("gossamer", 1.0)).verdict == "nothing to compare with"
 
 
+def report(*cases: Case) -> SpeedReport:
+    return SpeedReport("net", 100, 5, 200, 10, 4000, 300, cases, {"hardware": "a processor"})
+
+
+def test_a_report_ends_with_one_sentence() -> None:
+    fast = case(row("torch", 9.0), row("onnxruntime", 6.0), row("gossamer", 2.0))
+    slow = replace(case(row("torch", 2.0), row("onnxruntime int8", 1.0), row("gossamer", 2.0)), batch=16)
+    assert report(fast).sentence == (
+        "net with 95.0% zeros runs 3.00 times as fast at batch 1 as the best dense float32 engine (onnxruntime), "
+        "on a processor, with 1 thread."
+    )
+    assert report(fast, slow).sentence == (
+        "net with 95.0% zeros runs 3.00 times as fast at batch 1 as the best dense float32 engine (onnxruntime or "
+        "torch), and no faster at batch 16, on a processor, with 1 thread; dense int8 is faster still at batch 16, "
+        "with other outputs."
+    )
+    assert report(slow).sentence.startswith("net with 95.0% zeros runs no faster than the best dense float32 engine")
+    twice = report(fast, replace(fast, batch=4), replace(fast, threads=2)).sentence
+    assert "3.00 times as fast at batch 1 with 1 thread, 3.00 times as fast at batch 4 with 1 thread and 3.00" in twice
+    assert report(case(row("gossamer", 1.0))).sentence == "net with 95.0% zeros was compared with no dense engine."
+    assert " ".join(str(report(fast)).split()).endswith(report(fast).sentence)
+    assert report(fast).to_dict()["sentence"] == report(fast).sentence
+
+
 @pytest.mark.parametrize(
     ("ours", "half", "dense", "expected"),
     [
@@ -95,10 +119,10 @@ def example(batch: int) -> Tensor:
     return torch.randn(batch, 64)
 
 
-def test_half_full_keeps_what_was_there() -> None:
+def test_filling_keeps_what_was_there() -> None:
     model = sparse_mlp()
-    filled = half_full(model)
-    for before, after in zip(model.parameters(), filled.parameters(), strict=True):
+    half = filled(model, 0.5)
+    for before, after in zip(model.parameters(), half.parameters(), strict=True):
         if before.ndim > 1:
             assert int(torch.count_nonzero(after)) == before.numel() // 2
             assert torch.equal(after[before != 0], before[before != 0])
@@ -129,6 +153,7 @@ def test_a_real_measurement(tmp_path: Path) -> None:
     for each in found.cases:
         assert each.half is not None
         for part in each.rows:
+            assert "times as fast" not in part.note  # a second speed-up, from while it was deployed
             assert part.lower is not None
             assert part.upper is not None
             assert 0 < part.lower <= (part.median or 0) <= part.upper
@@ -175,7 +200,9 @@ def test_wrong_arguments_are_refused() -> None:
 
 
 @pytest.mark.parametrize("engine", ["onnxruntime", "onnxruntime int8", "openvino"])
-def test_other_engines_compute_the_same_network(engine: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_other_engines_compute_the_same_network_and_print_nothing(
+    engine: str, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
     pytest.importorskip("onnxscript")
     pytest.importorskip(engine.split()[0])
     # A batch norm in front cannot be folded, and its weights have one axis, which a quantiser could remark upon.
@@ -196,10 +223,11 @@ def test_other_engines_compute_the_same_network(engine: str, caplog: pytest.LogC
     assert part.difference is not None
     assert part.difference < (0.1 if "int8" in engine else 1e-5)
     assert not [each for each in caplog.records if each.name == "root"]
+    assert capfd.readouterr() == ("", "")
 
 
 def test_a_plot_is_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     cases = (case(row("torch", 2.0), row("openvino", None), row("gossamer", 1.0)),)
-    plot(SpeedReport("net", 100, 5, 200, 10, 4000, 300, cases, {}), tmp_path / "speed.png")
+    plot(report(*cases), tmp_path / "speed.png")
     assert (tmp_path / "speed.png").read_bytes().startswith(b"\x89PNG")

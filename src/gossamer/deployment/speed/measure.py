@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gossamer.deployment.exports import to_dense
+from gossamer.deployment.exports.plain import to_dense
+from gossamer.deployment.filled import filled
 from gossamer.deployment.runtime import torch_threads
 from gossamer.deployment.runtime.memory import processor
 from gossamer.deployment.runtime.tuning import time_in_turns
@@ -24,7 +25,6 @@ from gossamer.deployment.speed.engines import ENGINES, OURS, Job, Ready, Unavail
 from gossamer.deployment.speed.report import Case, Row, SpeedReport
 from gossamer.io.sparse_file import save
 from gossamer.provenance import commit
-from gossamer.prunable import select
 from gossamer.report import report as count
 
 HALF = "half"
@@ -120,7 +120,7 @@ def _case(
     candidates = {name: each.run for name, each in ready.items()}
     if break_even and OURS in ready and density < 0.5:
         step("half of the nonzeros", len(engines))
-        half = Job(half_full(job.model), job.inputs, job.threads, job.folder, job.seconds, job.remember)
+        half = Job(filled(job.model, 0.5), job.inputs, job.threads, job.folder, job.seconds, job.remember)
         candidates[HALF] = ENGINES[OURS].prepare(half).run
     step("timing", len(engines) + 1)
     samples = time_in_turns(candidates, job.inputs, seconds, rounds, clock)
@@ -150,28 +150,10 @@ def _difference(found: list[Tensor], expected: list[Tensor]) -> float:
     return worst
 
 
-def half_full(model: nn.Module) -> nn.Module:
-    """A copy with a density of one half in every weight tensor: zeros at random positions become nonzero."""
-    filled = copy.deepcopy(model)
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for weight in select(filled):
-            tensor = weight.parameter
-            kept = tensor != 0
-            wanted = tensor.numel() // 2 - int(kept.sum())
-            if wanted <= 0:
-                continue
-            order = torch.rand(tensor.shape, generator=generator).masked_fill_(kept, 2.0).flatten()
-            place = order.argsort()[:wanted]
-            spread = float(tensor[kept].std()) if int(kept.sum()) > 1 else 0.01
-            tensor.view(-1)[place] = spread * torch.randn(wanted, generator=generator) + 1e-6
-    return filled
-
-
-def about(**settings: Any) -> dict[str, Any]:
-    """The provenance of a measurement."""
+def about(packages: Sequence[str] = (), **settings: Any) -> dict[str, Any]:
+    """The provenance of a measurement, with the versions of further ``packages``."""
     found = {"python": platform.python_version()}
-    for package in ("torch", "numpy", "onnx", "onnxruntime", "openvino"):
+    for package in ("torch", "numpy", "onnx", "onnxruntime", "openvino", *packages):
         try:
             found[package] = version(package)
         except PackageNotFoundError:

@@ -91,6 +91,12 @@ class Case:
         return min(1.0, max(0.0, 1 - (self.density + (best.median - ours.median) / slope)))
 
     @property
+    def faster_int8(self) -> list[Row]:
+        """Dense int8 engines that are faster than our runtime, in float32 or int8."""
+        ours = min((row.median for row in self.rows if row.kind.startswith("sparse") and row.median), default=0.0)
+        return [row for row in self.rows if row.kind == "int8" and row.median and row.median < ours]
+
+    @property
     def busy(self) -> bool:
         """Whether the quartiles are so far apart that other programs must have been running."""
         spreads = [row.upper / row.lower for row in self.rows if row.lower and row.upper]
@@ -155,9 +161,38 @@ class SpeedReport:
     def flops_sparsity(self) -> float:
         return 1 - self.flops_sparse / max(1, self.flops_dense)
 
+    @property
+    def sentence(self) -> str:
+        """The result in one sentence."""
+        compared = [(self._where(case), case.speedup) for case in self.cases]
+        faster = [f"{gain:.2f} times as fast at {where}" for where, gain in compared if gain and gain >= GAIN]
+        slower = [f"at {where}" for where, gain in compared if gain and gain < GAIN]
+        head = f"{self.network} with {self.sparsity:.1%} zeros"
+        if not faster and not slower:
+            return f"{head} was compared with no dense engine."
+        engines = dict.fromkeys(case.best_dense.engine for case in self.cases if case.best_dense)
+        rival = f"the best dense float32 engine ({' or '.join(engines)})"
+        text = f"{head} runs {_listed(faster)} as {rival}" if faster else f"{head} runs no faster than {rival}"
+        if slower:
+            text += f", and no faster {_listed(slower)}" if faster else f" {_listed(slower)}"
+        text += f", on {self.about.get('hardware', 'this machine')}"
+        if len(self._threads) == 1:
+            text += f", with {_counted(self._threads[0])}"
+        by_int8 = [self._where(case) for case in self.cases if case.faster_int8]
+        if by_int8:
+            text += f"; dense int8 is faster still at {_listed(by_int8)}, with other outputs"
+        return text + ("; the machine was busy, measure again." if any(case.busy for case in self.cases) else ".")
+
+    @property
+    def _threads(self) -> list[int]:
+        return sorted({case.threads for case in self.cases})
+
+    def _where(self, case: Case) -> str:
+        return f"batch {case.batch}" + (f" with {_counted(case.threads)}" if len(self._threads) > 1 else "")
+
     def to_dict(self) -> dict[str, Any]:
         values = asdict(self)
-        values |= {"sparsity": self.sparsity, "flops_sparsity": self.flops_sparsity}
+        values |= {"sparsity": self.sparsity, "flops_sparsity": self.flops_sparsity, "sentence": self.sentence}
         for case, written in zip(self.cases, values["cases"], strict=True):
             best = case.best_dense
             written["best_dense"] = None if best is None else best.engine
@@ -176,7 +211,7 @@ class SpeedReport:
         parts: list[Table | Text] = [Text(head)]
         for case in self.cases:
             parts += [_table(case), *map(Text, _remarks(case))]
-        return Group(*parts)
+        return Group(*parts, Text(self.sentence))
 
     def __str__(self) -> str:
         console = Console(file=io.StringIO(), width=120)
@@ -186,9 +221,17 @@ class SpeedReport:
         return shown.getvalue()
 
 
+def _counted(threads: int) -> str:
+    return "1 thread" if threads == 1 else f"{threads} threads"
+
+
+def _listed(parts: Sequence[str]) -> str:
+    return " and ".join(filter(None, (", ".join(parts[:-1]), parts[-1])))
+
+
 def _table(case: Case) -> Table:
-    threads = "1 thread" if case.threads == 1 else f"{case.threads} threads"
-    table = Table(box=box.SIMPLE_HEAD, title=f"batch {case.batch}, {threads}", title_justify="left")
+    title = f"batch {case.batch}, {_counted(case.threads)}"
+    table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left")
     for index, name in enumerate(("engine", "ms", "quartiles", "speed-up", "memory", "error")):
         table.add_column(name, justify="right" if index else "left", no_wrap=True)
     for row in case.rows:

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from gossamer.deployment import exports
+from gossamer.deployment.exports import checks, plain
 from gossamer.lab import models
 
 
@@ -81,7 +82,7 @@ def test_plain_safetensors_have_every_name(tmp_path: Path) -> None:
 def test_an_exporter_that_loses_zeros_is_found_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, example, axis = image_model()
     counts = iter([10, 9])
-    monkeypatch.setattr(exports, "_zeros", lambda tensors: next(counts))
+    monkeypatch.setattr(plain, "zeros", lambda tensors: next(counts))
     with pytest.raises(RuntimeError, match=r"expected 10 zeros in .*, got 9"):
         exports.to_torch(model, example, tmp_path / "model.pt2", batch_axis=axis)
 
@@ -116,16 +117,16 @@ def test_a_model_that_cannot_be_traced_is_told_in_a_sentence(
 
 def test_outputs_that_differ_are_found_out() -> None:
     with pytest.raises(RuntimeError, match=r"within 0.0001 of the model's, got 5.0e-01"):
-        exports._difference(Path("x"), [torch.ones(2)], torch.full((2,), 2.0))
+        checks.difference(Path("x"), [torch.ones(2)], torch.full((2,), 2.0))
     with pytest.raises(RuntimeError, match="got nan"):
-        exports._difference(Path("x"), [torch.full((2,), torch.nan)], torch.ones(2))
+        checks.difference(Path("x"), [torch.full((2,), torch.nan)], torch.ones(2))
     with pytest.raises(RuntimeError, match="other shapes"):
-        exports._difference(Path("x"), [torch.ones(3)], torch.ones(2))
+        checks.difference(Path("x"), [torch.ones(3)], torch.ones(2))
 
 
 def test_missing_packages_are_named_together() -> None:
     with pytest.raises(ImportError, match=r"got no nonesuch and no nonesuch2: pip install nonesuch nonesuch2"):
-        exports.require("numpy", "nonesuch", "nonesuch2")
+        checks.require("numpy", "nonesuch", "nonesuch2")
 
 
 def test_conjugate_and_negative_views_are_written_with_their_values(tmp_path: Path) -> None:
