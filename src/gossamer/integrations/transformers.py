@@ -87,7 +87,13 @@ class SparsifierCallback(TrainerCallback):
                 "was written with this callback, and name its folder with SparsifierCallback(resume_from=…) if it is "
                 "another one"
             )
-        found: dict[str, Any] = read_torch_file(file)
+        try:
+            found: dict[str, Any] = read_torch_file(file)
+        except ValueError as error:
+            raise ValueError(
+                f"expected the state of the Sparsifier in {file}, got a damaged or foreign file ({error}): resume from "
+                "an earlier checkpoint"
+            ) from error
         return found
 
 
