@@ -124,7 +124,7 @@ def test_resuming_from_another_folder_or_without_the_state(tmp_path: Path) -> No
     assert all(torch.equal(*pair) for pair in zip(model.parameters(), whole.parameters(), strict=True))
     for content in (b"damaged", pickle.dumps(Path("code of someone else"))):
         (folder / FILE).write_bytes(content)
-        with pytest.raises(ValueError, match=r"in .*sparsifier\.pt, got a damaged or foreign file .*earlier checkpoint"):
+        with pytest.raises(ValueError, match=r"in .*sparsifier\.pt, got a damaged or foreign file .*earlier"):
             train(tmp_path / "a", SparsifierCallback(sparsity=0.9), resume=str(folder), **saving)
     (folder / FILE).unlink()
     with pytest.raises(FileNotFoundError, match="expected the state of the Sparsifier in"):
