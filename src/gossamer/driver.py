@@ -4,6 +4,7 @@ Between steps, the parameters hold the weights of the forward pass: w = w̃ ⊙ 
 Around a step:
 
     update_masks     the method updates its masks from the gradients; the parameters get w̃ for the optimizer
+                     (methods that follow the optimizer update their masks in read_back)
     restore_dense    the parameters of a further optimizer, which steps later, get w̃
     read_back        w̃ is read back from the parameters, which then get the weights of the next forward pass
 
@@ -19,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from gossamer.diagnostics import Counters, Health, HealthLog
-from gossamer.methods import Context, Method, Request, Timeline
+from gossamer.methods import Context, Method, Outcome, Request, Timeline
 from gossamer.patterns import Shape, canonical, group_size
 from gossamer.per_sample.capture import SampleGradients
 from gossamer.prunable import Weight
@@ -64,7 +65,7 @@ class Driver:
         self.method: Method[Any] | None = kind(self._context)
         self.final_mask: Tensor | None = None
         self._final_count = 0  # nonzeros of the final mask, over all processes
-        self._forward = None if kind.masked_forward else self.state.matrix()
+        self._forward = None if self.method.masked_forward or self.method.elementwise else self.state.matrix()
         # A method that changes w̃ after the step needs a pass of its own before the masks are applied.
         self._projects = kind.project is not Method.project
         self.log = HealthLog(len(weights), plan.warmup, plan.sparsify + plan.stabilise, self.state.device)
@@ -107,8 +108,10 @@ class Driver:
 
     def _differing(self) -> list[int]:
         """The weights whose parameters do not hold what the last step left in them."""
-        if self._forward is None:
+        if self.method is None or self.method.masked_forward:
             return self.state.differing(self.mask)
+        if self.method.elementwise:
+            return self.state.differing_from(self.method.apply_to)
         views = self.state.views(self._weights_of_forward())
         pairs = zip(self.state.tensors(), views, strict=True)
         return [index for index, (each, view) in enumerate(pairs) if not torch.equal(each, view.to(each.dtype))]
@@ -231,13 +234,16 @@ class Driver:
         outcome = self.training.update_masks(step)
         step.write_back()
         if outcome is not None:
-            self.log.write(
-                decay=outcome.decay[0],
-                nonzeros=outcome.nonzeros[0],
-                flips=outcome.flips[0],
-                squares=outcome.squares[0],
-                healthy=outcome.finite[0],
-            )
+            self._log(outcome)
+
+    def _log(self, outcome: Outcome) -> None:
+        self.log.write(
+            decay=outcome.decay[0],
+            nonzeros=outcome.nonzeros[0],
+            flips=outcome.flips[0],
+            squares=outcome.squares[0],
+            healthy=outcome.finite[0],
+        )
 
     def change_gradients(self) -> None:
         """Transform new gradients into the gradients of w̃, as `update_masks` does."""
@@ -255,12 +261,15 @@ class Driver:
         `last`: all optimizers have taken their step.
         """
         self._check_device()
-        if self.kind.masked_forward and not self._projects:
+        method = self.training
+        if method.masked_forward and not self._projects and not method.follows:
             self.state.take_and_mask(self.mask, indices)
             return
-        self.state.take(indices)
+        self.state.take(indices, method.follow if method.follows else None)
+        if last and method.follows:
+            self._log(method.settle())
         if last:
-            self.training.project(self.state.dense)
+            method.project(self.state.dense)
         self.apply_masks(None if last else indices)
 
     def apply_masks(self, indices: Sequence[int] | None = None) -> None:
@@ -268,8 +277,10 @@ class Driver:
         self._check_device()
         if self.method is None:
             self.state.mask_parameters(self.mask, indices)
-        elif self._forward is None:
+        elif self.method.masked_forward:
             self.state.put_masked(self.mask, indices)
+        elif self.method.elementwise:
+            self.state.put_written(self.method.apply_to, indices)
         else:
             self.state.put(self._weights_of_forward(), indices)
 
@@ -318,9 +329,9 @@ class Driver:
         self.apply_masks()
 
     def _weights_of_forward(self) -> Tensor:
-        assert self._forward is not None
-        self.training.apply_masks(self.state.dense, self._forward)
-        return self._forward
+        forward = self.state.matrix() if self._forward is None else self._forward
+        self.training.apply_masks(self.state.dense, forward)
+        return forward
 
     def _gradients(self) -> list[Tensor | None]:
         gradients = [parameter.grad for parameter in self._parameters]

@@ -62,6 +62,13 @@ def learning_rate(group: dict[str, Any]) -> float | Tensor | None:
     return rate
 
 
+def is_adaptive(optimizer: Optimizer) -> bool:
+    """Whether steps do not grow with the gradient (Adam, Lion, Muon, …), as those of SGD and its relatives do."""
+    if "sgd" in type(optimizer).__name__.lower():
+        return False
+    return any(not {"betas", "eps"}.isdisjoint(group) for group in optimizer.param_groups)
+
+
 def differentiates_gradients(optimizer: Optimizer) -> bool:
     """Whether gradients have a graph (`backward(create_graph=True)`), for an optimizer of second order."""
     gradients = (parameter.grad for group in optimizer.param_groups for parameter in group["params"])

@@ -8,6 +8,7 @@ from typing import Any
 
 from gossamer.hints import did_you_mean
 from gossamer.methods import Method, Options, make_options
+from gossamer.methods.scl import OF_GRADIENTS
 from gossamer.schedule import steps_of
 
 
@@ -63,6 +64,11 @@ PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 )
 
 
+ADAPTIVE: Mapping[str, Any] = MappingProxyType(
+    {"mask_speed": 2.0, "fade": 3.0, "pruned_grad_scale": 1.0}
+    | {"warmup": "0.1run", "sparsify": "0.5run", "stabilise": "0.3run"}
+)
+"""What preset="default" means for scl under optimizers with adaptive rates, such as Adam (docs/method.md)."""
 RENAMED: Mapping[str, str] = MappingProxyType(
     {
         "anchor": "mask_decay",
@@ -90,8 +96,14 @@ def with_current_names(settings: Mapping[str, Any], *, warn: bool = False) -> di
     return {RENAMED.get(name, name): value for name, value in settings.items()}
 
 
-def choose(method: type[Method[Any]], preset: str, overrides: Mapping[str, Any]) -> tuple[Phases, Options]:
-    """The phases and the settings of a method: those of a preset with `overrides`."""
+def choose(
+    method: type[Method[Any]], preset: str, overrides: Mapping[str, Any], *, adaptive: bool = False
+) -> tuple[Phases, Options]:
+    """The phases and the settings of a method: those of a preset with `overrides`.
+
+    `adaptive`: the optimizer has adaptive rates, and the target suits masks that follow its steps. Any override of a
+    setting of learning from gradients means that masks should learn from these.
+    """
     if preset not in PRESETS:
         raise ValueError(f"expected one of the presets {', '.join(PRESETS)}, got {preset!r}")
     if preset != "default" and method.name != "scl":
@@ -104,6 +116,9 @@ def choose(method: type[Method[Any]], preset: str, overrides: Mapping[str, Any])
         if name not in known:
             hint = did_you_mean(name, known, f"the settings are {', '.join(known)}")
             raise TypeError(f"unknown setting {name!r} of method={method.name!r}: {hint}")
-    values = {**method.usual_phases, **PRESETS[preset], **overrides}
+    usual = PRESETS[preset]
+    if adaptive and preset == "default" and method.name == "scl" and not overrides.keys() & set(OF_GRADIENTS):
+        usual = ADAPTIVE
+    values = {**method.usual_phases, **usual, **overrides}
     phases = Phases(**{name: value for name, value in values.items() if name in of_phases})
     return phases, make_options(method, {name: value for name, value in values.items() if name in of_method})

@@ -38,6 +38,7 @@ from gossamer.optimizers import (
     differentiates_gradients,
     evaluates,
     follow_modes,
+    is_adaptive,
     is_nested,
     learning_rate,
     owned_by,
@@ -110,7 +111,6 @@ class Sparsifier:
             )
         if not isinstance(cast(object, seed), Integral) or not -(2**63) <= seed < 2**63:
             raise ValueError(f"expected seed to be a whole number of at most 64 bits, got {seed!r}")
-        self.phases, self.settings = choose(self._kind, preset, settings)
         # Names lack the prefixes of wrappers, so that masks and states fit the model however it is wrapped.
         selected = select(model, include=include, exclude=exclude)
         self.weights: tuple[Weight, ...] = tuple(
@@ -119,6 +119,8 @@ class Sparsifier:
         if include is None and exclude is None:
             _warn_of_frozen(model, self.weights)
         optimizers = [unwrapped(each) for each in (optimizer if isinstance(optimizer, Sequence) else [optimizer])]
+        adaptive = any(map(is_adaptive, optimizers)) and (flops, decay, pattern) == (None, None, None)
+        self.phases, self.settings = choose(self._kind, preset, settings, adaptive=adaptive)
         # An optimizer that updates none of the weights (AdamW next to Muon, say) is ignored.
         self._owned = [(owner, indices) for owner, indices in owned_by(optimizers, self.weights) if indices]
         self._group = shard_group([weight.parameter for weight in self.weights])

@@ -10,10 +10,11 @@ learned mask is w̃, m̃ and one byte per weight.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -29,6 +30,7 @@ _SCRATCH = 1 << 20  # weights in scratch memory that is kept between steps
 _SMALL = 1 << 12  # tensors up to this size are grouped on a CPU
 _LAYOUTS = {4: (torch.channels_last,), 5: (torch.channels_last_3d,)}
 _FUSED_TYPES = (torch.float32, torch.bfloat16, torch.float16)
+Follow: TypeAlias = Callable[[slice, Tensor, Tensor], None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -161,10 +163,23 @@ class State:
     def has_kernels(self, tensors: Sequence[Tensor | None]) -> bool:
         return _on_gpu(self.dense) and self.dtype == torch.float32 and self.alike(tensors)
 
-    def take(self, indices: Sequence[int] | None = None) -> None:
-        """Copy the parameters to w̃."""
+    def take(self, indices: Sequence[int] | None = None, follow: Follow | None = None) -> None:
+        """Copy the parameters to w̃. `follow` gets columns of w̃ as it was, and the same of what it becomes."""
         tensors, chosen = self.tensors(), range(len(self.sizes)) if indices is None else indices
-        torch._foreach_copy_([self.dense_views[i] for i in chosen], [tensors[i] for i in chosen])
+        if follow is None:
+            torch._foreach_copy_([self.dense_views[i] for i in chosen], [tensors[i] for i in chosen])
+        elif self.on_cpu:
+            for index in chosen:
+                after = self._as_columns(tensors[index], index)
+                for columns, piece in self._pieces(index):
+                    follow(columns, self.dense[:, columns], after[:, piece])
+                    self.dense[:, columns].copy_(after[:, piece])
+        else:
+            after = self.dense.clone()
+            torch._foreach_copy_([self.view(after, i) for i in chosen], [tensors[i] for i in chosen])
+            for columns in self._columns(chosen):
+                follow(columns, self.dense[:, columns], after[:, columns])
+            self.dense.copy_(after)
 
     def put(self, matrix: Tensor | None = None, indices: Sequence[int] | None = None) -> None:
         """Copy w̃, or another matrix, to the parameters."""
@@ -175,6 +190,60 @@ class State:
         elif chosen:
             views = [self.dense_views[i] if matrix is None else self.view(matrix, i) for i in chosen]
             torch._foreach_copy_([tensors[i] for i in chosen], views)
+
+    def put_written(self, write: Follow, indices: Sequence[int] | None = None) -> None:
+        """Let `write` fill columns of the parameters, from those of w̃."""
+        tensors, chosen = self.tensors(), range(len(self.sizes)) if indices is None else indices
+        if not self.on_cpu:
+            written = torch.empty_like(self.dense)
+            for columns in self._columns(chosen):
+                write(columns, self.dense[:, columns], written[:, columns])
+            self.put(written, chosen)
+            return
+        for index in chosen:
+            if self.same_as_dense(tensors[index], index):
+                self._write(write, index, _flat(tensors[index])[None])
+            else:
+                tensors[index].copy_(self._written(write, index))
+
+    def differing_from(self, write: Follow) -> list[int]:
+        """The tensors whose parameters do not hold what `write` fills them with. Synchronizes with the device."""
+        everything = None
+        if not self.on_cpu:
+            everything = torch.empty_like(self.dense)
+            write(slice(None), self.dense, everything)
+        found = []
+        for index, tensor in enumerate(self.tensors()):
+            written = self._written(write, index) if everything is None else self.view(everything, index)
+            if not torch.equal(tensor, written.to(tensor.dtype)):
+                found.append(index)
+        return found
+
+    def _write(self, write: Follow, index: int, out: Tensor) -> Tensor:
+        # Always in the same pieces: powers of a vector and of a number may differ in their last bit.
+        for columns, piece in self._pieces(index):
+            write(columns, self.dense[:, columns], out[:, piece])
+        return out
+
+    def _written(self, write: Follow, index: int) -> Tensor:
+        shape, strides = self._shapes[index]
+        return self._write(write, index, self.dense.new_empty(1, self.sizes[index])).as_strided(shape, strides)
+
+    def _pieces(self, index: int) -> Iterator[tuple[slice, slice]]:
+        """The columns of a tensor in pieces that fit the cache, and where they are in the tensor."""
+        offset, size = self.offsets[index], self.sizes[index]
+        for start in range(0, size, _PIECE):
+            end = min(size, start + _PIECE)
+            yield slice(offset + start, offset + end), slice(start, end)
+
+    def _as_columns(self, tensor: Tensor, index: int) -> Tensor:
+        """A tensor as the columns have it, (1, size), which is a copy where its memory differs."""
+        if self.same_as_dense(tensor, index):
+            return _flat(tensor)[None]
+        shape, strides = self._shapes[index]
+        copy = self.dense.new_empty(1, self.sizes[index])
+        copy.as_strided(shape, strides).copy_(tensor)
+        return copy
 
     def take_and_mask(self, mask: Tensor, indices: Sequence[int]) -> None:
         """Copy the parameters to w̃, and set them to w = w̃ ⊙ m."""

@@ -201,6 +201,7 @@ def test_a_captured_step_with_a_pattern_equals_an_eager_one_and_the_cpu(settings
         assert torch.equal(ours == 0, theirs == 0)
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of SparseSemiStructuredTensor:UserWarning")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_torch_runs_layers_with_a_pattern_as_semi_structured(dtype: torch.dtype) -> None:
     torch.manual_seed(0)

@@ -6,6 +6,7 @@ The calls around a step of the optimizer:
 
     update_masks      gets the gradient of the weights of the forward pass; updates the state of the method, and turns
                       the gradient, in place, into that of the dense weights w̃
+    follow, settle    after the optimizer's step, for methods whose masks learn from that step instead of the gradient
     project           after the optimizer's step: a constraint on w̃, such as zeros where weights are pruned
     update_topology   at the steps given by `topology_due`: infrequent changes of the masks
     apply_masks       writes the weights of the next forward pass: w̃ ⊙ m, unless the method overrides it
@@ -467,7 +468,9 @@ class Method(ABC, Generic[S]):
     from_start: ClassVar[bool] = False  # sparse from the first step on, without a dense warm-up
     structured: ClassVar[bool] = False  # prunes whole filters
     exact: ClassVar[bool] = True  # the final masks meet the budget exactly; otherwise nobody checks them
-    masked_forward: ClassVar[bool] = True  # the forward pass uses w̃ ⊙ m; otherwise what apply_masks writes
+    masked_forward: bool = True  # the forward pass uses w̃ ⊙ m; otherwise what apply_masks writes
+    elementwise: bool = False  # `apply_to` writes the weights of the forward pass; nothing else does
+    follows: bool = False  # masks learn from the step of the optimizer, in `follow` and `settle`
     penalizes: ClassVar[bool] = False  # changes the gradient of parameters that are not prunable
     usual_phases: ClassVar[Mapping[str, str]] = MappingProxyType({})  # durations that suit it better than the default
     rewinds: ClassVar[bool] = False  # rewinds the learning rate after pruning
@@ -516,7 +519,19 @@ class Method(ABC, Generic[S]):
 
     def apply_masks(self, weights: Tensor, out: Tensor) -> None:
         """Write the weights of the forward pass."""
-        torch.where(self.mask, weights, weights.new_zeros(()), out=out)
+        self.apply_to(slice(None), weights, out)
+
+    def apply_to(self, columns: slice, weights: Tensor, out: Tensor) -> None:
+        """Write the weights of the forward pass of some columns, of an `elementwise` method."""
+        torch.where(self.mask[:, columns], weights, weights.new_zeros(()), out=out)
+
+    def follow(self, columns: slice, before: Tensor, after: Tensor) -> None:
+        """Learn from w̃ in some columns before and after the step of the optimizer, if the method `follows`."""
+        raise NotImplementedError
+
+    def settle(self) -> Outcome:
+        """Update the masks after `follow` had all columns; the outcome is for diagnostics."""
+        raise NotImplementedError
 
     def add_penalty(self, gradient: Tensor, others: Tensor) -> None:
         """Change the gradient of the parameters that are not prunable, in place."""

@@ -25,12 +25,16 @@ Departures from the paper, all measured and all optional:
   1/`mask_decay` steps.
 - The gradient of pruned weights is multiplied by `pruned_grad_scale`.
 - The learning rate of the mask variables decays to zero.
+- With `mask_speed`, mask variables learn from the steps that the optimizer takes on w̃ instead of from the gradient, and
+  with `fade` weights enter and leave the network continuously. Both are the default under adaptive optimizers
+  (settings.py).
 """
 
 import math
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import accumulate
+from dataclasses import dataclass, fields, replace
+from itertools import accumulate, pairwise
 from types import MappingProxyType
 from typing import TypeAlias
 
@@ -65,6 +69,7 @@ EPSILON = 1e-12
 SCALES = ("none", "global", "batch", "per_sample")
 STARTS = ("magnitude", "constant")
 Alpha: TypeAlias = float | Tensor
+_PIECE = 1 << 20  # weights whose final values are computed together
 _MANY = 64  # from this many tensors on, one pass over all is faster than a call per tensor
 
 
@@ -79,6 +84,23 @@ def unit_step(mask_variable: Tensor, out: Tensor | None = None) -> Tensor:
 def masked_weight(weight: Tensor, mask: Tensor) -> Tensor:
     """Eq. (mask) and, after training, Eq. (sparseweights): w = w̃ ⊙ m. Pruned weights are exactly +0."""
     return torch.where(mask, weight, 0.0)
+
+
+def faded_weight(
+    weight: Tensor, mask_variable: Tensor, level: Tensor | float, *, power: float, out: Tensor | None = None
+) -> Tensor:
+    """w = w̃ · (1 − (T / (T + m̃))^power)^(1/power) where m̃ > 0, else 0 (ours; the curve is Feather's, for |w̃|).
+
+    T, `level`, is how far connectivity decay has lowered all mask variables, so T + m̃ is what a mask variable has
+    learned. The forward pass is continuous in m̃: a weight fades in from zero when its mask variable becomes positive.
+    """
+    shrunk = torch.add(mask_variable, level, out=out)
+    shrunk = torch.div(level, shrunk, out=shrunk).pow_(power)
+    shrunk = shrunk.neg_().add_(1.0).pow_(1.0 / power).mul_(weight)
+    # Weights that min_density protects have the smallest positive mask variable; they are used as they are.
+    protected = mask_variable <= 2.0 * torch.finfo(mask_variable.dtype).tiny
+    result = torch.where(protected, weight, shrunk, out=shrunk)
+    return torch.where(mask_variable > 0, result, result.new_zeros(()), out=result)
 
 
 # --- the straight-through estimators: σ' stands in for the derivative of the unit step ------------------------------
@@ -213,6 +235,18 @@ def update_mask_variable_(mask_variable: Tensor, direction: Tensor, *, learning_
     return mask_variable.sub_(direction.mul_(learning_rate))
 
 
+def follow_step_(mask_variable: Tensor, before: Tensor, after: Tensor, *, speed: Tensor | float) -> Tensor:
+    """Mask variables learn from the optimizer's step on w̃, from `before` to `after`; returns the increments (ours).
+
+    With σ'(m̃) = 1/|w̃|, which is positive as the paper asks, Eq. (step_redefine) is ∂L/∂m̃ = ∂L/∂w · sgn(w̃): up to the
+    sign, the gradient of w̃ itself. So the step of any optimizer on w̃, times sgn(w̃), is its step on m̃, in the same units
+    and with the same momentum and the same adaptive rates. `speed` is the ratio of the two learning rates.
+    """
+    increment = torch.sub(after, before).mul_(before.sign()).mul_(speed)
+    mask_variable.add_(increment)
+    return increment
+
+
 def decay_mask_variable_(mask_variable: Tensor, magnitude: Tensor, *, share: Tensor | float) -> Tensor:
     """Pull m̃ towards |w̃| by the fraction `share`, so that it remembers the last 1/share steps instead of all (ours).
 
@@ -241,6 +275,13 @@ def default_pruned_grad_scale(density: float | None) -> float:
 # --- the method -----------------------------------------------------------------------------------------------------
 
 
+# Settings without a meaning where masks follow the optimizer.
+OF_GRADIENTS = (
+    "estimator", "alpha", "scale", "mask_lr", "mask_momentum", "start", "start_value", "l2", "mask_decay",
+    "mask_decay_cap",
+)  # fmt: skip
+
+
 @dataclass(frozen=True)
 class SCLOptions(Options):
     """The settings of mask learning. The defaults follow our measurements and are the same for all networks."""
@@ -261,6 +302,10 @@ class SCLOptions(Options):
     # Factor on the gradient of pruned weights: 1 as in the paper; None: by the target density.
     pruned_grad_scale: float | None = None
     min_density: float | None = None  # fraction of each tensor that is never pruned, at least one weight; 0 disables it
+    # Mask variables follow the optimizer's steps, at first this many times as fast as the weights (see `anneal`); 0:
+    # they learn from gradients.
+    mask_speed: float = 0.0
+    fade: float = 0.0  # power of the curve along which weights fade in and out; 0: masks switch them on and off
 
     def __post_init__(self) -> None:
         expect(
@@ -287,7 +332,18 @@ class SCLOptions(Options):
                 self.min_density is None or 0 <= self.min_density < 1,
                 "a number of at least 0 and below 1, or none",
             ),
+            mask_speed=(
+                is_rate(self.mask_speed) and (not self.mask_speed or self._follows_only()),
+                "a number of at least 0, and 0 with settings of learning from gradients ("
+                + ", ".join(OF_GRADIENTS)
+                + ")",
+            ),
+            fade=(self.fade == 0 or 1 <= self.fade < math.inf, "a number of at least 1, or 0"),
         )
+
+    def _follows_only(self) -> bool:
+        """Whether all settings that only matter where masks learn from gradients have their defaults."""
+        return all(getattr(self, each.name) == each.default for each in fields(self) if each.name in OF_GRADIENTS)
 
     @property
     def constant_start(self) -> float | None:
@@ -299,7 +355,7 @@ class SCLOptions(Options):
 class SCL(GlobalThreshold[SCLOptions]):
     name, title, options = "scl", "gossamer (learned masks)", SCLOptions
     reference = "Tang et al., Automatic Sparse Connectivity Learning for Neural Networks"
-    shared = ("scale", "estimator", "alpha", "l2", "min_density", "mask_momentum")
+    shared = ("scale", "estimator", "alpha", "l2", "min_density", "mask_momentum", "mask_speed", "fade")
     shardable = solves_targets = any_order = patterned = True
 
     def __init__(self, context: Context[SCLOptions]) -> None:
@@ -315,9 +371,12 @@ class SCL(GlobalThreshold[SCLOptions]):
         self._decay = None if decays[0] is None else column([each or 0.0 for each in decays], weights)
         self._pushes = any(decays)
         self._rate = timeline.annealed([each.mask_lr or 0.0 for each in chosen], [each.anneal for each in chosen])
+        self._speed = timeline.annealed([each.mask_speed for each in chosen], [each.anneal for each in chosen])
         self._mask_lr = column([each.mask_lr or 0.0 for each in chosen], weights)[:, 0]
+        self.follows, self.elementwise = self._options.mask_speed > 0, self._options.fade > 0
+        self.masked_forward = not self.elementwise
         self._mask_decay = None
-        if any(each.mask_decay for each in chosen):
+        if not self.follows and any(each.mask_decay for each in chosen):
             # With a fixed λ1, the pull falls with the learning rate, like the push of λ1; otherwise all masks would
             # return.
             kinds = ["constant" if self._decay is None else each.anneal for each in chosen]
@@ -337,16 +396,25 @@ class SCL(GlobalThreshold[SCLOptions]):
         self._level = start.new_zeros(len(chosen), 1)
         self._lengths = torch.tensor(context.layout.sizes, device=weights.device)
         self._usual = context.mean_squares(weights).sqrt()
+        self._ends = list(accumulate(context.layout.sizes))
+        # Sums of squares of the increments in `follow`: by tensor in one run, of each run in several.
+        self._squares = start.new_zeros(len(chosen), len(self._ends) if len(chosen) == 1 else 1)
+        self._healthy = torch.ones(len(chosen), dtype=torch.bool, device=weights.device)  # before the optimizer's step
         usual = self._options.estimator == "identity" and self._options.scale in ("none", "global")
         self._can_fuse = usual and not self._options.l2 and self._velocity is None and self._budget.costs is None
         self._can_fuse = self._can_fuse and context.group is None
         self._tied = tied_groups(context)
-        self._can_fuse = self._can_fuse and not self._tied
+        self._can_fuse = self._can_fuse and not self._tied and not self.follows
         self._blocks = self._lay_out_blocks() if self._can_fuse and _on_gpu(self.mask_variable) else None
 
     @classmethod
     def check(cls, layout: Layout, request: Request[SCLOptions]) -> None:
-        scale = request.options.scale
+        options, target = request.options, request.target
+        scale = options.scale
+        if (options.mask_speed or options.fade) and (
+            request.patterns is not None or (target is not None and (target.decay, target.costs) != (None, None))
+        ):
+            raise ValueError("mask_speed and fade need a target of sparsity= without a pattern: set both to 0")
         if scale == "per_sample" and not layout.views:
             raise ValueError('scale="per_sample" needs the layers of a model: train this run alone, not batched')
         if scale == "batch":
@@ -360,7 +428,9 @@ class SCL(GlobalThreshold[SCLOptions]):
     def resolve(cls, options: SCLOptions, *, mask_steps: int, density: float | None) -> SCLOptions:
         return replace(
             options,
-            mask_lr=default_mask_lr(mask_steps) if options.mask_lr is None else options.mask_lr,
+            mask_lr=default_mask_lr(mask_steps)
+            if options.mask_lr is None and not options.mask_speed
+            else options.mask_lr,
             pruned_grad_scale=(
                 default_pruned_grad_scale(density) if options.pruned_grad_scale is None else options.pruned_grad_scale
             ),
@@ -370,7 +440,11 @@ class SCL(GlobalThreshold[SCLOptions]):
     def needs_samples(cls, options: SCLOptions) -> bool:
         return options.scale == "per_sample"
 
-    def update_masks(self, step: Step) -> Outcome:
+    def update_masks(self, step: Step) -> Outcome | None:
+        if self.follows:
+            self._healthy = _finite(self._squares, step, self._context.group)
+            self._scale_gradients(step)
+            return None
         rate = self._context.timeline.now(self._rate)
         mask_decay = None if self._mask_decay is None else self._context.timeline.now(self._mask_decay)
         caps = self._caps()
@@ -385,6 +459,47 @@ class SCL(GlobalThreshold[SCLOptions]):
         by_count = self._decay is None and self._budget.costs is None
         nonzeros = self._budget.met if by_count else self._context.total(torch.count_nonzero(self.mask, dim=1))
         return Outcome(decay=decay, nonzeros=nonzeros, flips=self._context.total(flips), squares=squares, finite=finite)
+
+    def _scale_gradients(self, step: Step) -> None:
+        """Turn the gradients into those of w̃, where masks learn nothing from them."""
+        if isinstance(self._pruned_scale, float) and self._pruned_scale == 1.0:
+            return
+        for part in step.parts:
+            for block in part.blocks:
+                if block.gradient is not None:
+                    self._weight_gradient(block.gradient, block.columns)
+                step.release(block)
+
+    def follow(self, columns: slice, before: Tensor, after: Tensor) -> None:
+        speed = self._context.timeline.now(self._speed)
+        increment = follow_step_(self.mask_variable[:, columns], before, after, speed=speed)
+        if len(increment) > 1:
+            self._squares.add_(increment.square_().sum(1, keepdim=True))
+            return
+        first, end, _ = columns.indices(self._ends[-1])
+        these = range(bisect_right(self._ends, first), bisect_left(self._ends, end) + 1)
+        ends = [min(self._ends[index], end) - first for index in these]
+        sizes = [right - left for left, right in pairwise([0, *ends])]
+        norms = torch.stack(torch._foreach_norm(torch.split_with_sizes(increment[0], sizes)))
+        self._squares[0, these.start : these.stop].add_(norms.square_())
+
+    def settle(self) -> Outcome:
+        squares = self._context.total(self._squares.clone())
+        self._squares.zero_()
+        finite = self._healthy & (squares.sum(1) < torch.inf)  # also False for NaN
+        threshold, flips = self._budget.meet_(finite)
+        self._level.add_(threshold[:, None])
+        rate = (self._context.timeline.rate * self._context.timeline.now(self._speed))[:, 0]
+        decay = torch.where(rate > 0, threshold / rate, 0.0)
+        flips = self._context.total(flips)
+        return Outcome(decay=decay, nonzeros=self._budget.met, flips=flips, squares=squares, finite=finite)
+
+    def apply_to(self, columns: slice, weights: Tensor, out: Tensor) -> None:
+        if self.masked_forward:
+            super().apply_to(columns, weights, out)
+        else:
+            level = self._level.clamp_min(0.0)
+            faded_weight(weights, self.mask_variable[:, columns], level, power=self._options.fade, out=out)
 
     # Two passes over the blocks: the mask gradient and its scale, then everything else.
 
@@ -581,7 +696,15 @@ class SCL(GlobalThreshold[SCLOptions]):
 
     def finalize(self, weights: Tensor) -> Tensor:
         if self._decay is None and not self._budget.is_final():
-            self._budget.cut_()
+            self._level.add_(self._budget.cut_().threshold[:, None])
+        if self.elementwise:
+            smallest = torch.finfo(weights.dtype).tiny * 2.0  # a kept weight at the threshold itself stays nonzero
+            for start in range(0, weights.shape[1], _PIECE):
+                columns = slice(start, start + _PIECE)
+                part, mask = weights[:, columns], self.mask[:, columns]
+                used = torch.empty_like(part)
+                self.apply_to(columns, part, used)
+                part.copy_(torch.where(mask & (used == 0), part.sign() * smallest, used))
         return self.mask
 
     def state(self) -> dict[str, Tensor]:

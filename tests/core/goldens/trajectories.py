@@ -21,7 +21,9 @@ STEPS = 60
 PHASES = {"warmup": "0.2run", "sparsify": "0.4run", "stabilise": "0.2run"}
 OPTIMIZERS = ("sgd", "adamw")
 SCL_VARIANTS: Mapping[str, dict[str, Any]] = {
-    "scl": {},
+    "scl": {"scale": "global"},  # the default under SGD; this setting makes masks learn from gradients under AdamW, too
+    "scl, following, faded": {"mask_speed": 2.0, "fade": 3.0},
+    "scl, faded": {"fade": 3.0, "scale": "global"},
     "scl, paper": {"preset": "paper"},
     "scl, batch scale, leaky ReLU": {"scale": "batch", "estimator": "leaky_relu"},
     "scl, raw, softplus, momentum": {"scale": "none", "estimator": "softplus", "mask_momentum": 0.5},

@@ -22,7 +22,7 @@ from gossamer.lab.results.plot import accuracy_against_sparsity, can_draw, check
 from gossamer.lab.training import networks
 from gossamer.lab.training.run import Run
 from gossamer.lab.training.setting_names import setting_types
-from gossamer.methods import METHODS, known, load
+from gossamer.methods import METHODS, find, known, load
 from gossamer.settings import PRESETS, Phases, with_current_names
 
 _VALIDATION = 5000
@@ -94,7 +94,7 @@ class Comparison:
         if method == "dense":
             return ["method=dense", *changes]
         preset = next((each.partition("=")[2] for each in changes if each.startswith("preset=")), "default")
-        return [f"method={method}", *whole_epochs(preset, self.epochs), *changes]
+        return [f"method={method}", *whole_epochs(method, preset, self.epochs), *changes]
 
 
 def parse_variant(text: str) -> tuple[str, list[str]]:
@@ -127,17 +127,19 @@ def parse_variant(text: str) -> tuple[str, list[str]]:
     return method, changes
 
 
-def whole_epochs(preset: str, epochs: int) -> list[str]:
-    """The phases of a preset as changes to a run of a comparison: in whole epochs, at least one each."""
-    shares = [
-        float(str(PRESETS.get(preset, {}).get(name, getattr(Phases, name))).removesuffix("run"))
-        for name in ("warmup", "sparsify", "stabilise")
-    ]
+def whole_epochs(method: str, preset: str, epochs: int) -> list[str]:
+    """The phases that suit a method, or those of a preset, as changes to a run: in whole epochs, at least one each."""
+    usual = {**find(method).usual_phases, **PRESETS.get(preset, {})}
+    names = ("warmup", "sparsify", "stabilise")
+    durations = [str(usual.get(name, getattr(Phases, name))) for name in names]
+    if any(each != "0it" and not each.endswith("run") for each in durations):
+        return []  # durations that do not depend on the length of the run
+    shares = [float(each.removesuffix("run").removesuffix("it")) for each in durations]
     ends = [round(sum(shares[:count]) * epochs) for count in range(4)]
-    lengths = [max(1, end - begin) for begin, end in pairwise(ends)]
+    pairs = zip(pairwise(ends), shares, strict=True)
+    lengths = [max(1 if share else 0, end - begin) for (begin, end), share in pairs]
     if sum(lengths) > epochs:
         raise ValueError(f"expected at least 3 epochs, one for each phase before fine-tuning, got {epochs}")
-    names = ("warmup", "sparsify", "stabilise")
     return [f"settings.{name}={length}ep" for name, length in zip(names, lengths, strict=True)]
 
 

@@ -74,11 +74,15 @@ class BatchedOptimizer:
             if group.method.penalizes:
                 group.method.add_penalty(gradient[group.rows, count:], self.stack.variables[group.rows, count:])
             group.method.update_masks(MatrixStep(gradient[group.rows, :count], self.weights(group), self.stack.layout))
+        before = {_bounds(group): self.weights(group).clone() for group in self.groups if group.method.follows}
         if self.squares is None:
             self._descend(gradient, rate, parameters)
         else:
             self._descend_with_adam(gradient, self.squares, rate, parameters)
         for group in self.groups:
+            if group.method.follows:
+                group.method.follow(slice(None), before[_bounds(group)], self.weights(group))
+                group.method.settle()
             group.method.project(self.weights(group))
             group.timeline.clock += 1
         self.apply_masks()
@@ -146,3 +150,7 @@ class BatchedOptimizer:
         squares.mul_(second).addcmul_(gradient, gradient, value=1.0 - second)
         size = squares.sqrt().div_((1.0 - second**count).sqrt()).add_(_EPSILON)
         variables.addcdiv_(self.velocity * (rate / (1.0 - first**count)), size, value=-1.0)
+
+
+def _bounds(group: MethodGroup) -> tuple[int, int]:
+    return group.rows.start, group.rows.stop

@@ -70,7 +70,8 @@ def _wrong_settings(run: "Run") -> list[str]:
     if wrong:
         return wrong
     try:
-        phases, _ = choose(SCL if run.method == "dense" else method, run.preset, run.settings)
+        kind = SCL if run.method == "dense" else method
+        phases, _ = choose(kind, run.preset, run.settings, adaptive=run.follows_optimizer)
     except (TypeError, ValueError) as error:
         head, *problems = str(error).splitlines()
         problems = problems or _NEXT.split(head)

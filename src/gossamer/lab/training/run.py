@@ -193,7 +193,13 @@ class Run:
 
     @property
     def _chosen(self) -> tuple[Phases, Options]:
-        return choose(SCL if self.method == "dense" else find(self.method), self.preset, self.settings)
+        kind = SCL if self.method == "dense" else find(self.method)
+        return choose(kind, self.preset, self.settings, adaptive=self.follows_optimizer)
+
+    @property
+    def follows_optimizer(self) -> bool:
+        """Whether masks follow the steps of the optimizer by default, as in a `Sparsifier`."""
+        return self.optimizer in ("adam", "adamw") and (self.flops, self.decay, self.pattern) == (None, None, None)
 
     def differences(self) -> dict[str, Any]:
         """The fields whose values are not the defaults, as plain values."""
