@@ -10,6 +10,7 @@ queue.json lists the exit status of each. The same command continues with the ru
 """
 
 import argparse
+import contextlib
 import json
 import shlex
 import subprocess
@@ -92,9 +93,10 @@ def main(arguments: list[str] | None = None) -> None:
         )
     runs = [run for run in runs if not chosen.only or run["name"] in chosen.only]
     if chosen.list:
-        for run in runs:
-            needs = f" (needs {', '.join(run['needs'])})" if run.get("needs") else ""
-            print(f"{run['name']}, {run['minutes']} min: {run['why']}{needs}")
+        with contextlib.suppress(BrokenPipeError):  # the reader has seen enough, as in `| head`
+            for run in runs:
+                needs = f" (needs {', '.join(run['needs'])})" if run.get("needs") else ""
+                print(f"{run['name']}, {run['minutes']} min: {run['why']}{needs}", flush=True)
         return
     if chosen.out is None:
         parser.error("expected --out DIR, the folder for logs and records")

@@ -404,3 +404,15 @@ def test_layers_meet_what_torch_asks_of_semi_structured_weights(dtype: torch.dty
         packed, positions = semi_structured.sparse_semi_structured_from_dense_cutlass(weight)
         assert packed.shape == (rows, columns // 2)
         assert torch.equal(semi_structured.sparse_semi_structured_to_dense_cutlass(packed, positions), weight)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "message"),
+    [
+        (4, "expected pattern= to be a text or a mapping from name patterns, got 4"),
+        ({"*": 4}, "expected a pattern such as .*, got 4"),
+    ],
+)
+def test_a_pattern_that_is_no_text_is_refused(pattern: Any, message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        Training(sparsity=0.5, pattern=pattern)

@@ -98,3 +98,20 @@ def test_density_of_a_target() -> None:
     assert target(sparsity=0.75) == 0.25
     assert target(flops=0.5) == 0.5
     assert target(decay=0.1) is None
+
+
+def test_a_flops_budget_of_weights_that_multiply_nothing_is_refused() -> None:
+    class Unused(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used, self.unused = nn.Linear(3, 2), nn.Linear(3, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.used(x)  # type: ignore[no-any-return]
+
+    model = Unused()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match="no selected weight takes part in a multiplication of this input"):
+        gossamer.Sparsifier(
+            model, optimizer, flops=0.5, total_steps=4, include="unused", example_input=torch.zeros(1, 3)
+        )

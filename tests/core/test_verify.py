@@ -1,7 +1,9 @@
 """Verification finds what was changed by hand, and nothing else."""
 
 import copy
+import re
 from collections import OrderedDict
+from typing import Any
 
 import pytest
 import torch
@@ -183,3 +185,23 @@ def test_a_copy_in_half_precision_can_be_compared() -> None:
     with torch.no_grad():
         other[0].weight[1] = 0.0
     assert not verify(model, other, torch.randn(3, 4), tolerance=0.05)
+
+
+@pytest.mark.parametrize(
+    ("output", "message"),
+    [
+        (lambda x: x[:, :1], r"has shape \(4, 1\), expected \(4, 3\)"),
+        (lambda x: "words", "output is missing"),
+    ],
+)
+def test_outputs_that_cannot_be_compared_differ(output: Any, message: str) -> None:
+    class Other(nn.Linear):
+        def forward(self, x: Tensor) -> Any:
+            return output(super().forward(x))
+
+    torch.manual_seed(0)
+    model, other = nn.Linear(3, 3), Other(3, 3)
+    other.load_state_dict(model.state_dict())
+    found = verify(model, other, torch.randn(4, 3))
+    assert not found
+    assert any(re.search(message, each) for each in found.differences)

@@ -54,6 +54,14 @@ def test_the_timm_example(capsys: pytest.CaptureFixture[str]) -> None:
     assert "90.00% sparse" in out
 
 
+def test_the_torchtune_example(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("torchtune", reason="pip install torchtune 'torchao<0.14'")
+    run("torchtune_recipe.py", "--epochs", "1")
+    out = capsys.readouterr().out
+    assert "'phase': 3.0" in out
+    assert "80.00% sparse" in out
+
+
 WORDS = {"bad": ["dull", "slow", "weak"], "good": ["fine", "warm", "deep"]}
 
 

@@ -1,6 +1,7 @@
 """The callback in real runs of the Hugging Face Trainer."""
 
 import copy
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +122,10 @@ def test_resuming_from_another_folder_or_without_the_state(tmp_path: Path) -> No
     folder = tmp_path / "a" / "checkpoint-16"
     model, _ = train(tmp_path / "b", SparsifierCallback(sparsity=0.9, resume_from=folder), resume=str(folder), **saving)
     assert all(torch.equal(*pair) for pair in zip(model.parameters(), whole.parameters(), strict=True))
+    for content in (b"damaged", pickle.dumps(Path("code of someone else"))):
+        (folder / FILE).write_bytes(content)
+        with pytest.raises(ValueError, match=r"in .*sparsifier\.pt, got a damaged or foreign file .*earlier"):
+            train(tmp_path / "a", SparsifierCallback(sparsity=0.9), resume=str(folder), **saving)
     (folder / FILE).unlink()
     with pytest.raises(FileNotFoundError, match="expected the state of the Sparsifier in"):
         train(tmp_path / "a", SparsifierCallback(sparsity=0.9), resume=str(folder), **saving)

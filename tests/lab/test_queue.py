@@ -2,6 +2,8 @@
 
 import importlib
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -37,6 +39,15 @@ def test_the_committed_queue_is_whole(queue: ModuleType, capsys: pytest.CaptureF
     assert len({run["name"] for run in runs}) == len(runs)
     queue.main(["--list"])
     assert len(capsys.readouterr().out.splitlines()) == len(runs)
+
+
+def test_the_list_ends_quietly_when_its_reader_does() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, str(BENCHMARKS / "gpu_queue.py"), "--list"]
+    ended = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True)
+    os.close(writer)
+    assert (ended.returncode, ended.stderr) == (0, "")
 
 
 def test_queued_sweeps_and_comparisons_are_of_runs_that_can_be_trained(queue: ModuleType) -> None:

@@ -19,6 +19,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from gossamer.distillation import distil
 from gossamer.integrations.ending import finish_with_current_weights
+from gossamer.io.torch_files import read_torch_file
 from gossamer.schedule import Phase
 from gossamer.sparsifier import Sparsifier
 
@@ -86,7 +87,13 @@ class SparsifierCallback(TrainerCallback):
                 "was written with this callback, and name its folder with SparsifierCallback(resume_from=…) if it is "
                 "another one"
             )
-        found: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
+        try:
+            found: dict[str, Any] = read_torch_file(file)
+        except ValueError as error:
+            raise ValueError(
+                f"expected the state of the Sparsifier in {file}, got a damaged or foreign file ({error}): resume from "
+                "an earlier checkpoint"
+            ) from error
         return found
 
 

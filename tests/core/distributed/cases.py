@@ -26,7 +26,7 @@ SHARDED: dict[str, tuple[Any, ...]] = {
     "floor": ("mlp", {"sparsity": 0.7, "min_density": 0.2}),
     "flops": ("conv", {"flops": 0.3}),
     "decay": ("mlp", {"decay": 0.3}),
-    "features": ("conv", {"preset": "paper", "sparsity": 0.7, "warmup": "4it", "sparsify": "10it", "stabilise": "4it"}),
+    "features": ("conv", {"preset": "paper", "sparsity": 0.7, "warmup": "3it", "sparsify": "7it", "stabilise": "3it"}),
     "hybrid, two shards": ("mlp", {"sparsity": 0.7}, (1, 2)),
     "hybrid, two replicas": ("mlp", {"sparsity": 0.7}, (2, 1)),
     "momentum": ("mlp", {"sparsity": 0.7, "mask_momentum": 0.9}),
@@ -37,7 +37,7 @@ SHARDED: dict[str, tuple[Any, ...]] = {
     },
 }
 RESUMED = {"sparsity": 0.7, "mask_momentum": 0.5}
-CUTS = (3, 6, 11, 20)
+CUTS = (2, 4, 7, 13)  # in all phases, and between two
 
 JOBS: dict[str, Job] = {
     **{
@@ -48,7 +48,7 @@ JOBS: dict[str, Job] = {
     **{f"sharded, {case}": (sharded, arguments) for case, arguments in SHARDED.items()},
     "straight": (sharded, ("mlp", RESUMED)),
     **{f"resumed at {cut}": (resumed, ("mlp", cut, RESUMED)) for cut in CUTS},
-    "checkpointed": (checkpointed, ("mlp", 11, RESUMED)),
+    "checkpointed": (checkpointed, ("mlp", 7, RESUMED)),
     "kept": (kept, ("mlp",)),
     "refusals": (refusals, (WHOLE,)),
 }

@@ -21,7 +21,7 @@ from torch.optim import SGD, Optimizer
 from gossamer.sparsifier import Sparsifier
 from gossamer.zeros import keep_zeros
 
-STEPS, BATCH = 24, 8
+STEPS, BATCH = 16, 8
 
 
 def build() -> nn.Sequential:

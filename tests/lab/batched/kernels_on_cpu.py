@@ -162,7 +162,7 @@ def learned_masks(runs: Sequence[SCLOptions], *, decay: float | None = None, sam
     The first run has a gradient that is not finite in one of the steps. Where nothing is scaled by a sum of squares,
     which kernels add up in another order, mask variables have the same bits.
     """
-    layout, others, steps, cpu = Layout(("a", "b"), ((7, 700), (40, 5))), 16, 6, torch.device("cpu")
+    layout, others, steps, cpu = Layout(("a", "b"), ((7, 700), (40, 5))), 16, 4, torch.device("cpu")
     targets = [None if decay is None else make_target(layout.sizes, decay=decay, floors=(0, 0))] * len(runs)
     requests = [
         Request(0.3 + 0.6 * row / len(runs), row, options, target)

@@ -32,8 +32,13 @@ def test_fits_side_by_side_equal_a_fit_alone() -> None:
 
 def test_records_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(map_fitting, "RATES", {"none": (0.1,), "batch": (0.1,)})
-    first = reproduce(tmp_path, seeds=1, steps=10)
+    shares: list[float] = []
+    first = reproduce(tmp_path, seeds=1, steps=10, moved=shares.append)
     assert len(first) == 5
+    assert shares == sorted(shares)
+    assert shares[0] == 0
+    assert len({int(7 * share) for share in shares}) == 7  # in each of the seven records
+    assert len(shares) > 50
     stored = json.loads((tmp_path / "identity.json").read_text())
     assert {fit["fit"]["scale"] for fit in stored["fits"]} == {"none", "batch"}
     drawn = (tmp_path / "curves.svg").read_text()

@@ -7,6 +7,7 @@ as one stacked network.
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +76,14 @@ def alpha_fits(seeds: int) -> list[Fit]:
     ]
 
 
-def fit_masks(fits: Sequence[Fit], *, steps: int, batch_size: int = 256, samples: int = 4096) -> list[Fitted]:
+def fit_masks(
+    fits: Sequence[Fit],
+    *,
+    steps: int,
+    batch_size: int = 256,
+    samples: int = 4096,
+    moved: Callable[[float], None] = lambda share: None,
+) -> list[Fitted]:
     """Fit maps in one batch; all fits of a seed share weights, inputs, map and first masks. One estimator at a time."""
     (estimator,) = {fit.estimator for fit in fits}
     seeds = sorted({fit.seed for fit in fits})
@@ -111,6 +119,7 @@ def fit_masks(fits: Sequence[Fit], *, steps: int, batch_size: int = 256, samples
             update_mask_variable_(masks[name], direction, learning_rate=rates)
         if step % max(1, steps // POINTS) == 0:
             curves.append(errors.detach())
+            moved(step / steps)
         if step >= steps - max(1, steps // 10):
             late.append(errors.detach())
     recovered = torch.cat([((masks[n] > 0) == goals[n]).flatten(1) for n in names], dim=1).float().mean(1)
@@ -122,7 +131,12 @@ def fit_masks(fits: Sequence[Fit], *, steps: int, batch_size: int = 256, samples
 
 
 def reproduce(
-    out: Path, *, seeds: int = 3, steps: int = STEPS, progress: Callable[[str], None] = lambda line: None
+    out: Path,
+    *,
+    seeds: int = 3,
+    steps: int = STEPS,
+    progress: Callable[[str], None] = lambda line: None,
+    moved: Callable[[float], None] = lambda share: None,
 ) -> list[dict[str, Any]]:
     """All estimators, with and without normalisation; one record per estimator under `out`, and the curves if
     matplotlib is installed."""
@@ -130,23 +144,39 @@ def reproduce(
         raise ValueError(f"expected at least 1 seed and 1 step, got {seeds} and {steps}")
     with held(out):
         everything, varied = all_fits(seeds), alpha_fits(seeds)
-        records = [_record(out, estimator, everything, seeds, steps, progress) for estimator in ESTIMATORS]
-        for estimator in ALPHAS:
-            _record(out / ALPHA, estimator, varied, seeds, steps, progress)
+        wanted = [(out, estimator, everything) for estimator in ESTIMATORS]
+        wanted += [(out / ALPHA, estimator, varied) for estimator in ALPHAS]
+        records = []
+        for done, (folder, estimator, fits) in enumerate(wanted):
+            moved(done / len(wanted))
+            within = partial(_move_within, moved, done, len(wanted))
+            records.append(_record(folder, estimator, fits, seeds, steps, progress, within))
+        records = records[: len(ESTIMATORS)]
         if can_draw():
             map_fitting_curves(records, out / "curves.svg")
     return records
 
 
+def _move_within(moved: Callable[[float], None], done: int, parts: int, share: float) -> None:
+    """Report the share of all the parts, given that of the current one."""
+    moved((done + share) / parts)
+
+
 def _record(
-    folder: Path, estimator: str, fits: Sequence[Fit], seeds: int, steps: int, progress: Callable[[str], None]
+    folder: Path,
+    estimator: str,
+    fits: Sequence[Fit],
+    seeds: int,
+    steps: int,
+    progress: Callable[[str], None],
+    moved: Callable[[float], None],
 ) -> dict[str, Any]:
     """The record of an estimator, computed if it does not exist."""
     path = folder / f"{estimator}.json"
     if not path.exists():
         progress(f"{estimator}: fitting")
         folder.mkdir(exist_ok=True)
-        fitted = fit_masks([fit for fit in fits if fit.estimator == estimator], steps=steps)
+        fitted = fit_masks([fit for fit in fits if fit.estimator == estimator], steps=steps, moved=moved)
         about = {
             "commit": commit(),
             "versions": versions(),

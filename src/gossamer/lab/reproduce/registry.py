@@ -91,7 +91,9 @@ def _drawn(path: Path, draw: Callable[[Path], None]) -> list[str]:
 
 
 def _map_fitting(asked: Asked) -> Reproduced:
-    records = map_fitting.reproduce(asked.out, seeds=asked.seeds, steps=asked.steps, progress=asked.progress)
+    records = map_fitting.reproduce(
+        asked.out, seeds=asked.seeds, steps=asked.steps, progress=asked.progress, moved=asked.moved
+    )
     rows = []
     for estimator, *cells in map_fitting_rows(records):
         rows += [[estimator, "raw", *cells[:3]], ["", "normalised", *cells[3:]]]
@@ -118,7 +120,8 @@ def _mnist(asked: Asked) -> Reproduced:
 
 
 def _short_decay(asked: Asked) -> Reproduced:
-    short = short_decay.reproduce(asked.out, device=join(asked.device).device, progress=asked.progress)
+    device = join(asked.device).device
+    short = short_decay.reproduce(asked.out, device=device, progress=asked.progress, moved=asked.moved)
     whole = read_records(asked.out.parent / "mnist", ("part",)) if (asked.out.parent / "mnist").is_dir() else []
     return Reproduced([short_decay_table(short, whole)], [f"the records are in {asked.out}"], short)
 

@@ -17,6 +17,13 @@ from gossamer.lab.short_runs import short_run
 DECAYS = (0.0, 0.01, 0.03, 0.08, 0.1)  # of the paper's table
 
 
-def reproduce(out: Path, *, device: torch.device, progress: Callable[[str], None] = lambda line: None) -> list[Record]:
+def reproduce(
+    out: Path,
+    *,
+    device: torch.device,
+    progress: Callable[[str], None] = lambda line: None,
+    moved: Callable[[float], None] = lambda share: None,
+) -> list[Record]:
     base = replace(find("mnist-fc-densenet-paper").run, precision="float32")
-    return sweep([short_run(base, decay) for decay in DECAYS], out, device=device, progress=progress)
+    runs = [short_run(base, decay) for decay in DECAYS]
+    return sweep(runs, out, device=device, progress=progress, moved=moved)
