@@ -80,6 +80,8 @@ class BatchedOptimizer:
             self._descend_with_adam(gradient, self.squares, rate, parameters)
         for group in self.groups:
             group.method.project(self.weights(group))
+            if group.method.penalizes:
+                group.method.project_others(self.stack.variables[group.rows, count:])
             group.timeline.clock += 1
         self.apply_masks()
         self.step += 1
