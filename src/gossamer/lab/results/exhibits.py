@@ -161,6 +161,12 @@ def figures(root: Path) -> str:
             table(*indrnn_table(record["curves"])),
             "![gradient norms](../results/indrnn/gradient-norms.svg)",
         ]
+    if (root / "density" / "profiles.svg").exists():
+        parts += [
+            "Density of every layer of DenseNet-40 and ResNet-110, of the runs nearest to 10 and 30 % density "
+            "(`gossamer reproduce density`):",
+            "![density profiles](../results/density/profiles.svg)",
+        ]
     short = read_records(root / "short-decay") if (root / "short-decay").is_dir() else []
     if short:
         epochs = short[0]["config"]["epochs"]
