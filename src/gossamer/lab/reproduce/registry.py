@@ -11,7 +11,7 @@ from gossamer.hints import did_you_mean
 from gossamer.io.checkpoints import read_checkpoint
 from gossamer.lab import data, models
 from gossamer.lab.data.sets import ImageSet
-from gossamer.lab.recipes import find
+from gossamer.lab.recipes import find, imagenet
 from gossamer.lab.reproduce import figures, indrnn, map_fitting, mnist, paper_settings, short_decay
 from gossamer.lab.results import density, map_fitting_rows, mnist_decay_table, mnist_estimator_table
 from gossamer.lab.results.exhibits import indrnn_table, short_decay_table
@@ -219,7 +219,7 @@ EXHIBITS: tuple[Exhibit, ...] = (
         "imagenet",
         "VGG-16, ResNet-50 and EfficientNet-B0 on ImageNet",
         "ImageNet, and days",
-        _recipes("imagenet-vgg16", "imagenet-resnet50", "imagenet-efficientnet-b0"),
+        _recipes(*(recipe.name for recipe in imagenet.RECIPES)),
     ),
 )  # fmt: skip
 
