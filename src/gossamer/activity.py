@@ -59,7 +59,9 @@ class Activity:
                 "the method counts active channels, but saw no forward pass of the model before this step: train the "
                 "model that was given to the Sparsifier, not a copy, and compile it after the warm-up or not at all"
             )
-        shares = torch.cat([share / passes.clamp_min(1) for share, passes in zip(self._shares, self._passes, strict=True)])
+        shares = torch.cat(
+            [share / passes.clamp_min(1) for share, passes in zip(self._shares, self._passes, strict=True)]
+        )
         torch._foreach_zero_([*self._shares, *self._passes])
         if self._replicas is not None:
             dist.all_reduce(shares, group=self._replicas)

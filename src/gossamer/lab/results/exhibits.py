@@ -244,6 +244,7 @@ def mnist_readings_table(usual: Sequence[Record], others: Sequence[Record]) -> t
         "L2 on masks": [each for each in others if each["config"]["settings"].get("l2")],
         "per-sample scale": [each for each in others if each["config"]["settings"].get("scale") == "per_sample"],
     }
+    kinds = {kind: records for kind, records in kinds.items() if records}
     head = ["λ1", "paper: zeros", "accuracy"]
     for kind, records in kinds.items():
         head += [f"{kind} (seeds: {len({each['config']['seed'] for each in records})}): zeros", "accuracy"]
