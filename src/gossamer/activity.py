@@ -57,7 +57,7 @@ class Activity:
         if not self._seen:
             raise RuntimeError(
                 "the method counts active channels, but saw no forward pass of the model before this step: train the "
-                "model that was given to the Sparsifier, not a copy, and compile it after the warm-up or not at all"
+                "model that was given to the Sparsifier, not a copy"
             )
         shares = torch.cat(
             [share / passes.clamp_min(1) for share, passes in zip(self._shares, self._passes, strict=True)]
