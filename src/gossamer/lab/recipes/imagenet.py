@@ -47,8 +47,8 @@ RECIPES = (
     *(
         Recipe(
             f"{_EFFICIENTNET}-zhu-{number}",
-            f"ImageNet, EfficientNet-B0, gradual magnitude: {plain:.0%} of convolutions, {depthwise:.3%} of depthwise "
-            f"ones, {linear:.0%} of the classifier",
+            f"ImageNet, EfficientNet-B0, gradual magnitude: {100 * plain:g} % of convolutions, {100 * depthwise:g} % "
+            f"of depthwise ones, {100 * linear:g} % of the classifier",
             replace(
                 _BASE,
                 model="efficientnet_b0",

@@ -61,7 +61,7 @@ def draw(found: Sequence[Profile], path: Path) -> None:
     rows, columns = (len(found) + 1) // 2, min(2, len(found))
     with save_figure(path, width=5.0 * columns, height=2.4 * rows) as figure:
         grid = figure.subplots(rows, columns, squeeze=False).flat
-        for axes, each in zip(grid, found, strict=False):
+        for each, axes in zip(found, grid, strict=False):
             axes.bar(range(1, len(each.density) + 1), [100 * share for share in each.density], width=0.9)
             axes.set_title(each.title, fontsize=9)
             axes.set_xlabel("layer")
