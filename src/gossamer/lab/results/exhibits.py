@@ -166,7 +166,8 @@ def figures(root: Path) -> str:
         config = trained[0]["config"]
         parts += [
             f"IndRNNs trained on MNIST, row by row: six layers of 128, {config['epochs']} epochs at a learning rate of "
-            f"{config['lr']:g}, one seed, our defaults; W and the classifier are pruned, u is not:",
+            f"{config['lr']:g}, one seed, our defaults; W and the classifier are pruned, u is not (`gossamer train "
+            f"mnist-fc-densenet --set model=indrnn epochs={config['epochs']} lr={config['lr']:g} sparsity=0.9`):",
             table(*indrnn_trained_table(trained)),
         ]
     if rivals := read_records(root / "rivals-wikitext2-lstm"):
