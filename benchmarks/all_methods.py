@@ -27,7 +27,7 @@ FIRST, WHOLE_FIRST = 0.95, 0.7  # of unstructured methods, of whole filters
 OTHERS = (0.5, 0.7, 0.9, 0.98)
 FALLING = "weight_decay_power=0.5"
 SINGLE = [name for name in METHODS if name != "dense" and not find(name).structured]
-WHOLE = [name for name in METHODS if find(name).structured]
+WHOLE = [name for name, method in METHODS.items() if method.structured and not method.observes]
 VARIANTS = {  # with FALLING
     "autoprune": (
         "mask_lr=0.001",

@@ -19,8 +19,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from gossamer.activity import Activity
 from gossamer.diagnostics import Counters, Health, HealthLog
 from gossamer.methods import Context, Method, Outcome, Request, Timeline
+from gossamer.methods.base import Norm
 from gossamer.patterns import Shape, canonical, group_size
 from gossamer.per_sample.capture import SampleGradients
 from gossamer.prunable import Weight
@@ -44,18 +46,19 @@ class Driver:
         epoch: int,
         min_density: float,
         others: Sequence[nn.Parameter] = (),
-        gains: tuple[slice | None, ...] = (),
+        norms: tuple[Norm | None, ...] = (),
+        outputs: Sequence[tuple[nn.Module, int] | None] = (),
         group: dist.ProcessGroup | None = None,
         replicas: dist.ProcessGroup | None = None,
         resume: bool = False,
     ) -> None:
-        """`others` are the parameters that are not prunable, and `gains` the positions of batch-norm gains among them.
-        The processes of `group` share each tensor; those of `replicas` hold copies of the model. With `resume`, the
-        parameters are not changed, and `load_state_dict` follows."""
+        """`others` are the parameters that are not prunable, `norms` the batch norm after each weight, and `outputs`
+        where the output of each filter is seen. The processes of `group` share each tensor; those of `replicas` hold
+        copies of the model. With `resume`, the parameters are not changed, and `load_state_dict` follows."""
         self.weights, self.kind, self._request, self._group = weights, kind, request, group
         self._parameters = [weight.parameter for weight in weights]
         self.names, self._others = [weight.name for weight in weights], others
-        self.state = State(weights, any_order=kind.any_order, gains=gains)
+        self.state = State(weights, any_order=kind.any_order, norms=norms)
         self.state.take()
         self._epoch = epoch
         self.timeline = self._make_timeline(plan)
@@ -68,10 +71,15 @@ class Driver:
         self._forward = None if self.method.masked_forward or self.method.elementwise else self.state.matrix()
         # A method that changes w̃ after the step needs a pass of its own before the masks are applied.
         self._projects = kind.project is not Method.project
+        self._projects_others = kind.project_others is not Method.project_others
         self.log = HealthLog(len(weights), plan.warmup, plan.sparsify + plan.stabilise, self.state.device)
         self.samples: SampleGradients | None = None
         if kind.needs_samples(request.options):
             self.samples = SampleGradients(weights, self.state.dense_views, replicas)
+        self.activity: Activity | None = None
+        if kind.observes:
+            features = [shape[0] for shape in self.state.layout.shapes]
+            self.activity = Activity(outputs, features, self.state.dense, replicas)
         if not resume:
             self._apply_first()
 
@@ -228,6 +236,7 @@ class Driver:
             unscale=unscale,
             found_inf=found_inf,
             samples=None if self.samples is None else self.samples.take(loss_scale),
+            active=None if self.activity is None else self.activity.take(),
         )
         if self.kind.penalizes:
             self._add_penalty(unscale)
@@ -247,7 +256,7 @@ class Driver:
 
     def change_gradients(self) -> None:
         """Transform new gradients into the gradients of w̃, as `update_masks` does."""
-        step = ParameterStep(self.state, self._gradients(), unscale=None, found_inf=None, samples=None)
+        step = ParameterStep(self.state, self._gradients(), unscale=None, found_inf=None)
         self.training.weight_gradient(step.gradient, self.state.dense)
         step.write_back_gradients()
 
@@ -262,6 +271,8 @@ class Driver:
         """
         self._check_device()
         method = self.training
+        if last and self._projects_others:
+            self._project_others()
         if method.masked_forward and not self._projects and not method.follows:
             self.state.take_and_mask(self.mask, indices)
             return
@@ -316,9 +327,10 @@ class Driver:
             self.method, self._forward, self._context = None, None, None
             self.timeline = self._make_timeline(self.timeline.plan)  # drops the reference to the method
             self.state.release()
-        if self.samples is not None:
-            self.samples.close()
-            self.samples = None
+        for watching in (self.samples, self.activity):
+            if watching is not None:
+                watching.close()
+        self.samples = self.activity = None
 
     def _make_timeline(self, plan: Plan) -> Timeline:
         state = self.state
@@ -352,6 +364,14 @@ class Driver:
         for each, part in zip(self._others, parts, strict=True):
             if each.grad is not None:  # optimizers skip parameters without gradients
                 each.grad.copy_(part.view(each.shape))
+
+    def _project_others(self) -> None:
+        others = torch.cat([each.detach().flatten() for each in self._others])[None]
+        self.training.project_others(others)
+        parts = torch.split(others[0], [each.numel() for each in self._others])
+        for each, part in zip(self._others, parts, strict=True):
+            if each.requires_grad:
+                each.copy_(part.view(each.shape))
 
     # --- checkpoints ---
 

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from gossamer.activity import outputs_of
 from gossamer.deprecation import renamed
 from gossamer.diagnostics import Counters, Health, HealthLog
 from gossamer.driver import Driver, not_finite
@@ -32,7 +33,7 @@ from gossamer.flops import positions
 from gossamer.methods import METHODS, Method, Request, load
 from gossamer.methods.base import min_nonzeros
 from gossamer.methods.budgets import BudgetedMethod
-from gossamer.methods.slimming import gains_of
+from gossamer.methods.filters import norms_of
 from gossamer.optimizers import (
     capturing,
     differentiates_gradients,
@@ -168,8 +169,9 @@ class Sparsifier:
         self._model: nn.Module | None = model
         self._others = others
         sizes_of_others = [(name, parameter.numel()) for name, parameter in others]
-        self._gains = gains_of(model, [weight.name for weight in selected], sizes_of_others)
-        self._kind.check(make_layout(self.weights, any_order=self._kind.any_order, gains=self._gains), self._request)
+        self._norms = norms_of(model, [weight.name for weight in selected], sizes_of_others)
+        self._outputs = outputs_of(model, [weight.name for weight in selected]) if self._kind.observes else ()
+        self._kind.check(make_layout(self.weights, any_order=self._kind.any_order, norms=self._norms), self._request)
         self._driver: Driver | None = None  # created when masks begin to train
         self._warned_of_skipped = 0
         self._topology_done = 0  # the step of the last topology update
@@ -405,6 +407,7 @@ class Sparsifier:
         self.phase = Phase.FINISHED
         # Release training state, so that a finished object can be copied and pickled.
         self._handles, self._modes, self._owned, self._others, self._model = [], [], [], [], None
+        self._outputs = ()
         self._loss_scale = self._learning_rate = self._replicas = None
 
     def _check_model(self) -> None:
@@ -501,7 +504,8 @@ class Sparsifier:
             epoch=self._epoch,
             min_density=self.phases.min_density,
             others=[parameter for _, parameter in self._others],
-            gains=self._gains,
+            norms=self._norms,
+            outputs=self._outputs,
             group=self._group,
             replicas=self._replicas,
             resume=resume,

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from gossamer.budget import has_triton
-from gossamer.methods.base import Block, Layout, Part, SampleSums, Step, TensorView
+from gossamer.methods.base import Block, Layout, Norm, Part, SampleSums, Step, TensorView
 from gossamer.methods.blocks import Blocks
 from gossamer.prunable import Weight
 from gossamer.sharding import is_sharded, local, shard_axis
@@ -56,7 +56,7 @@ class Scratch:
 class State:
     """w̃ of all prunable weights, and other buffers with the same layout."""
 
-    def __init__(self, weights: Sequence[Weight], *, any_order: bool, gains: tuple[slice | None, ...] = ()) -> None:
+    def __init__(self, weights: Sequence[Weight], *, any_order: bool, norms: tuple[Norm | None, ...] = ()) -> None:
         parameters: list[Tensor] = [weight.parameter for weight in weights]
         self._parameters, self.sharded = parameters, any(map(is_sharded, parameters))
         tensors = self.tensors()
@@ -66,7 +66,7 @@ class State:
         self.count = sum(self.sizes)
         double = any(tensor.dtype == torch.float64 for tensor in tensors)
         self.dtype = torch.float64 if double else torch.float32
-        self.layout = make_layout(weights, any_order=any_order, gains=gains)
+        self.layout = make_layout(weights, any_order=any_order, norms=norms)
         self._shapes = [
             (tuple(tensor.shape), _strides(tensor, weight.feature_axis, any_order))
             for tensor, weight in zip(tensors, weights, strict=True)
@@ -355,7 +355,7 @@ class State:
         return tensor.dtype == self.dtype and same_memory(tensor, self._shapes[index][1])
 
 
-def make_layout(weights: Sequence[Weight], *, any_order: bool, gains: tuple[slice | None, ...] = ()) -> Layout:
+def make_layout(weights: Sequence[Weight], *, any_order: bool, norms: tuple[Norm | None, ...] = ()) -> Layout:
     """The columns of each tensor: in the order of the parameters' memory, or output features first."""
     tensors = [local(weight.parameter) for weight in weights]
     views = tuple(
@@ -370,7 +370,7 @@ def make_layout(weights: Sequence[Weight], *, any_order: bool, gains: tuple[slic
         for tensor, weight in zip(tensors, weights, strict=True)
     )
     shapes = [_in_order(tensor.shape, weight.feature_axis) for tensor, weight in zip(tensors, weights, strict=True)]
-    return Layout(tuple(weight.name for weight in weights), tuple(shapes), gains, views if any_order else ())
+    return Layout(tuple(weight.name for weight in weights), tuple(shapes), norms, views if any_order else ())
 
 
 class ParameterStep(Step):
@@ -383,10 +383,11 @@ class ParameterStep(Step):
         *,
         unscale: Tensor | None,
         found_inf: Tensor | None,
-        samples: SampleSums | None,
+        samples: SampleSums | None = None,
+        active: Tensor | None = None,
     ) -> None:
         self.weights, self._state, self._gradients = state.dense, state, gradients
-        self.unscale, self.found_inf, self.samples = unscale, found_inf, samples
+        self.unscale, self.found_inf, self.samples, self.active = unscale, found_inf, samples, active
         self.restored = False  # whether the parameters hold w̃ again
         self._copied: list[Tensor] = []  # gradients, and copies of them to be written back
         self._copies: list[Tensor] = []

@@ -5,6 +5,7 @@ methods at once. docs/methods.md has a card for each method and shows how to wri
 """
 
 from gossamer.methods.acdc import ACDC
+from gossamer.methods.apoz import APoZ
 from gossamer.methods.autoprune import AutoPrune
 from gossamer.methods.base import (
     Context,
@@ -24,9 +25,11 @@ from gossamer.methods.dense import Dense
 from gossamer.methods.dpf import DPF
 from gossamer.methods.elsa import ELSA
 from gossamer.methods.feather import Feather
+from gossamer.methods.geometric_median import FPGM
 from gossamer.methods.gradual import Gradual
 from gossamer.methods.gradual_per_layer import GradualPerLayer
 from gossamer.methods.granet import GraNet
+from gossamer.methods.group_lasso import SSL
 from gossamer.methods.hyperflux import Hyperflux
 from gossamer.methods.l0 import L0
 from gossamer.methods.l1_filter import L1Filter
@@ -40,7 +43,9 @@ from gossamer.methods.platon import PLATON
 from gossamer.methods.proximal import Proximal
 from gossamer.methods.registry import ALIASES, METHODS, find, known, load, make_options, register
 from gossamer.methods.rigl import RigL
+from gossamer.methods.scaling_factors import DSS
 from gossamer.methods.scl import SCL
+from gossamer.methods.scp import SCP
 from gossamer.methods.slimming import Slimming
 from gossamer.methods.snip import SNIP
 from gossamer.methods.soft_filter import SoftFilter
@@ -50,6 +55,7 @@ from gossamer.methods.spred import Spred
 from gossamer.methods.sr_ste import SRSTE
 from gossamer.methods.surgery import Surgery
 from gossamer.methods.timing import PrunedInStages, PrunedOnce
+from gossamer.methods.variational_dropout import SparseVD
 
 __all__ = [
     "ALIASES",
@@ -110,8 +116,14 @@ for _method in (
     ELSA,
     Spred,
     SRSTE,
+    SparseVD,
     SoftFilter,
+    FPGM,
     L1Filter,
+    SSL,
     Slimming,
+    DSS,
+    SCP,
+    APoZ,
 ):
     register(_method)

@@ -8,6 +8,7 @@ The calls around a step of the optimizer:
                       the gradient, in place, into that of the dense weights w̃
     follow, settle    after the optimizer's step, for methods whose masks learn from that step instead of the gradient
     project           after the optimizer's step: a constraint on w̃, such as zeros where weights are pruned
+                      (`add_penalty` and `project_others` are their counterparts for parameters that are not prunable)
     update_topology   at the steps given by `topology_due`: infrequent changes of the masks
     apply_masks       writes the weights of the next forward pass: w̃ ⊙ m, unless the method overrides it
     finalize          at the end of the mask phases: the final masks, which meet the budget exactly
@@ -82,13 +83,21 @@ class TensorView:
 
 
 @dataclass(frozen=True)
+class Norm:
+    """The gains and biases of a batch norm: their positions among the parameters that are not prunable."""
+
+    gains: slice
+    biases: slice
+
+
+@dataclass(frozen=True)
 class Layout:
     """The columns of each tensor. Output features come first in every shape."""
 
     names: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
-    gains: tuple[slice | None, ...] = ()
-    """For each tensor, the positions of the gains of the following batch norm among the other parameters."""
+    norms: tuple[Norm | None, ...] = ()
+    """For each tensor, the batch norm that follows it."""
     views: tuple[TensorView, ...] = ()
     """Set if columns follow the memory of the parameters; features may then not come first."""
 
@@ -392,6 +401,7 @@ class Step(ABC):
     unscale: Tensor | None = None  # factor that unscales the gradients, if they are still scaled
     found_inf: Tensor | None = None  # nonzero if a scaled gradient was not finite
     samples: SampleSums | None = None
+    active: Tensor | None = None  # the share of positive outputs of each filter in this step, (runs, filters)
 
     @property
     @abstractmethod
@@ -426,8 +436,8 @@ class Step(ABC):
 class MatrixStep(Step):
     """A step of batched training, where the gradients are a matrix already."""
 
-    def __init__(self, gradient: Tensor, weights: Tensor, layout: Layout) -> None:
-        self._gradient, self.weights, self._layout = gradient, weights, layout
+    def __init__(self, gradient: Tensor, weights: Tensor, layout: Layout, active: Tensor | None = None) -> None:
+        self._gradient, self.weights, self._layout, self.active = gradient, weights, layout, active
 
     @property
     def gradient(self) -> Tensor:
@@ -471,7 +481,8 @@ class Method(ABC, Generic[S]):
     masked_forward: bool = True  # the forward pass uses w̃ ⊙ m; otherwise what apply_masks writes
     elementwise: bool = False  # `apply_to` writes the weights of the forward pass; nothing else does
     follows: bool = False  # masks learn from the step of the optimizer, in `follow` and `settle`
-    penalizes: ClassVar[bool] = False  # changes the gradient of parameters that are not prunable
+    penalizes: ClassVar[bool] = False  # changes parameters that are not prunable, or their gradient
+    observes: ClassVar[bool] = False  # needs `Step.active`
     usual_phases: ClassVar[Mapping[str, str]] = MappingProxyType({})  # durations that suit it better than the default
     rewinds: ClassVar[bool] = False  # rewinds the learning rate after pruning
     needs_rate: ClassVar[bool] = False  # uses the learning rate of the weights
@@ -538,6 +549,10 @@ class Method(ABC, Generic[S]):
         return
 
     def project(self, weights: Tensor) -> None:
+        return
+
+    def project_others(self, others: Tensor) -> None:
+        """A constraint on the parameters that are not prunable, after the optimizer's step. Needs `penalizes`."""
         return
 
     def topology_due(self, step: int) -> bool:

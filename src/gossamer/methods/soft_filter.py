@@ -9,6 +9,8 @@ filters: a batch norm after a filter of zeros divides by √ε, which would make
 others would be zeroed instead. filters.py defines the sparsity.
 """
 
+from abc import abstractmethod
+
 import torch
 from torch import Tensor
 
@@ -17,9 +19,9 @@ from gossamer.methods.filters import by_norm, check_reach
 from gossamer.methods.scl import EPSILON
 
 
-class SoftFilter(Method[Options]):
-    name, title = "soft_filter", "soft filter pruning (He)"
-    reference = "He et al. 2018, Soft Filter Pruning for Accelerating Deep Convolutional Neural Networks"
+class ZeroedFilters(Method[Options]):
+    """Base of methods that zero filters after every epoch."""
+
     structured = True
     exact = False
     masked_forward = False
@@ -68,6 +70,15 @@ class SoftFilter(Method[Options]):
 
     def state(self) -> dict[str, Tensor]:
         return {"mask": self.mask, "soft": self._soft}
+
+    @abstractmethod
+    def _choose(self, weights: Tensor) -> Tensor:
+        """A mask of weights without the filters to set to zero."""
+
+
+class SoftFilter(ZeroedFilters):
+    name, title = "soft_filter", "soft filter pruning (He)"
+    reference = "He et al. 2018, Soft Filter Pruning for Accelerating Deep Convolutional Neural Networks"
 
     def _choose(self, weights: Tensor) -> Tensor:
         return by_norm(self._layout, self._requests, weights, order=2)

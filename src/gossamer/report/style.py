@@ -15,7 +15,8 @@ _DASHES, _SYMBOLS = ("solid", "dash", "dot", "dashdot"), ("circle", "square", "d
 ORDER = (
     *("scl", "dpf", "gradual", "gradual_per_layer", "one_shot", "narang", "surgery", "lottery", "snip", "rigl", "str"),
     *("l0", "autoprune", "hyperflux", "feather", "proximal", "movement", "soft_movement", "acdc", "granet", "platon"),
-    *("elsa", "spred", "soft_filter", "l1_filter", "slimming", "sr_ste"),
+    *("elsa", "spred", "soft_filter", "l1_filter", "slimming", "sr_ste", "sparse_vd", "fpgm", "ssl", "dss", "scp"),
+    "apoz",
 )
 
 

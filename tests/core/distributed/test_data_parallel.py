@@ -21,7 +21,8 @@ def test_two_processes_equal_one_with_the_joint_batch(case: str, results: Result
 @pytest.mark.parametrize("case", DATA_PARALLEL)
 def test_masks_are_equal_on_all_ranks_without_being_sent(case: str, results: Results) -> None:
     first, second = results.of(f"data parallel, {case}")
-    mask_steps = 8 if case == "per_sample" else 0  # whose sums over samples are joined in each mask step
+    # In each mask step, sums over samples are joined, or counts of active channels.
+    mask_steps = 8 if case in ("per_sample", "method apoz") else 0
     assert first["collectives"] == second["collectives"] == mask_steps
     for one, two in zip(first["trace"], second["trace"], strict=True):
         assert all(torch.equal(one[name], two[name]) for name in one)

@@ -8,10 +8,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from gossamer import budget
 from gossamer.methods import METHODS, Layout, budgets, scl
+from gossamer.methods.base import Norm
 from gossamer.schedule import Plan
 from methods.toy import begin, forward_weights, gradient_like, update
 
-LAYOUT = Layout(("a", "b"), ((4, 3, 2), (2, 8)), (slice(0, 4), None))
+LAYOUT = Layout(("a", "b"), ((4, 3, 2), (2, 8)), (Norm(slice(0, 4), slice(4, 8)), None))
 SYNCHRONISING = ("_local_scalar_dense", "lift_fresh", "nonzero", "masked_select", "is_nonzero", "equal", "_to_copy")
 
 
@@ -64,7 +65,7 @@ def test_a_step_can_be_captured(name: str, pattern: str | None, monkeypatch: pyt
     assert not weights.is_contiguous()
     assert all(tensor.is_contiguous() for tensor in (*method.state().values(), method.mask))  # as kernels need them
     places = {key: tensor.data_ptr() for key, tensor in {**method.state(), "masks": method.mask}.items()}
-    others = torch.ones(2, 6, dtype=torch.float64)
+    others = torch.ones(2, 9, dtype=torch.float64)
     for number in range(25):
         gradient = gradient_like(weights, number)
         rest = torch.zeros_like(others)
@@ -75,6 +76,7 @@ def test_a_step_can_be_captured(name: str, pattern: str | None, monkeypatch: pyt
             method.add_penalty(rest, others)
             update(method, gradient, weights, LAYOUT)
             method.project(weights)
+            method.project_others(others)
             timeline.clock += 1
         assert watch.seen == [], f"step {number}"
         assert torch.equal(

@@ -1,5 +1,6 @@
 """Methods that prune whole filters, against their own definitions."""
 
+import copy
 from typing import Any
 
 import numpy as np
@@ -7,14 +8,16 @@ import pytest
 import torch
 from torch import nn
 
+import gossamer
 from gossamer.lab.models.resnet import ResNet
 from gossamer.methods import Layout, Method
-from gossamer.methods.filters import equal_share
-from gossamer.methods.slimming import channels_to_keep, gains_of
+from gossamer.methods.base import Norm
+from gossamer.methods.filters import channels_to_keep, equal_share, norms_of
 from gossamer.schedule import Plan
 from methods.toy import begin, forward_weights, gradient_like, step, update
 
-FILTERS = Layout(("a", "b", "c"), ((8, 2, 3), (4, 8, 1), (2, 8)), (slice(0, 8), slice(10, 14), None))  # 48 + 32 + 16
+NORMS = (Norm(slice(0, 8), slice(14, 22)), Norm(slice(10, 14), slice(22, 26)), None)
+FILTERS = Layout(("a", "b", "c"), ((8, 2, 3), (4, 8, 1), (2, 8)), NORMS)  # 48 + 32 + 16
 
 
 def rows(mask: torch.Tensor) -> list[list[bool]]:
@@ -129,13 +132,144 @@ def test_at_least_one_channel_stays() -> None:
         begin("slimming", 0.2, layout=Layout(("a",), ((4, 3, 2),), (None,)))
 
 
+def test_the_geometric_median_is_redundant() -> None:
+    method, weights, _ = begin("fpgm", 40 / 96, layout=FILTERS, plan=Plan(0, 20, 4, 4))
+    expected = []
+    for part in (weights[0, :48].view(8, 6).numpy(), weights[0, 48:80].view(4, 8).numpy()):
+        distances = np.sqrt(((part[:, None] - part[None]) ** 2).sum(2)).sum(1)
+        expected.append((distances >= np.sort(distances)[len(part) // 2]).tolist())
+    assert rows(method.mask) == expected
+    by_norm, *_ = begin("soft_filter", 40 / 96, layout=FILTERS, plan=Plan(0, 20, 4, 4))
+    moved = weights.clone()
+    moved[0, :48].view(8, 6).add_(torch.arange(6))  # all filters of a layer, so that only norms change
+    for soft in (method, by_norm):
+        soft.update_topology(moved.clone(), 2)
+    assert rows(method.mask) == expected
+    assert rows(by_norm.mask) != expected
+
+
+def test_a_group_lasso_shrinks_filters_by_a_constant() -> None:
+    method, weights, timeline = begin("ssl", 40 / 96, layout=FILTERS, penalty=0.5)
+    for number in range(10):
+        before = weights.clone()
+        given, gradient = step(method, weights, timeline, number, FILTERS)
+        parts = (before[:, :48].view(1, 8, 6), before[:, 48:80].view(1, 4, 8))
+        pulls = [(part / part.norm(dim=2, keepdim=True)).flatten(1) for part in parts]
+        pull = torch.cat([*pulls, torch.zeros(1, 16, dtype=torch.float64)], dim=1)
+        torch.testing.assert_close(gradient, given + 0.5 * pull)
+    norms = torch.cat([part.norm(dim=2) for part in parts], dim=1)[0].tolist()
+    kept = channels_to_keep(FILTERS, [0, 1], norms, 40)
+    assert sum(not stays for each in kept for stays in each) > 3
+    moved = before - 0.1 * gradient  # the ranking is that after the step
+    norms = torch.cat([moved[0, :48].view(8, 6).norm(dim=1), moved[0, 48:80].view(4, 8).norm(dim=1)]).tolist()
+    assert rows(method.mask) == channels_to_keep(FILTERS, [0, 1], norms, 40)
+    given, gradient = step(method, weights, timeline, 10, FILTERS)
+    torch.testing.assert_close(gradient, given * method.mask)  # no penalty after the sparsify phase
+
+
+def test_scaling_factors_follow_the_accelerated_proximal_gradient() -> None:
+    method, weights, timeline = begin("dss", 40 / 96, layout=FILTERS, penalty=2.0, momentum=0.5)
+    others = torch.full((1, 26), 0.7, dtype=torch.float64)
+    inside = torch.zeros(26, dtype=torch.bool)
+    inside[:8] = inside[10:14] = True
+    factor, velocity = others[0].numpy().copy(), np.zeros(26)
+    dead, ever_zero = np.zeros(26, dtype=bool), False
+    for number in range(12):
+        given = gradient_like(others, number) * 100
+        gradient = given.clone()
+        method.add_penalty(gradient, others)
+        assert torch.equal(gradient, given)  # the optimizer's own step of the factors is overwritten
+        step(method, weights, timeline, number, FILTERS)
+        z = factor - 0.1 * given[0].numpy()
+        near = np.sign(z) * np.maximum(np.abs(z) - 0.1 * (2.0 if number < 10 else 0.0), 0)
+        ever_zero |= bool((near[inside.numpy()] == 0).any())
+        velocity = near - factor + 0.5 * velocity
+        factor = near + 0.5 * velocity
+        factor = np.where(dead, 0.0, factor)
+        others.sub_(0.3)
+        others.copy_(others.where(~inside, torch.nan))
+        method.project_others(others)
+        torch.testing.assert_close(others[0, inside], torch.tensor(factor)[inside])
+        assert not bool(others.isnan().any())
+        if number == 9:
+            kept = rows(method.mask)
+            scores = np.abs(factor[inside.numpy()]).tolist()
+            assert kept == channels_to_keep(FILTERS, [0, 1], scores, 40)
+            dead = np.ones(26, dtype=bool)
+            dead[:8], dead[10:14] = [not each for each in kept[0]], [not each for each in kept[1]]
+    assert ever_zero
+    before = method.state()["gains"].clone()
+    method.add_penalty(torch.full_like(others, torch.inf), others)
+    torch.testing.assert_close(method.state()["gains"], before)  # a step that cannot be taken
+
+
+def test_soft_channel_pruning_presses_on_the_share_that_passes() -> None:
+    method, weights, timeline = begin("scp", 40 / 96, layout=FILTERS, penalty=0.5)
+    others = torch.randn(1, 26, generator=torch.Generator().manual_seed(4), dtype=torch.float64).requires_grad_()
+    gains = torch.cat([others[:, :8], others[:, 10:14]], dim=1)
+    biases = torch.cat([others[:, 14:22], others[:, 22:26]], dim=1)
+    shares = torch.distributions.Normal(0.0, 1.0).cdf(biases / gains.abs())
+    (expected,) = torch.autograd.grad(0.5 * shares.sum(), others)
+    for number in range(11):
+        gradient = torch.zeros_like(others)
+        method.add_penalty(gradient, others.detach())
+        torch.testing.assert_close(gradient, expected if number < 10 else torch.zeros_like(expected))
+        step(method, weights, timeline, number, FILTERS)
+    assert rows(method.mask) == channels_to_keep(FILTERS, [0, 1], shares[0].tolist(), 40)
+
+
+def test_zeros_are_counted_where_relu_follows_and_compared_within_a_layer() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(2, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 6, 3), nn.ReLU(), nn.Flatten(), nn.Linear(24, 3)
+    ).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    phases = {"warmup": "0it", "sparsify": "6it", "stabilise": "0it"}
+    sparsifier = gossamer.Sparsifier(model, optimizer, method="apoz", sparsity=0.2, total_steps=10, **phases)
+    active = np.zeros(14)
+    for number in range(6):
+        generator = torch.Generator().manual_seed(number)
+        images = torch.randn(5, 2, 6, 6, generator=generator, dtype=torch.float64)
+        outputs: list[torch.Tensor] = []
+        watches = [model[index].register_forward_hook(lambda *call, to=outputs: to.append(call[2])) for index in (2, 4)]
+        model(images).square().mean().backward()
+        for watch in watches:
+            watch.remove()
+        with torch.no_grad():
+            model(images)  # an evaluation does not count
+        zeros = [(output == 0).double().mean((0, 2, 3)).numpy() for output in outputs]
+        active = 0.99 * active + 0.01 * (1 - np.concatenate(zeros))
+        optimizer.step()
+        optimizer.zero_grad()
+    layers = (active[:8], active[8:])
+    scores = np.concatenate([(each - each.mean()) / each.std() for each in layers]).tolist()
+    layout = Layout(("a", "b", "c"), ((8, 2, 9), (6, 8, 9), (3, 24)))
+    expected = channels_to_keep(layout, [0, 1], scores, round(0.2 * layout.count))
+    found = [mask.flatten(1).any(1).tolist() for mask in sparsifier.masks.values()][:2]
+    assert found == expected
+    assert not all(map(all, found))
+    copy.deepcopy(model)(images)  # a copy is not watched
+
+
+def test_a_forward_pass_that_is_not_seen_is_an_error() -> None:
+    model = nn.Sequential(nn.Conv2d(2, 8, 3), nn.Flatten(), nn.Linear(8 * 16, 6))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    gossamer.Sparsifier(model, optimizer, method="apoz", sparsity=0.01, total_steps=10, warmup="0it")
+    trained = copy.deepcopy(model)
+    trained(torch.ones(1, 2, 6, 6)).sum().backward()
+    for ours, theirs in zip(model.parameters(), trained.parameters(), strict=True):
+        ours.grad = theirs.grad
+    with pytest.raises(RuntimeError, match="saw no forward pass of the model before this step"):
+        optimizer.step()
+
+
 def test_gains_are_found_behind_their_convolutions() -> None:
     model = ResNet(8, 10)
     weights = [name for name, each in model.named_parameters() if each.dim() > 1]
     others = [(name, each.numel()) for name, each in model.named_parameters() if each.dim() == 1]
     flat = torch.cat([each.detach().flatten() for each in model.parameters() if each.dim() == 1])
     flat[:] = torch.arange(len(flat))
-    places = gains_of(model, weights, others)
+    places = norms_of(model, weights, others)
     assert places[-1] is None  # the last layer is linear
     offsets = np.cumsum([0, *(size for _, size in others)])
     for name, place in zip(weights[:-1], places[:-1], strict=True):
@@ -143,5 +277,5 @@ def test_gains_are_found_behind_their_convolutions() -> None:
         behind = name.replace("conv", "bn") if "conv" in name else None
         if behind is not None:
             number = [other for other, _ in others].index(behind)
-            assert (place.start, place.stop) == (offsets[number], offsets[number + 1])
-    assert gains_of(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)), ["0.weight"], [("1.weight", 3)]) == (None,)
+            assert place == Norm(slice(*offsets[number : number + 2]), slice(*offsets[number + 1 : number + 3]))
+    assert norms_of(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)), ["0.weight"], [("1.weight", 3)]) == (None,)

@@ -11,6 +11,7 @@ from gossamer.methods.base import min_nonzeros
 from gossamer.methods.l0 import final_gate, probability_of_open, sample_gate
 from gossamer.methods.noise import uniform
 from gossamer.methods.soft_threshold import soft_threshold
+from gossamer.methods.variational_dropout import divergence_slope
 from gossamer.schedule import Plan
 from gossamer.target import make_target
 from methods.toy import PLAN, begin, forward_weights, gradient_like, left, step, top, update
@@ -280,3 +281,43 @@ def test_noise_is_a_function_of_seed_step_and_place() -> None:
     assert float(both.var()) == pytest.approx(1 / 12, abs=0.001)
     assert abs(float(torch.corrcoef(both)[0, 1])) < 0.02
     assert abs(float(torch.corrcoef(torch.stack([both[0, 1:], both[0, :-1]]))[0, 1])) < 0.02
+
+
+def test_the_divergence_of_variational_dropout_has_the_slope_of_its_formula() -> None:
+    log_alpha = torch.linspace(-8, 8, 33, dtype=torch.float64).requires_grad_()
+    gate = torch.sigmoid(1.87320 + 1.48695 * log_alpha)
+    divergence = 0.63576 - 0.63576 * gate + 0.5 * torch.log1p(torch.exp(-log_alpha))
+    divergence.sum().backward()
+    torch.testing.assert_close(divergence_slope(log_alpha.detach()), log_alpha.grad)
+
+
+def test_variational_dropout_follows_its_true_gradients_and_prunes_what_is_noise() -> None:
+    method, weights, timeline = begin("sparse_vd", 0.6, divergence=0.3, noise_lr=0.05, start=-2.0)
+    variance, mean, square = torch.full((1, 40), -2.0, dtype=torch.float64), 0.0, 0.0
+    for number in range(10):
+        shown = forward_weights(method, weights)
+        theta, log_variance = weights.clone().requires_grad_(), variance.clone().requires_grad_()
+        drawn = torch.special.ndtri(uniform(torch.tensor([7]), timeline.clock, 40, torch.float64))
+        kept = method.mask.clone()
+        noisy = torch.where(kept, theta + torch.exp(0.5 * log_variance) * drawn, 0.0)
+        torch.testing.assert_close(shown, noisy.detach())
+        log_alpha = log_variance - 2 * theta.abs().log()
+        gate = torch.sigmoid(1.87320 + 1.48695 * log_alpha)
+        divergence = -0.63576 * gate + 0.5 * torch.log1p(torch.exp(-log_alpha))
+        given = gradient_like(weights, number)
+        strength = 0.3 * (number + 1) / 10
+        ((noisy * given) + strength * divergence).sum().backward()
+        _, gradient = step(method, weights, timeline, number)
+        assert theta.grad is not None
+        assert log_variance.grad is not None
+        torch.testing.assert_close(gradient, torch.where(kept, theta.grad, 0.0))
+        slope = torch.where(kept, log_variance.grad, method.state()["mean"])
+        mean, square = 0.9 * mean + 0.1 * slope, 0.999 * square + 0.001 * slope**2
+        direction = mean / (1 - 0.9 ** (number + 1)) / ((square / (1 - 0.999 ** (number + 1))).sqrt() + 1e-8)
+        variance = variance - 0.05 * cosine(number) * direction
+        found = method.state()["log_variance"]
+        torch.testing.assert_close(found[kept], variance[kept])
+        variance = found.clone()
+        noise_share = (variance - 2 * theta.detach().abs().log()).masked_fill(~kept, torch.inf)
+        assert np.array_equal(method.mask.numpy(), top(-noise_share.numpy(), left((number + 1) / 10, 40, 16)))
+        assert bool((weights[~method.mask] == 0).all())

@@ -61,6 +61,21 @@ def test_gradual_per_layer_gives_every_tensor_its_share() -> None:
     assert torch.equal(weights, before)
 
 
+def test_gradual_per_layer_with_sparsities_of_its_own_for_kinds_of_layers() -> None:
+    layout = Layout(("plain", "depthwise", "linear"), ((10, 3, 20), (40, 5, 1), (10, 20)))  # 600 + 200 + 200
+    method, weights, timeline = begin("gradual_per_layer", 0.5, layout=layout, depthwise=0.1, linear=0.6)
+    for number in range(10):
+        step(method, weights, timeline, number, layout)
+        kept = [int(part.sum()) for part in layout.split(method.mask)]
+        done = 1 - (1 - (number + 1) / 10) ** 3
+        wanted = (600 * (1 - done * 0.6), 200 * (1 - done * 0.1), 200 * (1 - done * 0.6))
+        assert all(abs(count - want) <= 1 for count, want in zip(kept, wanted, strict=True))
+    assert kept == [240, 180, 80]
+    message = "sparsity=0.05 cannot be met with depthwise=0.9 and linear=None: these prune 180 of 1,000 weights"
+    with pytest.raises(ValueError, match=message):
+        begin("gradual_per_layer", 0.05, layout=layout, depthwise=0.9)
+
+
 def test_narang_has_the_lines_of_the_paper() -> None:
     q, freq, start, ramp, end = 0.17, 100, 4000, 9000, 21000
     theta = 2 * q * freq / (2 * (ramp - start) + 3 * (end - ramp))

@@ -4,10 +4,11 @@ import pytest
 import torch
 
 from gossamer.methods import METHODS, Layout
+from gossamer.methods.base import Norm
 from gossamer.schedule import Plan
 from methods.toy import begin, forward_weights, gradient_like, step, update
 
-LAYOUT = Layout(("a", "b"), ((4, 3, 2), (2, 8)), (slice(0, 4), None))
+LAYOUT = Layout(("a", "b"), ((4, 3, 2), (2, 8)), (Norm(slice(0, 4), slice(4, 8)), None))
 PLAN = Plan(0, 20, 5, 5)
 
 

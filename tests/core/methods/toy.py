@@ -58,7 +58,11 @@ def gradient_like(weights: Tensor, seed: int) -> Tensor:
 
 def update(method: Method[Any], gradient: Tensor, weights: Tensor, layout: Layout = LAYOUT) -> None:
     """Let the method learn from a gradient and change it."""
-    method.update_masks(MatrixStep(gradient, weights, layout))
+    active = None
+    if method.observes:
+        filters = sum(shape[0] for shape in layout.shapes if len(shape) > 2)
+        active = torch.linspace(0.1, 0.9, filters, dtype=weights.dtype).expand(len(weights), -1)
+    method.update_masks(MatrixStep(gradient, weights, layout, active))
 
 
 def step(

@@ -365,6 +365,10 @@ def test_what_whole_filters_cannot_do_is_left_out_and_told_once(tmp_path: Path) 
             "nothing is left to compare: slimming: slimming needs a batch norm after every conv",
         ),
         (
+            {"methods": ("dense", "apoz"), "sparsity": (0.01,)},
+            r"nothing is left to compare: apoz: .*observes the forward pass, so train it by itself \(gossamer train\)",
+        ),
+        (
             {"methods": ("scl:decay=0.01",)},
             r"the sparsity is an outcome: .*gossamer sweep \(--grid sparsity=none decay=",
         ),

@@ -92,6 +92,7 @@ def test_two_steps(
     smaller = {"folder": ["image_size=32"], "text": ["bptt=5"]}.get(kind_of(recipe.run.data) or "", [])
     changes = ["batch_size=2", *smaller, "workers=0", "log_steps=1", "device=cpu"]
     changes += ["validation=2"] if recipe.run.validation else []
+    changes += ["settings.every=1"] if recipe.run.method == "gradual_per_layer" else []
     run = recipe.run.with_settings([*changes, "settings.warmup=1it"])
     run = Run.from_dict({**run.to_dict(), "model_options": SMALLER.get(run.model, {})})  # no download of weights
     watcher = StopAfter(2)

@@ -6,9 +6,13 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
+from gossamer.lab import models
+from gossamer.lab.batched.sweeps import layout_of
 from gossamer.lab.data.locate import search_folders
 from gossamer.lab.recipes import find
 from gossamer.lab.training import Run, train
+from gossamer.methods import Request
+from gossamer.methods.gradual_per_layer import final_sparsities
 
 ARCHIVE = "imagenette-mini.tar"
 pytest.importorskip("PIL.Image")
@@ -34,7 +38,7 @@ def few_images(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.usefixtures("torchvision_or_skip")
-@pytest.mark.parametrize("name", ["imagenet-resnet50", "imagenet-efficientnet-b0"])
+@pytest.mark.parametrize("name", ["imagenet-resnet50", "imagenet-efficientnet-b0", "imagenet-efficientnet-b0-zhu-3"])
 def test_a_recipe_ends_at_its_sparsity(tmp_path: Path, few_images: Path, name: str) -> None:
     recipe = find(name)
     changes = ["batch_size=10", "epochs=3", "image_size=32", "workers=0", "device=cpu", f"data_root={few_images}"]
@@ -48,3 +52,20 @@ def test_a_recipe_ends_at_its_sparsity(tmp_path: Path, few_images: Path, name: s
     total = sum(tensor.numel() for tensor in tensors.values() if tensor.dim() > 1)
     assert pruned / total == pytest.approx(result["sparsity"], abs=1e-3)
     assert train(run, tmp_path / "run") == result  # a finished run is not trained again
+
+
+@pytest.mark.usefixtures("torchvision_or_skip")
+@pytest.mark.parametrize(("number", "convolutions", "sparsity"), [(1, 0.2, 0.195), (2, 0.5, 0.497), (3, 0.5, 0.509)])
+def test_policies_of_zhu_leave_convolutions_what_the_paper_prunes(
+    number: int, convolutions: float, sparsity: float
+) -> None:
+    """The network's sparsity is near that in the table of the paper, which counts other parameters, too."""
+    run = find(f"imagenet-efficientnet-b0-zhu-{number}").run
+    network = models.create("efficientnet_b0", num_classes=1000, pretrained=False)
+    layout = layout_of(network)
+    request = Request(run.sparsity or 0.0, 0, run.options)
+    found = dict(zip(layout.names, final_sparsities(layout, request), strict=True))
+    assert found["features.8.0.weight"] == pytest.approx(convolutions, abs=1e-5)
+    assert found["features.1.0.block.0.0.weight"] == run.settings["depthwise"]
+    assert found["classifier.1.weight"] == run.settings["linear"]
+    assert run.sparsity == pytest.approx(sparsity, abs=0.004)

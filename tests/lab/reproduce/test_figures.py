@@ -11,11 +11,14 @@ from torch import nn
 
 from gossamer import cli
 from gossamer.lab import models
+from gossamer.lab.batched.sweeps import sweep
 from gossamer.lab.data.sets import ImageSet, Labelled
 from gossamer.lab.reproduce import figures, indrnn
 from gossamer.lab.reproduce.registry import EXHIBITS, exhibit, mask_gradients_of
+from gossamer.lab.results import density
 from gossamer.lab.results.exhibits import short_decay_table
 from gossamer.lab.short_runs import rows_of_traces
+from gossamer.lab.training.run import Run
 from gossamer.methods.scl import ESTIMATORS
 
 pytest.importorskip("matplotlib")
@@ -80,12 +83,23 @@ def test_normalised_mask_gradients_are_alike_in_all_layers(tmp_path: Path) -> No
     assert [row[0] for row in shown.tables[0][1]] == ["raw", "normalised"]
 
 
-def test_density_profiles(tmp_path: Path) -> None:
-    record = {"model": "resnet20", "sparsity": 0.9, "nonzeros_by_tensor": [10, 5]}
-    profile = figures.density_profile(record, [20, 50])
-    assert (profile.title, list(profile.density)) == ("resnet20, 10% dense", [0.5, 0.1])
-    figures.draw_density_profiles([profile, profile], tmp_path / "profiles.svg")
-    assert "resnet20" in (tmp_path / "profiles.svg").read_text()
+def test_density_profiles_of_trained_networks(tmp_path: Path) -> None:
+    model = {"model": "digits_cnn", "model_options": {"width": 3}, "data": "digits"}
+    runs = [Run(**model, epochs=3, method="scl", sparsity=sparsity) for sparsity in (0.1, 0.7, 0.9)]
+    trained: dict[str, nn.Module] = {}
+
+    def further(run: Run, network: nn.Module) -> dict[str, object]:
+        trained[run.run_id] = network
+        return {}
+
+    records = sweep(runs, tmp_path, device=torch.device("cpu"), further=further)
+    found = density.profiles(records, [("digits_cnn", 0.3), ("digits_cnn", 0.11), ("digits_cnn", 0.5)])
+    assert [each.title for each in found] == ["digits_cnn, 30% dense", "digits_cnn, 10% dense"]
+    for run, profile in zip(runs[1:], found, strict=True):
+        weights = [weight for weight in trained[run.run_id].parameters() if weight.dim() > 1]
+        assert list(profile.density) == [float((weight != 0).double().mean()) for weight in weights]
+    density.draw([*found, found[0]], tmp_path / "profiles.svg")
+    assert "30% dense" in (tmp_path / "profiles.svg").read_text()
 
 
 def record(decay: float, trace: list[float], **further: Any) -> dict[str, Any]:

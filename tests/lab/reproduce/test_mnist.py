@@ -14,7 +14,7 @@ from gossamer import Sparsifier, cli
 from gossamer.lab.batched import sweeps
 from gossamer.lab.batched.optimizer import BatchedOptimizer
 from gossamer.lab.batched.stack import NetworkStack
-from gossamer.lab.batched.sweeps import train_together
+from gossamer.lab.batched.sweeps import sweep, train_together
 from gossamer.lab.data import Batches
 from gossamer.lab.data.sets import ImageSet, Labelled
 from gossamer.lab.models.fc_densenet import FullyConnectedDenseNet
@@ -22,7 +22,9 @@ from gossamer.lab.reproduce import mnist
 from gossamer.lab.reproduce.picture import panels
 from gossamer.lab.results import mnist as mnist_section
 from gossamer.lab.results import mnist_decay_table, mnist_estimator_table
-from gossamer.lab.training import Interrupted
+from gossamer.lab.results.exhibits import figures, mnist_readings_table
+from gossamer.lab.results.records import read_records
+from gossamer.lab.training import Interrupted, train
 from gossamer.lab.training.optimise import learning_rate
 from gossamer.lab.training.run import Run
 
@@ -229,6 +231,31 @@ def test_records_tables_and_picture(
     assert "our defaults, pruned_grad_scale=1: zeros" in mnist_section(root)
     with pytest.raises(ValueError, match=r"was trained when pruned_grad_scale=1\.0 was the default"):
         mnist.reproduce(tmp_path, seeds=1, epochs=3, device=CPU)
+
+
+def test_other_readings_and_recurrent_networks_have_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sweeps.data, "load", lambda name, root=None: images(side=28, count=192))
+    usual = [each.run for each in mnist.entries(seeds=1, epochs=3) if each.part == "decay" and each.run.decay == 0.03]
+    run = replace(usual[0], batch_size=64)
+
+    def reading(**settings: Any) -> Run:
+        return replace(run, settings={**run.settings, **settings})
+
+    readings = sweep([reading(l2=5e-5, warmup="1ep")], tmp_path / "mnist-readings", device=CPU)
+    record = train(reading(scale="per_sample"), tmp_path / "alone")
+    (tmp_path / "mnist-readings" / "per-sample.json").write_text((tmp_path / "alone" / "result.json").read_text())
+    found = read_records(tmp_path / "mnist-readings")
+    known = [{**each, "part": "decay"} for each in sweep([run], tmp_path / "mnist", device=CPU)]
+    _, rows = mnist_readings_table(known, found)
+    cells = [f"{factor * each[key]:.{digits}f}{unit}" for each in (known[0], readings[0], record)
+             for key, factor, digits, unit in (("sparsity", 100, 1, " %"), ("accuracy", 100, 2, ""))]  # fmt: skip
+    assert rows == [["0.03", "96.2 %", "98.01", *cells]]
+
+    recurrent = Run(model="indrnn", data="mnist", epochs=2, batch_size=64, method="scl", sparsity=0.5)
+    outcome = train(recurrent, tmp_path / "recurrent")
+    (tmp_path / "indrnn-mnist").mkdir()
+    (tmp_path / "indrnn-mnist" / "0.5.json").write_text((tmp_path / "recurrent" / "result.json").read_text())
+    assert f"| 50.0 % | {100 * outcome['accuracy']:.2f} |" in figures(tmp_path)
 
 
 @pytest.mark.parametrize("asked", [signal.SIGINT, signal.SIGTERM])

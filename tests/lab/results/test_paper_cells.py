@@ -8,6 +8,7 @@ import pytest
 
 from gossamer.lab.recipes import find
 from gossamer.lab.results import paper_cells
+from gossamer.lab.results.exhibits import figures
 from gossamer.lab.training.run import Run
 
 
@@ -79,6 +80,27 @@ def test_rows_are_means_over_the_records_that_belong_to_them(tmp_path: Path) -> 
     assert "| ResNet-20 | 95 % | 90.08 | 90.00 | -0.08 | 92.00 | +1.92 | 2 / 1 | 370 / 240 |" in paper_cells.section(
         tmp_path
     )
+
+
+def test_runs_that_are_trained_alone_fill_the_rows_of_the_language_model(tmp_path: Path) -> None:
+    """Their records are results of `gossamer train`, as NAME.json."""
+    of_a_batch = ("accuracy", "validation_accuracy", "train_loss", "diverged")
+    for kind, recipe, perplexity in (("paper", "wikitext2-lstm-paper", 92.5), ("default", "wikitext2-lstm", 90.25)):
+        run = find(recipe).run.with_settings(["sparsity=0.813"])
+        folder = tmp_path / "results" / f"{kind}-wikitext2-lstm"
+        write(folder, run, 0.0, mode="float32", perplexity=perplexity)
+        (path,) = folder.glob("*.json")
+        record = {name: value for name, value in json.loads(path.read_text()).items() if name not in of_a_batch}
+        path.unlink()
+        (folder / f"{kind}-wikitext2-lstm-0.813.json").write_text(json.dumps(record))
+    found = row_of(paper_cells.rows(tmp_path), "LSTM WikiText-2", 0.813)
+    assert (found["paper"], found["paper_settings"], found["ours"]) == (83.16, 92.5, 90.25)
+    assert found["state"] == "its settings but for λ1, which is solved for"
+    rivals = find("wikitext2-lstm").run.with_settings(["sparsity=0.947", "method=narang"])
+    write(tmp_path / "results" / "rivals-wikitext2-lstm", rivals, 0.0, perplexity=95.0)
+    shown = figures(tmp_path / "results")
+    assert "| gossamer (learned masks) | 81.3 % | 90.25 |" in shown
+    assert "94.7 % | 95.00 |" in shown
 
 
 def test_every_number_of_the_paper_has_a_row(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import torch
 
 from gossamer.hints import did_you_mean
 from gossamer.lab import data
-from gossamer.lab.batched.supported import OWN, check_filters, check_min_density, check_pattern
+from gossamer.lab.batched.supported import OWN, check_filters, check_min_density, check_observer, check_pattern
 from gossamer.lab.batched.sweeps import Record, layout_of, missing_in, read_record_of, record_path, sweep
 from gossamer.lab.results import comparison_page
 from gossamer.lab.results.plot import accuracy_against_sparsity, can_draw, check
@@ -185,12 +185,13 @@ def compare(
 
 def possible_runs(comparison: Comparison, progress: Callable[[str], None] = lambda line: None) -> list[Run]:
     """The runs of a comparison without those that whole filters or a pattern do not allow, or whose network lacks the
-    gains that slimming needs; `progress` names these. A budget below `min_density` is an error."""
+    batch norms that a method needs; `progress` names these. A budget below `min_density` is an error."""
     layout = layout_of(networks.create(Run(model=comparison.net), num_classes=10))
     found, problems = dict[str, Run](), dict[str, None]()
     for run in comparison.runs():
         check_min_density(run, layout)
         try:
+            check_observer(run)
             check_filters(run, layout)
             check_pattern(run, layout)
         except ValueError as error:

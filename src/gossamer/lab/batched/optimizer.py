@@ -84,6 +84,8 @@ class BatchedOptimizer:
                 group.method.follow(slice(None), before[_bounds(group)], self.weights(group))
                 group.method.settle()
             group.method.project(self.weights(group))
+            if group.method.penalizes:
+                group.method.project_others(self.stack.variables[group.rows, count:])
             group.timeline.clock += 1
         self.apply_masks()
         self.step += 1

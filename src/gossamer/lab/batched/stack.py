@@ -9,7 +9,7 @@ from torch.func import functional_call, vmap
 
 from gossamer.lab.batched.blocks import plain, stackable
 from gossamer.methods.base import Layout
-from gossamer.methods.slimming import gains_of
+from gossamer.methods.filters import norms_of
 from gossamer.prunable import select
 
 
@@ -102,7 +102,7 @@ class NetworkStack:
         names, others = self.names[:tensors], zip(self.names[tensors:], self.sizes[tensors:], strict=True)
         whole = (torch.empty((1, *self.shapes[name]), device="meta") for name in names)
         shapes = tuple(tuple(_storage_order(each).shape[1:]) for each in whole)
-        return Layout(tuple(names), shapes, gains_of(self.template, names, list(others)))
+        return Layout(tuple(names), shapes, norms_of(self.template, names, list(others)))
 
     def _make_leaves(self) -> None:
         """The leaves are views into two matrices, so that all can be filled at once.

@@ -17,10 +17,8 @@ from gossamer.lab.training.run import Run
 from gossamer.methods import find
 from gossamer.methods.base import Layout, min_nonzeros
 from gossamer.methods.dense import Dense
-from gossamer.methods.filters import check_reach
 from gossamer.methods.lottery import rewound
 from gossamer.methods.scl import SCLOptions
-from gossamer.methods.slimming import Slimming, check_gains
 from gossamer.schedule import Plan, make_plan
 from gossamer.settings import Phases
 
@@ -50,6 +48,8 @@ def unsupported(run: Run) -> list[str]:
     if kind_of(run.data) in ("folder", "text", "sentences"):
         found.append(f"data={run.data!r}")
     options = run.options
+    if find(run.method).observes:
+        found.append(f"method={run.method!r}")
     if run.method == "scl" and isinstance(options, SCLOptions):
         found += ["settings.scale='per_sample'"] if options.scale == "per_sample" else []
         found += [f"settings.mask_momentum={options.mask_momentum}"] if options.mask_momentum else []
@@ -82,13 +82,17 @@ def check_reachable(runs: Sequence[Run], layout: Layout) -> None:
         raise ValueError("runs that cannot be trained:\n  " + "\n  ".join(problems))
 
 
+def check_observer(run: Run) -> None:
+    """Refuse a method that observes the forward pass, which is mapped over networks here."""
+    if find(run.method).observes:
+        raise ValueError(f"method={run.method} observes the forward pass, so train it by itself (gossamer train)")
+
+
 def check_filters(run: Run, layout: Layout) -> None:
-    """Refuse a budget that whole filters are too coarse for, or slimming where a gain is missing."""
+    """Refuse a budget that whole filters are too coarse for, or a missing batch norm that a method needs."""
     method = find(run.method)
     if method.structured and run.sparsity is not None:
-        check_reach(layout, run.sparsity)
-    if method is Slimming:
-        check_gains(layout)
+        method.check(layout, request_of(run, layout))
 
 
 def check_min_density(run: Run, layout: Layout) -> None:

@@ -31,7 +31,7 @@ from gossamer.lab.training.run import Run
 from gossamer.lab.training.signals import Interrupted, StopSignal
 from gossamer.methods import find
 from gossamer.methods.base import Layout
-from gossamer.methods.slimming import gains_of
+from gossamer.methods.filters import norms_of
 from gossamer.prunable import select
 from gossamer.state import make_layout
 
@@ -162,7 +162,7 @@ def layout_of(network: nn.Module) -> Layout:
     weights = select(network)
     names = tuple(weight.name for weight in weights)
     others = [(name, each.numel()) for name, each in network.named_parameters() if name not in names]
-    return make_layout(weights, any_order=False, gains=gains_of(network, names, others))
+    return make_layout(weights, any_order=False, norms=norms_of(network, names, others))
 
 
 def _train_missing(wanted: Collection[Run], options: _Options) -> None:

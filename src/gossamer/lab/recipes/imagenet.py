@@ -2,7 +2,8 @@
 
 As in the paper: batch 128, learning rate 0.005, 90 epochs with training masks and 60 with frozen masks; here these are
 fractions of the run. For the last two networks the paper prints only the loss of accuracy, so there is no number to
-compare with directly.
+compare with directly. It prunes EfficientNet-B0 with the rule of Zhu & Gupta as well, by three policies that set the
+sparsity of each kind of layer.
 """
 
 from dataclasses import replace
@@ -22,6 +23,10 @@ _BASE = Run(
     settings={"warmup": "0run", "sparsify": share(70, of=150), "stabilise": share(20, of=150)},
 )
 
+# Sparsity of convolutions, depthwise convolutions and the classifier, and of the network with these.
+_POLICIES = ((0.2, 0.1, 0.2, 0.196524), (0.5, 0.5, 0.5, 0.5), (0.5, 0.125, 0.6, 0.51141))
+_EFFICIENTNET = "imagenet-efficientnet-b0"
+
 RECIPES = (
     Recipe(
         "imagenet-vgg16",
@@ -35,8 +40,23 @@ RECIPES = (
     ),
     Recipe("imagenet-resnet50", "ImageNet, ResNet-50, 74 % sparse", replace(_BASE, model="resnet50")),
     Recipe(
-        "imagenet-efficientnet-b0",
+        _EFFICIENTNET,
         "ImageNet, EfficientNet-B0, 55 % sparse",
         replace(_BASE, model="efficientnet_b0", sparsity=0.55),
+    ),
+    *(
+        Recipe(
+            f"{_EFFICIENTNET}-zhu-{number}",
+            f"ImageNet, EfficientNet-B0, gradual magnitude: {100 * plain:g} % of convolutions, {100 * depthwise:g} % "
+            f"of depthwise ones, {100 * linear:g} % of the classifier",
+            replace(
+                _BASE,
+                model="efficientnet_b0",
+                method="gradual_per_layer",
+                sparsity=sparsity,
+                settings={**_BASE.settings, "depthwise": depthwise, "linear": linear},
+            ),
+        )
+        for number, (plain, depthwise, linear, sparsity) in enumerate(_POLICIES, 1)
     ),
 )

@@ -6,7 +6,6 @@ Each has a function that computes what is drawn, and one that draws it.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -73,33 +72,6 @@ def draw_estimators(path: Path) -> None:
             axes.set_title(f"{each.name.replace('_', ' ')}{alpha}", fontsize=9)
             axes.set_xlabel("mask variable")
             axes.set_ylim(-0.08, 1.12)
-
-
-# --- density profiles ---
-
-
-@dataclass(frozen=True)
-class Profile:
-    """The share of kept weights of each tensor, in the order of the network."""
-
-    title: str
-    density: Sequence[float]
-
-
-def density_profile(record: Mapping[str, Any], sizes: Sequence[int]) -> Profile:
-    """From the record of a run, and the weights of each tensor of its network."""
-    kept = record["nonzeros_by_tensor"]
-    density = [count / size for count, size in zip(kept, sizes, strict=True)]
-    return Profile(f"{record['model']}, {1 - record['sparsity']:.0%} dense", density)
-
-
-def draw_density_profiles(profiles: Sequence[Profile], path: Path) -> None:
-    with save_figure(path, width=4.4 * len(profiles), height=2.6) as figure:
-        for axes, each in zip(figure.subplots(1, len(profiles), squeeze=False)[0], profiles, strict=True):
-            axes.bar(range(1, len(each.density) + 1), [100 * share for share in each.density], width=1.0)
-            axes.set_title(each.title, fontsize=9)
-            axes.set_xlabel("layer")
-            axes.set_ylabel("density in percent")
 
 
 # --- magnitudes of mask gradients ---

@@ -11,14 +11,13 @@ from gossamer.hints import did_you_mean
 from gossamer.io.checkpoints import read_checkpoint
 from gossamer.lab import data, models
 from gossamer.lab.data.sets import ImageSet
-from gossamer.lab.recipes import find
+from gossamer.lab.recipes import find, imagenet
 from gossamer.lab.reproduce import figures, indrnn, map_fitting, mnist, paper_settings, short_decay
-from gossamer.lab.results import map_fitting_rows, mnist_decay_table, mnist_estimator_table
+from gossamer.lab.results import density, map_fitting_rows, mnist_decay_table, mnist_estimator_table
 from gossamer.lab.results.exhibits import indrnn_table, short_decay_table
 from gossamer.lab.results.plot import can_draw
-from gossamer.lab.results.records import Record, read_records
+from gossamer.lab.results.records import read_records
 from gossamer.lab.training.distributed import join
-from gossamer.prunable import select
 
 Table = tuple[Sequence[str], Sequence[Sequence[str]]]
 
@@ -135,15 +134,7 @@ def _indrnn(asked: Asked) -> Reproduced:
 
 def _density(asked: Asked) -> Reproduced:
     """From the records of other exhibits: those of DenseNet-40 and ResNet-110 nearest to 10 and 30 % density."""
-    profiles = []
-    for name in ("densenet40", "resnet110"):
-        found = _sparse_records(asked.out.parent, name)
-        for density in (0.1, 0.3):
-            near = [each for each in found if abs(1 - each["sparsity"] - density) < 0.03]
-            if near:
-                network = models.create(name, num_classes=10)
-                sizes = [weight.parameter.numel() for weight in select(network)]
-                profiles.append(figures.density_profile(near[0], sizes))
+    profiles = density.committed_profiles(asked.out.parent)
     if not profiles:
         return Reproduced(
             notes=["no records of DenseNet-40 or ResNet-110 at 10 or 30 % density: reproduce these first"]
@@ -152,15 +143,8 @@ def _density(asked: Asked) -> Reproduced:
         [each.title, *(f"{100 * share:.1f} %" for share in (each.density[0], min(each.density), each.density[-1]))]
         for each in profiles
     ]
-    path = asked.out / "profiles.svg"
-    notes = _drawn(path, lambda path: figures.draw_density_profiles(profiles, path))
+    notes = _drawn(asked.out / density.NAME, lambda path: density.draw(profiles, path))
     return Reproduced([(("network", "first layer", "least", "last layer"), rows)], notes)
-
-
-def _sparse_records(root: Path, name: str) -> list[Record]:
-    folders = [*root.glob(f"paper-{name}"), *root.glob(f"default-{name}"), *root.glob(f"compare-{name}")]
-    found = [record for folder in folders for record in read_records(folder)]
-    return [each for each in found if each["config"]["method"] == "scl" and "nonzeros_by_tensor" in each]
 
 
 def _mask_gradients(asked: Asked) -> Reproduced:
@@ -238,7 +222,7 @@ EXHIBITS: tuple[Exhibit, ...] = (
         "imagenet",
         "VGG-16, ResNet-50 and EfficientNet-B0 on ImageNet",
         "ImageNet, and days",
-        _recipes("imagenet-vgg16", "imagenet-resnet50", "imagenet-efficientnet-b0"),
+        _recipes(*(recipe.name for recipe in imagenet.RECIPES)),
     ),
 )  # fmt: skip
 

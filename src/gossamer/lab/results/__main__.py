@@ -3,6 +3,7 @@
 import argparse
 from pathlib import Path
 
+from gossamer.lab.results import density
 from gossamer.lab.results.pages import documents, drawings
 from gossamer.lab.results.plot import accuracy_against_sparsity, can_draw, map_fitting_curves
 from gossamer.lab.results.records import read_objects
@@ -18,5 +19,7 @@ if __name__ == "__main__":
             accuracy_against_sparsity(records, path.stem.partition("-")[0], path)
         fits = checkout / "results" / "map-fitting"
         map_fitting_curves(read_objects(fits), fits / "curves.svg")
+        if profiles := density.committed_profiles(checkout / "results"):
+            density.draw(profiles, checkout / "results" / "density" / density.NAME)
     for path, content in documents(checkout).items():
         path.write_text(content)

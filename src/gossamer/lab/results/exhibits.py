@@ -18,6 +18,7 @@ from gossamer.lab.results.records import (
     read_records,
     table,
 )
+from gossamer.methods import METHODS
 from gossamer.methods.scl import SCLOptions
 
 OF_MNIST = ("part", "paper_accuracy", "paper_sparsity", "input_nonzeros", "options", "hardware")
@@ -161,6 +162,26 @@ def figures(root: Path) -> str:
             table(*indrnn_table(record["curves"])),
             "![gradient norms](../results/indrnn/gradient-norms.svg)",
         ]
+    if trained := read_records(root / "indrnn-mnist"):
+        config = trained[0]["config"]
+        parts += [
+            f"IndRNNs trained on MNIST, row by row: six layers of 128, {config['epochs']} epochs at a learning rate of "
+            f"{config['lr']:g}, one seed, our defaults; W and the classifier are pruned, u is not (`gossamer train "
+            f"mnist-fc-densenet --set model=indrnn epochs={config['epochs']} lr={config['lr']:g} sparsity=0.9`):",
+            table(*indrnn_trained_table(trained)),
+        ]
+    if rivals := read_records(root / "rivals-wikitext2-lstm"):
+        parts += [
+            "The LSTM on WikiText-2, our defaults beside gradual pruning (AGP) and Narang with their published phases, "
+            "in the same epochs (in the paper AGP has 83.64 at 80.4 % zeros, and Narang 95.35 at 94.3 %):",
+            table(*wikitext_rivals_table([*read_records(root / "default-wikitext2-lstm"), *rivals])),
+        ]
+    if (root / "density" / "profiles.svg").exists():
+        parts += [
+            "Density of every layer of DenseNet-40 and ResNet-110, of the runs nearest to 10 and 30 % density "
+            "(`gossamer reproduce density`):",
+            "![density profiles](../results/density/profiles.svg)",
+        ]
     short = read_records(root / "short-decay") if (root / "short-decay").is_dir() else []
     if short:
         epochs = short[0]["config"]["epochs"]
@@ -214,6 +235,59 @@ def mnist_estimator_table(records: Sequence[Record]) -> tuple[list[str], list[li
     return head, rows
 
 
+def mnist_readings_table(usual: Sequence[Record], others: Sequence[Record]) -> tuple[list[str], list[list[str]]]:
+    """The paper's table of λ1 under two other readings of its equations. `usual` are the runs of the table itself, of
+    which those with the same phases are compared."""
+    phases = others[0]["config"]["settings"]["sparsify"]
+    usual = [each for each in usual if each["part"] == "decay" and each["config"]["settings"]["sparsify"] == phases]
+    kinds: dict[str, list[Record]] = defaultdict(list, {"as above": [*usual]})
+    for each in sorted(others, key=lambda each: -each["config"]["settings"].get("l2", 0.0)):
+        l2 = each["config"]["settings"].get("l2")
+        kinds[f"λ2 = {l2:g} on masks" if l2 else "per-sample scale"].append(each)
+    head = ["λ1", "paper: zeros", "accuracy"]
+    for kind, records in kinds.items():
+        head += [f"{kind} (seeds: {len({each['config']['seed'] for each in records})}): zeros", "accuracy"]
+    published = {each.decay: each for each in MNIST if each.table == DECAY_TABLE}
+    rows = []
+    for decay in sorted({each["config"]["decay"] for each in others}):
+        paper = published[decay]
+        row = [f"{decay:g}", f"{100 * (paper.sparsity or 0.0):.1f} %", f"{100 * paper.value:.2f}"]
+        for records in kinds.values():
+            own = [each for each in records if each["config"]["decay"] == decay]
+            row += _at_zeros(own) if own else ["–", "–"]
+        rows.append(row)
+    return head, rows
+
+
+def _readings(root: Path, usual: Sequence[Record]) -> list[str]:
+    others = read_records(root / "mnist-readings")
+    if not others:
+        return []
+    return [
+        "The same under two other readings of the paper: the L2 term acts on the masks as well (`settings.l2=`; 5e-5 "
+        "is the weight decay of the runs), or mask gradients are divided by the scale of single samples, its equation "
+        "to the letter (`settings.scale=per_sample`):",
+        table(*mnist_readings_table(usual, others)),
+    ]
+
+
+def indrnn_trained_table(records: Sequence[Record]) -> tuple[list[str], list[list[str]]]:
+    """Trained IndRNNs, the densest first."""
+    ranked = sorted(records, key=lambda each: float(each["sparsity"]))
+    rows = [[f"{100 * each['sparsity']:.1f} %", f"{100 * each['accuracy']:.2f}"] for each in ranked]
+    return ["zeros in W", "test accuracy"], rows
+
+
+def wikitext_rivals_table(records: Sequence[Record]) -> tuple[list[str], list[list[str]]]:
+    """Test perplexity of the LSTM by method and sparsity, of our defaults and of rivals."""
+    ranked = sorted(records, key=lambda each: (float(each["sparsity"]), float(each["perplexity"])))
+    rows = [
+        [METHODS[each["config"]["method"]].title, f"{100 * each['sparsity']:.1f} %", f"{each['perplexity']:.2f}"]
+        for each in ranked
+    ]
+    return ["method", "zeros", "test perplexity"], rows
+
+
 def _defaults(records: Sequence[Record]) -> str:
     """What the table calls them: those of now, or of when the runs were made."""
     now, changed = vars(SCLOptions()), dict[str, float]()
@@ -262,6 +336,7 @@ def mnist(root: Path) -> str:
             f"{_defaults(records)} "
             f"at 95 %: {_accuracy(ours)}.",
             table(*mnist_estimator_table(records)),
+            *_readings(root, records),
             "Nonzero weights of each pixel, over all layers, darkest where there are most (numbers in the records):",
             "![Input connectivity on MNIST](../results/mnist/input-connectivity.png)",
         ]

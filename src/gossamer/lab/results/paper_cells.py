@@ -235,7 +235,8 @@ def _of_paper_settings(cell: _Cell, root: Path) -> list[Record]:
     for record in _records(root / f"paper-{cell.recipe.exhibit}"):
         settings = record["config"]["settings"]
         kind = settings.get("estimator", "identity"), settings.get("scale", "batch") != "none"
-        if record.get("paper_sparsity") == cell.sparsity and kind == (cell.estimator, cell.normalised):
+        aim = record.get("paper_sparsity", asked_sparsity(record))  # of a run alone, what was asked for
+        if aim == cell.sparsity and kind == (cell.estimator, cell.normalised):
             found.append(record)
     return found
 

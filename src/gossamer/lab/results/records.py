@@ -12,6 +12,10 @@ from gossamer.lab.training.run import Run
 
 Record = dict[str, Any]
 _NEEDED = ("run_id", "config", "diverged", "accuracy", "validation_accuracy", "sparsity", "train_loss")
+_OF_ONE: Mapping[str, Any] = MappingProxyType(
+    {"diverged": False, "train_loss": None, "accuracy": None, "validation_accuracy": None}
+)
+"""What the result of a run that was trained alone may lack: it has not diverged, and may have a perplexity instead."""
 _KINDS: Mapping[str, type] = MappingProxyType(
     dict.fromkeys(("run_id", "tier", "part"), str)
     | dict.fromkeys(("options", "hardware", "retired"), dict)
@@ -20,10 +24,13 @@ _KINDS: Mapping[str, type] = MappingProxyType(
 
 
 def read_record(path: Path, needed: Sequence[str] = ()) -> Record:
-    """The record of a batched run; it has all that tables show, and what else is `needed`."""
+    """The record of a run of a batch, or the result of one that was trained alone; it has all that tables show, and
+    what else is `needed`."""
     remedy = ": delete it to train the run again"
     record = with_current_keys(read_object(path, "the record of a run", remedy))
-    if lacking := [name for name in (*_NEEDED, *needed) if name not in record]:
+    alone = "mode" in record and "runs_in_batch" not in record
+    shown = {**(_OF_ONE if alone else {}), **record}
+    if lacking := [name for name in (*_NEEDED, *needed) if name not in shown]:
         raise ValueError(f"expected the record of a run in {path}, got one without {', '.join(lacking)}{remedy}")
     check_result(record, path)
     if wrong := [name for name, kind in _KINDS.items() if not isinstance(record.get(name, kind()), kind)]:
@@ -33,7 +40,7 @@ def read_record(path: Path, needed: Sequence[str] = ()) -> Record:
         config = Run.from_dict(record["config"]).to_dict()
     except ValueError as error:
         raise ValueError(f"expected the record of a run in {path}, got {error}{remedy}") from error
-    return {**record, "config": config}
+    return {**shown, "config": config}
 
 
 def read_records(folder: Path, needed: Sequence[str] = ()) -> list[Record]:
