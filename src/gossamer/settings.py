@@ -69,6 +69,8 @@ ADAPTIVE: Mapping[str, Any] = MappingProxyType(
     | {"warmup": "0.1run", "sparsify": "0.5run", "stabilise": "0.3run"}
 )
 """What preset="default" means for scl under optimizers with adaptive rates, such as Adam (docs/method.md)."""
+_LENGTHS = {"warmup", "sparsify", "stabilise"}
+
 RENAMED: Mapping[str, str] = MappingProxyType(
     {
         "anchor": "mask_decay",
@@ -118,7 +120,9 @@ def choose(
             raise TypeError(f"unknown setting {name!r} of method={method.name!r}: {hint}")
     usual = PRESETS[preset]
     if adaptive and preset == "default" and method.name == "scl" and not overrides.keys() & set(OF_GRADIENTS):
-        usual = ADAPTIVE
+        # Whoever sets the length of one phase counts on the usual lengths of the others.
+        left_out = _LENGTHS if _LENGTHS & overrides.keys() else ()
+        usual = {name: value for name, value in ADAPTIVE.items() if name not in left_out}
     values = {**method.usual_phases, **usual, **overrides}
     phases = Phases(**{name: value for name, value in values.items() if name in of_phases})
     return phases, make_options(method, {name: value for name, value in values.items() if name in of_method})

@@ -158,6 +158,11 @@ def test_settings_of_gradients_and_other_targets_make_masks_learn_from_gradients
     assert sparsify(torch.optim.AdamW, **settings).settings.mask_travel == 0
 
 
+def test_setting_the_length_of_a_phase_leaves_the_others_as_usual() -> None:
+    plan = sparsify(torch.optim.AdamW, warmup="0.5run").plan
+    assert (plan.warmup, plan.sparsify, plan.stabilise) == (50, 35, 15)
+
+
 def test_masks_learn_from_gradients_under_sgd() -> None:
     assert sparsify(torch.optim.SGD).settings.mask_travel == 0
 

@@ -206,7 +206,7 @@ def test_bad_requests_say_what_was_expected() -> None:
     refused("leave_at= requires decay=", sparsity=0.9, leave_at=0.5)
     refused("keeps 1 of .* weights, but min_density requires 2", sparsity=0.999)
     refused("expected one of the presets default, paper, got 'papre'", sparsity=0.5, preset="papre")
-    refused("unknown setting 'mask_rate' of method='scl': did you mean 'mask_lr'", sparsity=0.5, mask_rate=1.0)
+    refused("unknown setting 'masks_lr' of method='scl': did you mean 'mask_lr'", sparsity=0.5, masks_lr=1.0)
     refused("estimator: expected one of identity, .* got 'ste'", sparsity=0.5, estimator="ste")
     refused("mask_decay: expected a number of at least 0 and below 1, got 1.0", sparsity=0.5, mask_decay=1.0)
     refused("mask_decay: expected a number of at least 0 and below 1, got -0.1", sparsity=0.5, mask_decay=-0.1)

