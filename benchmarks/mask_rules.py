@@ -52,7 +52,7 @@ PHASES = {
 
 @dataclass(frozen=True)
 class ProbeOptions(Options):
-    source: str = "update"  # of mask increments: update, gradient, or normed (the update at a fixed size)
+    source: str = "update"  # of mask increments: update (the step of the optimizer) or gradient
     rho: float = 1.0  # speed relative to the weights, or the rate of a gradient that is scaled to one
     power: float = 0.0  # the direction is sgn(w)·(|w| / usual)^power
     theta: float = 1.0  # share of the optimizer's step that pruned weights take
@@ -94,9 +94,6 @@ class Probe(GlobalThreshold[ProbeOptions]):
         along = change * self._direction(self._before)
         if self._options.source == "update":
             self._learned.addcmul_(along, self._columns["rho"])
-        elif self._options.source == "normed":
-            sizes = [self._context.mean_squares(each).sqrt() for each in (weights, along)]
-            self._learned.addcmul_(along, self._columns["rho"] * self._share * sizes[0] / (sizes[1] + 1e-20))
         weights.copy_(self._before + torch.where(self.mask, change, change * self._columns["theta"]))
         self._learned.add_((weights.abs() - self._learned) * self._columns["pull"])
         self._budget.score.copy_(self._learned)

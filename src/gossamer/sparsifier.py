@@ -120,10 +120,10 @@ class Sparsifier:
         if include is None and exclude is None:
             _warn_of_frozen(model, self.weights)
         optimizers = [unwrapped(each) for each in (optimizer if isinstance(optimizer, Sequence) else [optimizer])]
-        adaptive = any(map(is_adaptive, optimizers)) and (flops, decay, pattern) == (None, None, None)
-        self.phases, self.settings = choose(self._kind, preset, settings, adaptive=adaptive)
         # An optimizer that updates none of the weights (AdamW next to Muon, say) is ignored.
         self._owned = [(owner, indices) for owner, indices in owned_by(optimizers, self.weights) if indices]
+        adaptive = any(is_adaptive(owner) for owner, _ in self._owned) and (flops, decay, pattern) == (None, None, None)
+        self.phases, self.settings = choose(self._kind, preset, settings, adaptive=adaptive)
         self._group = shard_group([weight.parameter for weight in self.weights])
         self._replicas = model.process_group if isinstance(model, DistributedDataParallel) else None
         _check_weights(

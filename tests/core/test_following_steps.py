@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import gossamer
+from gossamer.methods import DPF
 from gossamer.methods.feather import fade
 from gossamer.methods.scl import faded_weight, follow_step_
 
@@ -165,6 +166,25 @@ def test_setting_the_length_of_a_phase_leaves_the_others_as_usual() -> None:
 
 def test_masks_learn_from_gradients_under_sgd() -> None:
     assert sparsify(torch.optim.SGD).settings.mask_travel == 0
+
+
+def test_an_adaptive_optimizer_that_owns_no_prunable_weight_does_not_count() -> None:
+    model = network()
+    weights = [each for each in model.parameters() if each.dim() > 1]
+    others = [each for each in model.parameters() if each.dim() == 1]
+    optimizers = [torch.optim.SGD(weights, lr=0.1), torch.optim.AdamW(others, lr=1e-3)]
+    assert gossamer.Sparsifier(model, optimizers, sparsity=0.8, total_steps=100).settings.mask_travel == 0
+
+
+def test_a_method_that_follows_without_saying_how_is_told_what_lacks() -> None:
+    class Mute(DPF):
+        name, follows = "mute", True
+
+    model = network()
+    optimizer = make_optimizer("sgd", model)
+    gossamer.Sparsifier(model, optimizer, method=Mute, sparsity=0.8, total_steps=10, warmup="0it")
+    with pytest.raises(TypeError, match=r"'mute' sets follows=True, so it has to define follow\(\) and settle\(\)"):
+        step(model, optimizer, batches()[0])
 
 
 def test_both_ways_of_learning_at_once_are_refused() -> None:

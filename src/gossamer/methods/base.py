@@ -538,11 +538,11 @@ class Method(ABC, Generic[S]):
 
     def follow(self, columns: slice, before: Tensor, after: Tensor) -> None:
         """Learn from w̃ in some columns before and after the step of the optimizer, if the method `follows`."""
-        raise NotImplementedError
+        raise TypeError(f"method={self.name!r} sets follows=True, so it has to define follow() and settle()")
 
     def settle(self) -> Outcome:
         """Update the masks after `follow` had all columns; the outcome is for diagnostics."""
-        raise NotImplementedError
+        raise TypeError(f"method={self.name!r} sets follows=True, so it has to define follow() and settle()")
 
     def add_penalty(self, gradient: Tensor, others: Tensor) -> None:
         """Change the gradient of the parameters that are not prunable, in place."""

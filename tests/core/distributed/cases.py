@@ -12,6 +12,7 @@ DATA_PARALLEL: dict[str, dict[str, Any]] = {
     "decay": {"decay": 0.3},
     "per_sample": {"sparsity": 0.7, "scale": "per_sample"},
     "pattern": {"sparsity": 0.7, "pattern": "row"},
+    "following": {"sparsity": 0.7, "mask_travel": 1.0, "fade": 3.0},
 }
 WHOLE = [name for name, method in METHODS.items() if not method.shardable]  # methods that need whole weights
 # Every other method; those of filters on a network that has some.
@@ -30,6 +31,7 @@ SHARDED: dict[str, tuple[Any, ...]] = {
     "hybrid, two shards": ("mlp", {"sparsity": 0.7}, (1, 2)),
     "hybrid, two replicas": ("mlp", {"sparsity": 0.7}, (2, 1)),
     "momentum": ("mlp", {"sparsity": 0.7, "mask_momentum": 0.9}),
+    "following": ("mlp", {"sparsity": 0.7, "mask_travel": 1.0, "fade": 3.0}),
     **{
         f"method {name}": ("mlp", {"method": name, "sparsity": 0.7})
         for name, method in METHODS.items()

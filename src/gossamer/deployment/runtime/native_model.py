@@ -285,14 +285,19 @@ class NativeModel:
             self._ready = {shape: ready for shape, ready in self._ready.items() if ready.batch != batch}
             self._alone = {shape: ready for shape, ready in self._alone.items() if ready.batch != batch}
 
-    def profile(self, *arguments: Any) -> dict[int, float]:
-        """Seconds per operation in one call by one thread, by operation number; -1: input and output."""
+    def _by_itself(self, arguments: Sequence[Any]) -> tuple[_Prepared, list[Tensor], list[Tensor], _Workspace]:
+        """What a call by one thread needs, with a workspace of its own."""
         leaves = tree_leaves(arguments)
         check_tensors(leaves)
         prepared = self._ready.get(tuple([x.shape for x in leaves])) or self._prepare(leaves)
         inputs = [readable(x, dtype) for x, dtype in zip(leaves, self._dtypes, strict=True)]
         outputs = [empty(shape) for shape in prepared.outputs]
         workspace = self._workspace(prepared)
+        return prepared, inputs, outputs, workspace
+
+    def profile(self, *arguments: Any) -> dict[int, float]:
+        """Seconds per operation in one call by one thread, by operation number; -1: input and output."""
+        prepared, inputs, outputs, workspace = self._by_itself(arguments)
         seconds = np.zeros(len(prepared.records))
         workspace.block[_TIMES] = seconds.ctypes.data
         own = replace(prepared, spare=[workspace])
@@ -306,12 +311,7 @@ class NativeModel:
     def traced(self, *arguments: Any) -> Iterator[tuple[int, Floats]]:
         """Run a call by one thread, group by group and operation by operation: yields the number of each operation and
         the arena before it runs."""
-        leaves = tree_leaves(arguments)
-        check_tensors(leaves)
-        prepared = self._ready.get(tuple([x.shape for x in leaves])) or self._prepare(leaves)
-        inputs = [readable(x, dtype) for x, dtype in zip(leaves, self._dtypes, strict=True)]
-        outputs = [empty(shape) for shape in prepared.outputs]
-        workspace = self._workspace(prepared)
+        prepared, inputs, outputs, workspace = self._by_itself(arguments)
         own, records = replace(prepared, spare=[workspace]), workspace.block[_OPS]
         workspace.block[_N_OPS] = 1
         for group in range(prepared.shares[0][0], prepared.shares[-1][1]):

@@ -132,8 +132,6 @@ def whole_epochs(method: str, preset: str, epochs: int) -> list[str]:
     usual = {**find(method).usual_phases, **PRESETS.get(preset, {})}
     names = ("warmup", "sparsify", "stabilise")
     durations = [str(usual.get(name, getattr(Phases, name))) for name in names]
-    if any(each != "0it" and not each.endswith("run") for each in durations):
-        return []  # durations that do not depend on the length of the run
     shares = [float(each.removesuffix("run").removesuffix("it")) for each in durations]
     ends = [round(sum(shares[:count]) * epochs) for count in range(4)]
     pairs = zip(pairwise(ends), shares, strict=True)

@@ -74,14 +74,14 @@ class BatchedOptimizer:
             if group.method.penalizes:
                 group.method.add_penalty(gradient[group.rows, count:], self.stack.variables[group.rows, count:])
             group.method.update_masks(MatrixStep(gradient[group.rows, :count], self.weights(group), self.stack.layout))
-        before = {_bounds(group): self.weights(group).clone() for group in self.groups if group.method.follows}
+        before = [self.weights(group).clone() if group.method.follows else None for group in self.groups]
         if self.squares is None:
             self._descend(gradient, rate, parameters)
         else:
             self._descend_with_adam(gradient, self.squares, rate, parameters)
-        for group in self.groups:
-            if group.method.follows:
-                group.method.follow(slice(None), before[_bounds(group)], self.weights(group))
+        for group, weights in zip(self.groups, before, strict=True):
+            if weights is not None:
+                group.method.follow(slice(None), weights, self.weights(group))
                 group.method.settle()
             group.method.project(self.weights(group))
             if group.method.penalizes:
@@ -152,7 +152,3 @@ class BatchedOptimizer:
         squares.mul_(second).addcmul_(gradient, gradient, value=1.0 - second)
         size = squares.sqrt().div_((1.0 - second**count).sqrt()).add_(_EPSILON)
         variables.addcdiv_(self.velocity * (rate / (1.0 - first**count)), size, value=-1.0)
-
-
-def _bounds(group: MethodGroup) -> tuple[int, int]:
-    return group.rows.start, group.rows.stop
